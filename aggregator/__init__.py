@@ -1,0 +1,1 @@
+"""The coordinator (control plane) and the aggregator (data plane) of a run."""

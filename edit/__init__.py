@@ -1,0 +1,1 @@
+"""EDiT: local SGD with layer-wise exchange and a pseudo-gradient penalty."""

@@ -1,0 +1,56 @@
+"""The seam between the algorithm and whatever carries it.
+
+`EditWorker` talks to a `Collective`; in-process (`edit.local.LocalCollective`), over gRPC (`peers.grpc_collective`), or over a
+swarm, the answers are the same values and the outer parameters the same bits. A carrier never raises for a lost round: it
+returns `Aborted(reason)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from edit.records import Contribution, Outcome, Snapshot
+from edit.schema import Schema
+
+__all__ = ["Collective"]
+
+
+class Collective(Protocol):
+    """One peer's connection to the run."""
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's identity in verdicts."""
+        ...
+
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+        """Enter the run; blocks until there are outer parameters to start from, and returns them.
+
+        found: gives this peer's own initial fragments (flat fp32); called only when the run has no parameters yet and this
+        peer was chosen to found it. Raises RefusedError when the schema differs from the run's (names the first tensor).
+        """
+        ...
+
+    def contribute(self, contribution: Contribution) -> None:
+        """Hand over one fragment; returns at once, the carrier sends in the background.
+
+        All fragments of one outer step together are one contribution of this peer to one round.
+        """
+        ...
+
+    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+        """What became of the attempt to advance FROM `outer_step`.
+
+        Committed: the run advanced to outer_step + 1 (whether or not this peer was part of it: see FragmentCommit.verdict_of).
+        Aborted: the round this peer contributed to was lost, the outer step is still open. None: not known. With block=True
+        None is returned only when the carrier is cut off: the contribution is then IN DOUBT, it may yet turn out committed, so
+        the caller keeps it, trains on and asks again; it must not contribute to the same outer step before it has an answer.
+        """
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """The outer parameters of the latest committed step; blocks. Raises TransportError when cut off."""
+        ...

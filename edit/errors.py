@@ -1,0 +1,66 @@
+"""The exception tree. An exception carries blame; a lost round is a value (`Aborted`), not an exception.
+
+EditError
+ ├─ ConfigError           the user's setting, file or command line; exit code 2
+ ├─ RefusedError          the other side said no for good (invitation, certificate, schema); exit code 3
+ ├─ EvictedError          this peer was evicted from the run; exit code 4
+ ├─ LocalProtocolError    our own bug: a call out of order; exit code 70
+ ├─ RemoteProtocolError   the other side sent something it must not send; never touches state
+ ├─ StorageError          the disk under the state folder failed or lies (full, torn, flipped); nothing is lost
+ └─ TransportError        the link broke; the same call may be tried again
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "EditError",
+    "EvictedError",
+    "LocalProtocolError",
+    "RefusedError",
+    "RemoteProtocolError",
+    "StorageError",
+    "TransportError",
+]
+
+
+class EditError(Exception):
+    """Base of every error this project raises on purpose. The message is one line."""
+
+    exit_code = 70
+
+
+class ConfigError(EditError):
+    """A setting, a file or an argument is wrong. The message names the field or file, and the mend."""
+
+    exit_code = 2
+
+
+class RefusedError(EditError):
+    """The other side refuses for good: retrying the same call cannot succeed."""
+
+    exit_code = 3
+
+
+class EvictedError(EditError):
+    """The operator evicted this peer from the run."""
+
+    exit_code = 4
+
+
+class LocalProtocolError(EditError):
+    """A call out of order by this process: a bug in the caller."""
+
+
+class RemoteProtocolError(EditError):
+    """The other side broke the protocol. Its bytes touched nothing."""
+
+
+class StorageError(EditError):
+    """The state folder cannot be written or its contents are damaged."""
+
+    exit_code = 2
+
+
+class TransportError(EditError):
+    """The connection failed or timed out; the same call may be tried again."""

@@ -1,0 +1,1 @@
+"""The composition root: demo, simulation, chaos, plan, bench."""

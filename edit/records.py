@@ -1,0 +1,143 @@
+"""Values that cross a seam: what a peer contributes, what it gets back. Plain frozen dataclasses, no behaviour.
+
+`editpb.convert` maps them to and from the wire and is the only place that validates wire input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+__all__ = [
+    "Aborted",
+    "Behind",
+    "Commit",
+    "Committed",
+    "Contribution",
+    "EncodedTensor",
+    "Evicted",
+    "Finished",
+    "FragmentCommit",
+    "Outcome",
+    "PeerVerdict",
+    "Snapshot",
+    "Verdict",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """A flat fp32 vector of `numel` elements, encoded by the codec named `codec`."""
+
+    codec: str
+    numel: int
+    data: bytes | bytearray | memoryview
+
+
+class Verdict(Enum):
+    """What the penalty decided about one peer's contribution to one fragment; all but OK have weight 0."""
+
+    OK = "ok"
+    NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
+    ANOMALOUS = "anomalous"  # norm more than delta standard deviations above its moving mean
+    IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerVerdict:
+    """One contribution's fate. norm: ||Delta||_2 over the whole replica; weight: share in the mean, 0 to 1."""
+
+    peer_id: str
+    verdict: Verdict
+    norm: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One fragment of one peer's pseudo-gradient, computed against the outer parameters of `outer_step`.
+
+    inner_steps, tokens: the work of THIS round behind it (never cumulative).
+    """
+
+    outer_step: int
+    fragment_id: int
+    inner_steps: int
+    tokens: int
+    payload: EncodedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentCommit:
+    """One fragment's part of a commit. payload: the encoded outer step s, to be applied as theta <- theta - decode(payload);
+    None means rollback: theta stays. merged_norm: ||D|| before the clip; clip: beta."""
+
+    fragment_id: int
+    payload: EncodedTensor | None
+    verdicts: tuple[PeerVerdict, ...]
+    merged_norm: float
+    clip: float
+
+    def verdict_of(self, peer_id: str) -> PeerVerdict | None:
+        """This peer's verdict, or None when it did not contribute to the fragment."""
+        return next((verdict for verdict in self.verdicts if verdict.peer_id == peer_id), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """An advance from outer_step - 1 to `outer_step`. digest: of theta at `outer_step` (see `edit.outer.digest`)."""
+
+    outer_step: int
+    round_id: int
+    digest: str
+    reason: str
+    fragments: tuple[FragmentCommit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """theta at a committed outer step: one flat fp32 tensor per fragment, in fragment order."""
+
+    outer_step: int
+    digest: str
+    fragments: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The outer step the peer asked about was committed."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The round was lost; the outer step is still open. Residuals roll back, training goes on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The run is further ahead than the kept updates reach, or the peer's digest is wrong: take a snapshot."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The operator evicted this peer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run has reached its last outer step; the peer may stop."""
+
+    outer_step: int
+
+
+Outcome = Committed | Aborted | Behind | Evicted | Finished

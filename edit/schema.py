@@ -1,0 +1,115 @@
+"""What is exchanged: the trainable tensors of a model, grouped layer-wise into fragments.
+
+Owns: the plan (which tensor belongs to which fragment, in forward order), its hash, and the comparison of two plans. A fragment
+travels as one flat fp32 vector: its tensors, row-major, one after the other in the plan's order. Must not know: peers, rounds,
+codecs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from edit.errors import ConfigError, RemoteProtocolError
+
+__all__ = ["FragmentSpec", "Schema", "TensorSpec", "plan_fragments"]
+
+_BLOCK = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One full (unsharded) tensor: its qualified name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentSpec:
+    """The unit of exchange: one transformer block, or one of the modules around the blocks."""
+
+    fragment_id: int
+    name: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """All fragments of a model, fragment_id = position. Raises RemoteProtocolError where the parts contradict one another."""
+
+    fragments: tuple[FragmentSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [tensor.name for fragment in self.fragments for tensor in fragment.tensors]
+        if not names or any(not fragment.tensors for fragment in self.fragments):
+            raise RemoteProtocolError("schema: no tensors, or a fragment without any")
+        if len(set(names)) != len(names):
+            raise RemoteProtocolError("schema: a tensor is named twice")
+        if [fragment.fragment_id for fragment in self.fragments] != list(range(len(self.fragments))):
+            raise RemoteProtocolError("schema: fragment ids are not 0, 1, 2, ...")
+        if any(size < 1 for f in self.fragments for t in f.tensors for size in t.shape):
+            raise RemoteProtocolError("schema: a tensor has a dimension below 1")
+
+    @property
+    def numel(self) -> int:
+        return sum(fragment.numel for fragment in self.fragments)
+
+    @property
+    def schema_hash(self) -> str:
+        """SHA-256 (hex) over names, shapes and grouping. Two peers train together only if theirs are equal."""
+        plan = [[f.name, [[t.name, list(t.shape)] for t in f.tensors]] for f in self.fragments]
+        return hashlib.sha256(json.dumps(plan, separators=(",", ":")).encode()).hexdigest()
+
+    def first_difference(self, other: Schema) -> str | None:
+        """One line that names the first tensor in which `other` differs from this schema, or None."""
+        mine = [(f.name, t) for f in self.fragments for t in f.tensors]
+        theirs = [(f.name, t) for f in other.fragments for t in f.tensors]
+        for (my_fragment, a), (their_fragment, b) in zip(mine, theirs, strict=False):
+            if a.name != b.name:
+                return f"tensor {a.name} of the run stands where the peer has {b.name}"
+            if a.shape != b.shape:
+                return f"tensor {a.name} has shape {list(a.shape)} in the run and {list(b.shape)} at the peer"
+            if my_fragment != their_fragment:
+                return f"tensor {a.name} is in fragment {my_fragment} of the run and in {their_fragment} at the peer"
+        if len(mine) > len(theirs):
+            return f"tensor {mine[len(theirs)][1].name} of the run is missing at the peer"
+        if len(theirs) > len(mine):
+            return f"tensor {theirs[len(mine)][1].name} of the peer is not in the run"
+        return None
+
+
+def plan_fragments(named_parameters: Iterable[tuple[str, nn.Parameter | Tensor]]) -> Schema:
+    """Group trainable parameters layer-wise, in the order given (a module's own order is its forward order).
+
+    Tensors under a numbered block (`blocks.3.attn.weight`) form the fragment of that block (`blocks.3`); the others form one
+    fragment per top-level module. Tied weights appear once, as in `named_parameters()`. Frozen parameters are left out.
+
+    Raises ConfigError when nothing is trainable.
+    """
+    groups: dict[str, list[TensorSpec]] = {}
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        block = _BLOCK.match(name)
+        group = block["block"] if block else name.partition(".")[0]
+        groups.setdefault(group, []).append(TensorSpec(name=name, shape=tuple(parameter.shape)))
+    if not groups:
+        raise ConfigError("the model has no trainable parameter; nothing to exchange")
+    return Schema(
+        tuple(FragmentSpec(fragment_id=i, name=name, tensors=tuple(specs)) for i, (name, specs) in enumerate(groups.items()))
+    )

@@ -1,0 +1,1 @@
+"""The peer daemon: enrolment, session, transports, trainer, data and models."""

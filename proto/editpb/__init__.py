@@ -1,0 +1,1 @@
+"""The wire: generated stubs and the converters that validate everything."""

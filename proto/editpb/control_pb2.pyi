@@ -1,0 +1,275 @@
+from editpb import tensors_pb2 as _tensors_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PeerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PEER_STATE_UNSPECIFIED: _ClassVar[PeerState]
+    PEER_STATE_STARTING: _ClassVar[PeerState]
+    PEER_STATE_TRAINING: _ClassVar[PeerState]
+    PEER_STATE_EXCHANGING: _ClassVar[PeerState]
+
+class RunPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUN_PHASE_UNSPECIFIED: _ClassVar[RunPhase]
+    RUN_PHASE_FOUNDING: _ClassVar[RunPhase]
+    RUN_PHASE_GATHERING: _ClassVar[RunPhase]
+    RUN_PHASE_COLLECTING: _ClassVar[RunPhase]
+    RUN_PHASE_COMMITTING: _ClassVar[RunPhase]
+    RUN_PHASE_PAUSED: _ClassVar[RunPhase]
+    RUN_PHASE_FINISHED: _ClassVar[RunPhase]
+PEER_STATE_UNSPECIFIED: PeerState
+PEER_STATE_STARTING: PeerState
+PEER_STATE_TRAINING: PeerState
+PEER_STATE_EXCHANGING: PeerState
+RUN_PHASE_UNSPECIFIED: RunPhase
+RUN_PHASE_FOUNDING: RunPhase
+RUN_PHASE_GATHERING: RunPhase
+RUN_PHASE_COLLECTING: RunPhase
+RUN_PHASE_COMMITTING: RunPhase
+RUN_PHASE_PAUSED: RunPhase
+RUN_PHASE_FINISHED: RunPhase
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "run_id", "schema", "software")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    run_id: str
+    schema: _tensors_pb2.Schema
+    software: str
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., software: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    state: PeerState
+    outer_step: int
+    digest: str
+    inner_steps: int
+    round_inner_steps: int
+    loss: float
+    tokens_per_s: float
+    step_s: float
+    bytes_sent: int
+    bytes_received: int
+    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class PeerMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "goodbye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("run_id", "peer_id", "config_json", "found")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    peer_id: str
+    config_json: str
+    found: bool
+    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., found: bool = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "heal", "found")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LAST_REASON_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    phase: RunPhase
+    outer_step: int
+    round_id: int
+    digest: str
+    oldest_update: int
+    last_round_id: int
+    last_committed: bool
+    last_reason: str
+    heal: str
+    found: bool
+    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., heal: _Optional[str] = ..., found: bool = ...) -> None: ...
+
+class Expel(_message.Message):
+    __slots__ = ("evicted", "reason")
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    evicted: bool
+    reason: str
+    def __init__(self, evicted: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CoordinatorMessage(_message.Message):
+    __slots__ = ("welcome", "view", "expel")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    EXPEL_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    view: View
+    expel: Expel
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ...) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    REJECTIONS_FIELD_NUMBER: _ClassVar[int]
+    ABSENCES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    role: str
+    state: str
+    reason: str
+    silent_s: float
+    heartbeat: Heartbeat
+    contributions: int
+    rejections: int
+    absences: int
+    deadline_s: float
+    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class PeerVerdict(_message.Message):
+    __slots__ = ("peer_id", "verdict", "norm", "weight")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    verdict: str
+    norm: float
+    weight: float
+    def __init__(self, peer_id: _Optional[str] = ..., verdict: _Optional[str] = ..., norm: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class FragmentVerdicts(_message.Message):
+    __slots__ = ("fragment_id", "verdicts", "merged_norm", "clip")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    MERGED_NORM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    verdicts: _containers.RepeatedCompositeFieldContainer[PeerVerdict]
+    merged_norm: float
+    clip: float
+    def __init__(self, fragment_id: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[PeerVerdict, _Mapping]]] = ..., merged_norm: _Optional[float] = ..., clip: _Optional[float] = ...) -> None: ...
+
+class RoundStatus(_message.Message):
+    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest")
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    round_id: int
+    outer_step: int
+    committed: bool
+    reason: str
+    seconds: float
+    bytes_in: int
+    bytes_out: int
+    fragments: _containers.RepeatedCompositeFieldContainer[FragmentVerdicts]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    digest: str
+    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("rounds_after",)
+    ROUNDS_AFTER_FIELD_NUMBER: _ClassVar[int]
+    rounds_after: int
+    def __init__(self, rounds_after: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_IN_S_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    view: View
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundStatus]
+    outer_steps: int
+    parameters: int
+    peak_memory_bytes: int
+    expected: _containers.RepeatedScalarFieldContainer[str]
+    arrived: _containers.RepeatedScalarFieldContainer[str]
+    deadline_in_s: float
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("peer_id", "reason")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    reason: str
+    def __init__(self, peer_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class EvictReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

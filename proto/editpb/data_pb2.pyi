@@ -1,0 +1,167 @@
+from editpb import tensors_pb2 as _tensors_pb2
+from editpb import control_pb2 as _control_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ContributionHeader(_message.Message):
+    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    BOXES_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round_id: int
+    outer_step: int
+    peer_id: str
+    fragment_id: int
+    schema_hash: str
+    boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
+    inner_steps: int
+    tokens: int
+    codec: _tensors_pb2.CodecId
+    numel: int
+    total_bytes: int
+    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[_Union[_tensors_pb2.CodecId, str]] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
+class ContributePart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: ContributionHeader
+    chunk: _tensors_pb2.Chunk
+    def __init__(self, header: _Optional[_Union[ContributionHeader, _Mapping]] = ..., chunk: _Optional[_Union[_tensors_pb2.Chunk, _Mapping]] = ...) -> None: ...
+
+class ContributionReceipt(_message.Message):
+    __slots__ = ("complete", "received_bytes")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    received_bytes: int
+    def __init__(self, complete: bool = ..., received_bytes: _Optional[int] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("received_bytes", "complete")
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    received_bytes: int
+    complete: bool
+    def __init__(self, received_bytes: _Optional[int] = ..., complete: bool = ...) -> None: ...
+
+class UpdateRequest(_message.Message):
+    __slots__ = ("run_id", "outer_step")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    outer_step: int
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ...) -> None: ...
+
+class FragmentUpdate(_message.Message):
+    __slots__ = ("fragment_id", "rollback", "codec", "numel", "total_bytes", "verdicts")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    rollback: bool
+    codec: _tensors_pb2.CodecId
+    numel: int
+    total_bytes: int
+    verdicts: _control_pb2.FragmentVerdicts
+    def __init__(self, fragment_id: _Optional[int] = ..., rollback: bool = ..., codec: _Optional[_Union[_tensors_pb2.CodecId, str]] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., verdicts: _Optional[_Union[_control_pb2.FragmentVerdicts, _Mapping]] = ...) -> None: ...
+
+class UpdateManifest(_message.Message):
+    __slots__ = ("outer_step", "round_id", "digest", "reason", "fragments")
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    round_id: int
+    digest: str
+    reason: str
+    fragments: _containers.RepeatedCompositeFieldContainer[FragmentUpdate]
+    def __init__(self, outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., reason: _Optional[str] = ..., fragments: _Optional[_Iterable[_Union[FragmentUpdate, _Mapping]]] = ...) -> None: ...
+
+class UpdatePart(_message.Message):
+    __slots__ = ("manifest", "chunk")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    manifest: UpdateManifest
+    chunk: FragmentChunk
+    def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., chunk: _Optional[_Union[FragmentChunk, _Mapping]] = ...) -> None: ...
+
+class FragmentChunk(_message.Message):
+    __slots__ = ("fragment_id", "chunk")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    chunk: _tensors_pb2.Chunk
+    def __init__(self, fragment_id: _Optional[int] = ..., chunk: _Optional[_Union[_tensors_pb2.Chunk, _Mapping]] = ...) -> None: ...
+
+class SnapshotManifestRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class SnapshotManifest(_message.Message):
+    __slots__ = ("outer_step", "digest", "schema", "fragment_sha256")
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    digest: str
+    schema: _tensors_pb2.Schema
+    fragment_sha256: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_sha256: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("run_id", "outer_step", "fragment_id", "offset")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    outer_step: int
+    fragment_id: int
+    offset: int
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FoundPart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: FoundHeader
+    chunk: FragmentChunk
+    def __init__(self, header: _Optional[_Union[FoundHeader, _Mapping]] = ..., chunk: _Optional[_Union[FragmentChunk, _Mapping]] = ...) -> None: ...
+
+class FoundHeader(_message.Message):
+    __slots__ = ("run_id", "schema_hash", "digest")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    schema_hash: str
+    digest: str
+    def __init__(self, run_id: _Optional[str] = ..., schema_hash: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class FoundReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

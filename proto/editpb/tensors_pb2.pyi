@@ -1,0 +1,63 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CodecId(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_ID_UNSPECIFIED: _ClassVar[CodecId]
+    CODEC_ID_FP32: _ClassVar[CodecId]
+    CODEC_ID_BF16: _ClassVar[CodecId]
+    CODEC_ID_FP16: _ClassVar[CodecId]
+    CODEC_ID_INT8: _ClassVar[CodecId]
+CODEC_ID_UNSPECIFIED: CodecId
+CODEC_ID_FP32: CodecId
+CODEC_ID_BF16: CodecId
+CODEC_ID_FP16: CodecId
+CODEC_ID_INT8: CodecId
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FragmentSpec(_message.Message):
+    __slots__ = ("name", "tensors")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class Schema(_message.Message):
+    __slots__ = ("fragments",)
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    fragments: _containers.RepeatedCompositeFieldContainer[FragmentSpec]
+    def __init__(self, fragments: _Optional[_Iterable[_Union[FragmentSpec, _Mapping]]] = ...) -> None: ...
+
+class Box(_message.Message):
+    __slots__ = ("tensor", "offsets", "sizes")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tensor: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("offset", "data", "crc32")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    crc32: int
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
