@@ -248,8 +248,11 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """buffer_bytes: contributions held in memory before they spill to disk; checkpoint_every: outer steps between checkpoints;
-    keep_checkpoints; keep_updates: published updates kept for peers that missed a commit; sync_writes: fsync before publishing."""
+    """What the aggregator keeps, where.
+
+    buffer_bytes: contributions held in memory before they spill to disk; checkpoint_every: outer steps between checkpoints;
+    keep_checkpoints: how many; keep_updates: published updates kept for peers that missed a commit.
+    """
 
     buffer_bytes: int = 256 << 20
     checkpoint_every: int = 20
