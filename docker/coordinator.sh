@@ -1,0 +1,13 @@
+#!/bin/sh
+# Makes the run on the first start, writes one invitation per name in PEERS, then serves. A restart continues the run.
+set -eu
+: "${STATE:=/state}" "${INVITATIONS:=/invitations}" "${CONFIG:=/config/run.toml}" "${PEERS:=peer-1 peer-2}"
+if [ ! -f "$STATE/run.json" ]; then
+    edit-coordinator init --state "$STATE" --config "$CONFIG"
+fi
+for name in $PEERS; do
+    if [ ! -f "$INVITATIONS/$name" ]; then
+        (umask 077 && edit-coordinator invite --state "$STATE" "$name" | head -n 1 > "$INVITATIONS/.$name" && mv "$INVITATIONS/.$name" "$INVITATIONS/$name")
+    fi
+done
+exec edit-coordinator serve --state "$STATE"
