@@ -1,0 +1,265 @@
+"""The peer's view of the run: what it has been told, and what follows from it. Sans-IO.
+
+Owns: the state of the control connection, the newest view, what this peer contributed, the decision about an outer step, the
+delays between attempts to connect. Must not know: time (it takes `now`), randomness (injected), asyncio, gRPC, logging, torch.
+
+Link                     event           next
+-----------------------  --------------  -----------------------------------------------------------
+OFFLINE                  dialled         GREETING   (Hello is on its way)
+GREETING                 welcome         WELCOMED   (backoff starts anew; configuration and founder are known)
+WELCOMED, ATTENDING      view            ATTENDING  (a view older than the newest of this connection is dropped)
+any but EXPELLED         down            OFFLINE    (the view is kept, but no longer believed)
+any                      expel           EXPELLED   (final: no reconnection)
+EXPELLED                 down            EXPELLED
+
+Decision about outer step t, this peer having contributed to round R (0: to none); the first line that holds wins
+-----------------------  --------------------------------------------------------------------------------------------
+EVICTED                  expelled by the operator
+REFUSED                  expelled otherwise
+CUT_OFF                  not attending for longer than two heartbeats (R is then in doubt, R = 0 is surely lost)
+WAIT                     not attending
+BEHIND                   the view says heal, and no snapshot was taken since
+BEHIND                   view.outer_step < t (the run went back to an older checkpoint)
+COMMITTED                view.outer_step > t and update t + 1 is still kept
+BEHIND                   view.outer_step > t
+FINISHED                 the phase is FINISHED
+ABORTED                  round R is closed (last_round_id >= R), or a newer one is open
+WAIT                     otherwise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from edit.errors import LocalProtocolError
+
+__all__ = ["Decision", "Expel", "Link", "Phase", "Session", "View", "Welcome"]
+
+FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
+
+
+class Link(Enum):
+    """The control connection, as the table above has it."""
+
+    OFFLINE = "offline"
+    GREETING = "greeting"
+    WELCOMED = "welcomed"
+    ATTENDING = "attending"
+    EXPELLED = "expelled"
+
+
+class Phase(Enum):
+    """What the coordinator is doing."""
+
+    FOUNDING = "founding"
+    GATHERING = "gathering"
+    COLLECTING = "collecting"
+    COMMITTING = "committing"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class Decision(Enum):
+    """What became of an outer step."""
+
+    WAIT = "wait"
+    CUT_OFF = "cut off"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    BEHIND = "behind"
+    FINISHED = "finished"
+    EVICTED = "evicted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The coordinator's first message. found: this peer is to send its initial parameters."""
+
+    run_id: str
+    peer_id: str
+    config_json: str
+    found: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The run as it stands; see View in control.proto. Always whole."""
+
+    sequence: int
+    phase: Phase
+    outer_step: int
+    round_id: int = 0
+    digest: str = ""
+    oldest_update: int = 0
+    last_round_id: int = 0
+    last_committed: bool = False
+    last_reason: str = ""
+    heal: str = ""
+    found: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expel:
+    """The coordinator's last message: evicted by the operator, or refused."""
+
+    evicted: bool
+    reason: str
+
+
+class Session:
+    """One peer's session with the coordinator, over any number of connections.
+
+    random: draws from [0, 1); spreads the reconnections of many peers. heartbeat_s: until `configure` says what the run uses.
+    """
+
+    def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0) -> None:
+        self._random = random
+        self._heartbeat_s = heartbeat_s
+        self._link = Link.OFFLINE
+        self._offline_since = now
+        self._attempts = 0
+        self._connections = 0
+        self._welcome: Welcome | None = None
+        self._view: View | None = None
+        self._expel: Expel | None = None
+        self._healed_at = -1
+
+    @property
+    def link(self) -> Link:
+        return self._link
+
+    @property
+    def connections(self) -> int:
+        """Welcomes so far: tells one connection from the next."""
+        return self._connections
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The last Welcome, also while offline."""
+        return self._welcome
+
+    @property
+    def view(self) -> View | None:
+        """The newest view of the present connection; None while not attending."""
+        return self._view if self._link is Link.ATTENDING else None
+
+    @property
+    def expel(self) -> Expel | None:
+        return self._expel
+
+    @property
+    def found(self) -> bool:
+        """Whether this peer is asked, now, to found the run."""
+        if self.view is not None:
+            return self.view.found and self.view.phase is Phase.FOUNDING
+        return self._link is Link.WELCOMED and self._welcome is not None and self._welcome.found
+
+    def configure(self, heartbeat_s: float) -> None:
+        """Take the heartbeat interval (seconds) of the run's configuration."""
+        self._heartbeat_s = heartbeat_s
+
+    def dialled(self) -> None:
+        """A connection is being tried. Raises LocalProtocolError unless offline."""
+        if self._link is not Link.OFFLINE:
+            raise LocalProtocolError(f"dialled while {self._link.value}")
+        self._link = Link.GREETING
+        self._attempts += 1
+
+    def welcomed(self, welcome: Welcome) -> str | None:
+        """Take the Welcome; returns what is wrong with it, or None."""
+        if self._link is not Link.GREETING:
+            return f"a Welcome while {self._link.value}"
+        if self._welcome is not None and self._welcome.run_id != welcome.run_id:
+            return f"the coordinator runs {welcome.run_id}, this peer belongs to {self._welcome.run_id}"
+        self._link, self._welcome, self._view = Link.WELCOMED, welcome, None
+        self._connections += 1
+        self._attempts, self._healed_at = 0, -1
+        return None
+
+    def viewed(self, view: View) -> str | None:
+        """Take a view; an older one than the newest is dropped. Returns what is wrong with it, or None."""
+        if self._link not in (Link.WELCOMED, Link.ATTENDING):
+            return f"a View while {self._link.value}"
+        if self._view is None or view.sequence >= self._view.sequence:
+            self._link, self._view = Link.ATTENDING, view
+        return None
+
+    def expelled(self, expel: Expel) -> None:
+        """Take the Expel; the first one counts."""
+        self._expel = self._expel or expel
+        self._link = Link.EXPELLED
+
+    def down(self, now: float) -> None:
+        """The connection, or the attempt, is over."""
+        if self._link in (Link.WELCOMED, Link.ATTENDING):
+            self._offline_since = now
+        if self._link is not Link.EXPELLED:
+            self._link = Link.OFFLINE
+
+    def healed(self) -> None:
+        """A snapshot was taken: a heal that was asked before it has been obeyed."""
+        if self._view is not None:
+            self._healed_at = self._view.sequence
+
+    def reconnect_delay(self) -> float | None:
+        """Seconds to wait before the next attempt; None: do not connect again.
+
+        0.2 s doubling to 5 s, jittered over the upper half so that many peers do not come back at once.
+        """
+        if self._link is Link.EXPELLED:
+            return None
+        ceiling = min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._attempts, 10))
+        return max(FIRST_DELAY_S, ceiling * (1 + self._random()) / 2)
+
+    def cut_off(self, now: float) -> bool:
+        """Whether there has been no connection for longer than two heartbeats."""
+        connected = self._link in (Link.WELCOMED, Link.ATTENDING)
+        return not connected and now - self._offline_since > 2 * self._heartbeat_s
+
+    def open_round(self, outer_step: int, after: int = 0) -> int:
+        """The round that takes contributions for `outer_step` and is newer than round `after`; 0 when there is none."""
+        view = self.view
+        if (
+            view is None
+            or view.outer_step != outer_step
+            or view.phase is not Phase.COLLECTING
+            or _heal_due(view, self._healed_at)
+        ):
+            return 0
+        return view.round_id if view.round_id > after else 0
+
+    def decide(self, outer_step: int, contributed: int, now: float) -> tuple[Decision, str]:
+        """What became of the attempt to advance from `outer_step`, having contributed to round `contributed` (0: none)."""
+        if self._expel is not None:
+            return (Decision.EVICTED if self._expel.evicted else Decision.REFUSED), self._expel.reason
+        view = self.view
+        if view is None:
+            if self.cut_off(now):
+                return Decision.CUT_OFF, f"no connection to the coordinator for {now - self._offline_since:.1f} s"
+            return Decision.WAIT, f"the control connection is {self._link.value}"
+        return _decide(view, outer_step, contributed, self._healed_at)
+
+
+def _heal_due(view: View, healed_at: int) -> bool:
+    return bool(view.heal) and view.sequence > healed_at
+
+
+def _decide(view: View, outer_step: int, contributed: int, healed_at: int) -> tuple[Decision, str]:
+    if _heal_due(view, healed_at):
+        return Decision.BEHIND, view.heal
+    if view.outer_step < outer_step:
+        return Decision.BEHIND, f"the run is at outer step {view.outer_step}, this peer at {outer_step}"
+    if view.outer_step > outer_step:
+        if outer_step + 1 >= view.oldest_update:
+            return Decision.COMMITTED, f"the run is at outer step {view.outer_step}"
+        return Decision.BEHIND, f"update {outer_step + 1} is no longer kept; the oldest is {view.oldest_update}"
+    if view.phase is Phase.FINISHED:
+        return Decision.FINISHED, f"the run finished at outer step {view.outer_step}"
+    if contributed and view.last_round_id >= contributed:
+        return Decision.ABORTED, view.last_reason or f"round {contributed} was lost"
+    if contributed and view.round_id > contributed:
+        return Decision.ABORTED, f"round {contributed} was lost; round {view.round_id} is open"
+    return Decision.WAIT, f"the run is {view.phase.value}"

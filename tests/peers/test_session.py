@@ -1,0 +1,218 @@
+"""The session's tables, line by line. The clock is a number, the random source a constant."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from edit.errors import LocalProtocolError
+from peers.session import Decision, Expel, Link, Phase, Session, View, Welcome
+
+WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=False)
+CHOSEN = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=True)
+
+
+def view(outer_step: int = 5, *, phase: Phase = Phase.COLLECTING, sequence: int = 1, **rest: object) -> View:
+    return View(sequence=sequence, phase=phase, outer_step=outer_step, **rest)  # type: ignore[arg-type]
+
+
+def attending(*views: View, now: float = 0.0) -> Session:
+    session = Session(lambda: 0.5, now, heartbeat_s=1.0)
+    session.dialled()
+    assert session.welcomed(WELCOME) is None
+    for each in views:
+        assert session.viewed(each) is None
+    return session
+
+
+# what became of outer step 5, having contributed to round 1000007 (or to none)
+R = 1_000_007
+TABLE = [
+    # view, contributed, decision, a word of the reason
+    (view(round_id=R), R, Decision.WAIT, "collecting"),
+    (view(round_id=R), 0, Decision.WAIT, "collecting"),
+    (view(round_id=R + 3), 0, Decision.WAIT, "collecting"),
+    (view(phase=Phase.COMMITTING, round_id=R), R, Decision.WAIT, "committing"),
+    (view(phase=Phase.GATHERING), R, Decision.WAIT, "gathering"),
+    (view(phase=Phase.PAUSED), 0, Decision.WAIT, "paused"),
+    (view(6, oldest_update=6), R, Decision.COMMITTED, "outer step 6"),
+    (view(6, oldest_update=6), 0, Decision.COMMITTED, "outer step 6"),
+    (view(9, oldest_update=6), R, Decision.COMMITTED, "outer step 9"),
+    (view(9, oldest_update=7), R, Decision.BEHIND, "oldest is 7"),
+    (view(6, phase=Phase.FINISHED, oldest_update=6), R, Decision.COMMITTED, "outer step 6"),
+    (view(phase=Phase.FINISHED), R, Decision.FINISHED, "finished"),
+    (view(phase=Phase.FINISHED), 0, Decision.FINISHED, "finished"),
+    (view(4), R, Decision.BEHIND, "at outer step 4"),
+    (view(heal="digest differs"), R, Decision.BEHIND, "digest differs"),
+    (view(6, heal="digest differs", oldest_update=6), 0, Decision.BEHIND, "digest differs"),
+    (view(round_id=R + 1, last_round_id=R, last_reason="too few"), R, Decision.ABORTED, "too few"),
+    (view(phase=Phase.GATHERING, last_round_id=R), R, Decision.ABORTED, "was lost"),
+    (view(round_id=R + 1, last_round_id=R, last_reason="too few"), R + 1, Decision.WAIT, "collecting"),
+    (view(round_id=2_000_001), R, Decision.ABORTED, "round 2000001 is open"),
+    (view(round_id=R + 1, last_round_id=R, last_reason="too few"), 0, Decision.WAIT, "collecting"),
+]
+
+
+@pytest.mark.parametrize(("seen", "contributed", "decision", "word"), TABLE)
+def test_decision_table(seen: View, contributed: int, decision: Decision, word: str) -> None:
+    got, reason = attending(seen).decide(5, contributed, now=100.0)
+    assert got is decision
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("expel", "decision"),
+    [(Expel(evicted=True, reason="noisy"), Decision.EVICTED), (Expel(evicted=False, reason="another model"), Decision.REFUSED)],
+)
+def test_an_expelled_peer_stays_expelled(expel: Expel, decision: Decision) -> None:
+    session = attending(view(6, oldest_update=1))
+    session.expelled(expel)
+    session.expelled(Expel(evicted=not expel.evicted, reason="second word"))
+    session.down(1.0)
+    assert session.link is Link.EXPELLED
+    assert session.decide(5, R, now=99.0) == (decision, expel.reason)
+    assert session.reconnect_delay() is None
+    with pytest.raises(LocalProtocolError):
+        session.dialled()
+
+
+def test_every_state_answers_every_question() -> None:
+    """No combination of phase, step, rounds and heal is without an answer, and only a newer step counts as committed."""
+    steps, rounds = (4, 5, 6, 9), (0, R - 1, R, R + 1)
+    for phase, step, open_round, last, heal, mine in itertools.product(Phase, steps, rounds, rounds, ("", "bad"), (0, R)):
+        seen = view(step, phase=phase, round_id=open_round, last_round_id=last, heal=heal, oldest_update=6)
+        decision, reason = attending(seen).decide(5, mine, now=0.0)
+        assert reason
+        assert (decision is Decision.COMMITTED) == (step > 5 and not heal)
+        if decision is Decision.ABORTED:
+            assert mine and step == 5 and max(open_round, last) >= mine
+
+
+def test_link_follows_its_table() -> None:
+    session = Session(lambda: 0.5, 0.0)
+    seen = [session.link]
+    session.dialled()
+    seen.append(session.link)
+    session.welcomed(WELCOME)
+    seen.append(session.link)
+    session.viewed(view())
+    seen.append(session.link)
+    session.down(1.0)
+    seen.append(session.link)
+    assert seen == [Link.OFFLINE, Link.GREETING, Link.WELCOMED, Link.ATTENDING, Link.OFFLINE]
+
+
+def test_messages_out_of_order_are_named_not_taken() -> None:
+    session = Session(lambda: 0.5, 0.0)
+    assert "offline" in (session.welcomed(WELCOME) or "")
+    session.dialled()
+    assert "greeting" in (session.viewed(view()) or "")
+    with pytest.raises(LocalProtocolError, match="greeting"):
+        session.dialled()
+    session.welcomed(WELCOME)
+    assert "welcomed" in (session.welcomed(WELCOME) or "")
+
+
+def test_another_run_is_not_welcome() -> None:
+    session = attending(view())
+    session.down(1.0)
+    session.dialled()
+    other = Welcome(run_id="run-2", peer_id="a", config_json="{}", found=False)
+    assert "run-2" in (session.welcomed(other) or "")
+    assert session.link is Link.GREETING
+
+
+def test_a_view_overtaken_by_a_newer_one_is_dropped() -> None:
+    session = attending(view(6, sequence=9, oldest_update=1), view(5, sequence=8))
+    assert session.view is not None and session.view.outer_step == 6
+    session.viewed(view(7, sequence=10, oldest_update=1))
+    assert session.view.outer_step == 7
+
+
+def test_a_restarted_coordinator_may_count_its_views_anew() -> None:
+    session = attending(view(6, sequence=900, oldest_update=1))
+    session.down(1.0)
+    session.dialled()
+    session.welcomed(WELCOME)
+    assert session.view is None
+    session.viewed(view(6, sequence=1, oldest_update=6))
+    assert session.view is not None and session.view.sequence == 1
+
+
+def test_a_heal_is_obeyed_once() -> None:
+    session = attending(view(heal="digest differs", sequence=3, round_id=R))
+    assert session.open_round(5) == 0
+    session.healed()
+    assert session.decide(5, 0, now=0.0)[0] is Decision.WAIT
+    assert session.open_round(5) == R
+    session.viewed(view(heal="still differs", sequence=4, round_id=R))
+    assert session.decide(5, 0, now=0.0) == (Decision.BEHIND, "still differs")
+
+
+def test_cut_off_only_after_two_heartbeats() -> None:
+    session = attending(view(round_id=R))
+    session.down(10.0)
+    assert session.view is None
+    assert session.decide(5, R, now=12.0)[0] is Decision.WAIT
+    decision, reason = session.decide(5, R, now=12.5)
+    assert decision is Decision.CUT_OFF and "2.5 s" in reason
+    session.dialled()
+    session.down(13.0)  # a failed attempt does not reset the count
+    assert session.cut_off(12.5)
+    session.dialled()
+    session.welcomed(WELCOME)
+    assert not session.cut_off(99.0)
+    assert session.decide(5, R, now=99.0)[0] is Decision.WAIT
+    session.viewed(view(6, oldest_update=6))
+    assert session.decide(5, R, now=99.0)[0] is Decision.COMMITTED
+
+
+def test_configure_changes_the_patience() -> None:
+    session = Session(lambda: 0.0, 0.0, heartbeat_s=1.0)
+    session.configure(10.0)
+    assert not session.cut_off(20.0)
+    assert session.cut_off(20.1)
+
+
+def test_open_round_asks_for_the_step_the_phase_and_a_newer_round() -> None:
+    assert attending(view(round_id=R)).open_round(5) == R
+    assert attending(view(round_id=R)).open_round(5, after=R - 1) == R
+    assert attending(view(round_id=R)).open_round(5, after=R) == 0
+    assert attending(view(round_id=R)).open_round(4) == 0
+    assert attending(view(round_id=R)).open_round(6) == 0
+    assert attending(view(phase=Phase.PAUSED, round_id=R)).open_round(5) == 0
+    offline = attending(view(round_id=R))
+    offline.down(0.0)
+    assert offline.open_round(5) == 0
+
+
+def test_founding_follows_the_newest_word() -> None:
+    session = Session(lambda: 0.5, 0.0)
+    session.dialled()
+    assert not session.found
+    session.welcomed(CHOSEN)
+    assert session.found
+    session.viewed(view(0, phase=Phase.FOUNDING, found=False))
+    assert not session.found
+    session.viewed(view(0, phase=Phase.FOUNDING, found=True, sequence=2))
+    assert session.found
+    session.viewed(view(0, phase=Phase.GATHERING, found=True, sequence=3))
+    assert not session.found
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])
+def test_delays_double_from_a_fifth_of_a_second_to_five_and_start_anew_once_welcomed(draw: float) -> None:
+    session = Session(lambda: draw, 0.0)
+    delays = []
+    for _ in range(12):
+        session.dialled()
+        session.down(0.0)
+        delays.append(session.reconnect_delay() or 0.0)
+    assert all(0.2 <= delay <= 5.0 for delay in delays)
+    assert delays == sorted(delays)
+    assert delays[-1] == pytest.approx(5.0 * (1 + draw) / 2)
+    session.dialled()
+    session.welcomed(WELCOME)
+    session.down(0.0)
+    assert (session.reconnect_delay() or 9.0) <= 0.2
