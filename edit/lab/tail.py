@@ -1,0 +1,54 @@
+"""Follow a growing file of JSON lines.
+
+Owns: how far the file has been read, the unfinished last line. Must not know: what the lines mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["JsonLines"]
+
+
+class JsonLines:
+    """New objects of `path` at each `read`; the file may not exist yet, may end in half a line, and may be begun anew.
+
+    A finished line that is no JSON object (its writer was killed within it, then started again) is skipped and counted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.damaged = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The objects whose lines were finished since the last call, oldest first."""
+        new = self._new_bytes()  # first: a file begun anew drops the rest of the old one
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        parsed = [self._parse(line) for line in lines if line.strip()]
+        return [value for value in parsed if value is not None]
+
+    def _new_bytes(self) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return b""
+        self._offset += len(data)
+        return data
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            return value
+        self.damaged += 1
+        return None
