@@ -1,0 +1,189 @@
+"""A run inside one process: `LocalRun` merges as soon as every peer has contributed, `LocalCollective` is one peer's side of it.
+
+Owns: the in-process carrier for tests, simulation and first experiments: the same OuterState, the same answers as the gRPC one.
+Single-threaded: interleave the peers' loops step by step. Must not know: models, optimizers, time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from edit.config import RunConfig
+from edit.errors import LocalProtocolError, RefusedError
+from edit.merge import measure
+from edit.outer_state import Measured, OuterState
+from edit.records import Aborted, Behind, Commit, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
+from edit.schema import Schema
+
+__all__ = ["LocalCollective", "LocalRun"]
+
+
+class LocalRun:
+    """One run with a fixed list of peers.
+
+    theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first peer to join founds the run with
+    its own. Commits when all peers that have not left have contributed every fragment; keeps `config.storage.keep_updates`
+    commits for those that missed one; is finished after `config.sync.outer_steps`.
+    """
+
+    def __init__(self, config: RunConfig, peers: Sequence[str], theta: Sequence[Tensor] | None = None) -> None:
+        if not peers or len(set(peers)) != len(peers):
+            raise LocalProtocolError(f"LocalRun needs distinct peers, not {list(peers)}")
+        self._config = config
+        self._named = tuple(peers)
+        self._present = set(peers)
+        self._theta = theta
+        self._schema: Schema | None = None
+        self._state: OuterState | None = None
+        self._arrived: dict[int, dict[str, Measured]] = {}
+        self._commits: deque[Commit] = deque(maxlen=config.storage.keep_updates)
+        self._lost: dict[str, str] = {}
+        self._evicted: dict[str, str] = {}
+        self._round_id = 1
+
+    @property
+    def state(self) -> OuterState:
+        """The outer state. Raises LocalProtocolError before the first peer has joined."""
+        if self._state is None:
+            raise LocalProtocolError("the run has no outer parameters before its first peer joins")
+        return self._state
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last outer step is committed."""
+        return self._state is not None and self._state.outer_step >= self._config.sync.outer_steps
+
+    def collective(self, peer_id: str) -> LocalCollective:
+        """The side of one of the peers named at construction."""
+        if peer_id not in self._named:
+            raise LocalProtocolError(f"peer {peer_id} is not one of {', '.join(self._named)}")
+        return LocalCollective(self, peer_id)
+
+    def join(self, peer_id: str, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+        """See `Collective.join`. A peer that left comes back by joining again. Raises RefusedError, also once it was evicted."""
+        if peer_id in self._evicted:
+            raise RefusedError(f"peer {peer_id} was evicted: {self._evicted[peer_id]}")
+        if self._schema is not None and (difference := self._schema.first_difference(schema)):
+            raise RefusedError(f"peer {peer_id} has another model: {difference}")
+        if self._state is None:
+            theta = self._theta if self._theta is not None else found()
+            self._state = OuterState(schema, self._config, [fragment.clone() for fragment in theta])
+            self._schema = schema
+        self._discard(peer_id)
+        self._present.add(peer_id)
+        return self.snapshot()
+
+    def snapshot(self) -> Snapshot:
+        """theta at the last commit."""
+        return Snapshot(self.state.outer_step, self.state.digest, tuple(self.state.theta))
+
+    def leave(self, peer_id: str) -> None:
+        """Go on without this peer; its part of the open round is dropped. Commits when it was the last one missing."""
+        self._present.discard(peer_id)
+        self._discard(peer_id)
+        self._commit_when_complete()
+
+    def evict(self, peer_id: str, reason: str) -> None:
+        """As `leave`, for good: the peer's next question is answered with Evicted."""
+        self._evicted[peer_id] = reason
+        self.leave(peer_id)
+
+    def abort(self, reason: str) -> None:
+        """Lose the open round: whoever has contributed to it is answered with Aborted, once."""
+        self._lost |= {peer_id: reason for arrived in self._arrived.values() for peer_id in arrived}
+        self._arrived.clear()
+        self._round_id += 1
+
+    def contribute(self, peer_id: str, contribution: Contribution) -> None:
+        """Take in one fragment. One for an earlier outer step, or of a peer that left, is dropped: it came too late."""
+        state, fragment_id = self.state, contribution.fragment_id
+        if contribution.outer_step > state.outer_step or not 0 <= fragment_id < len(state.theta):
+            raise LocalProtocolError(
+                f"peer {peer_id} contributed fragment {fragment_id} for outer step {contribution.outer_step}; "
+                f"the run has {len(state.theta)} fragments and is at outer step {state.outer_step}"
+            )
+        if contribution.outer_step < state.outer_step or peer_id not in self._present or self.finished:
+            return
+        self._lost.pop(peer_id, None)
+        self._arrived.setdefault(fragment_id, {})[peer_id] = Measured(
+            peer_id=peer_id,
+            inner_steps=contribution.inner_steps,
+            tokens=contribution.tokens,
+            norm=measure(contribution.payload),
+            payload=contribution.payload,
+        )
+        self._commit_when_complete()
+
+    def outcome(self, peer_id: str, outer_step: int, *, block: bool) -> Outcome | None:
+        """See `Collective.outcome`. Raises LocalProtocolError where a single thread would wait for ever."""
+        state = self.state
+        if peer_id in self._evicted:
+            return Evicted(self._evicted[peer_id])
+        if outer_step > state.outer_step:
+            raise LocalProtocolError(f"peer {peer_id} asks about outer step {outer_step}, the run is at {state.outer_step}")
+        if outer_step < state.outer_step:
+            kept = next((commit for commit in self._commits if commit.outer_step == outer_step + 1), None)
+            return Committed(kept) if kept else Behind(f"the update from outer step {outer_step} is no longer kept")
+        if self.finished:
+            return Finished(state.outer_step)
+        if peer_id in self._lost:
+            return Aborted(self._lost.pop(peer_id))
+        if block:
+            raise LocalProtocolError(
+                f"peer {peer_id} waits for the round at outer step {outer_step}, but {', '.join(self._missing())} must contribute "
+                "first: interleave the peers' loops step by step, or call LocalRun.leave()"
+            )
+        return None
+
+    def _missing(self) -> list[str]:
+        complete = [set(self._arrived.get(i, ())) for i in range(len(self.state.theta))]
+        return [peer_id for peer_id in self._named if peer_id in self._present and not all(peer_id in part for part in complete)]
+
+    def _discard(self, peer_id: str) -> None:
+        for arrived in self._arrived.values():
+            arrived.pop(peer_id, None)
+        self._lost.pop(peer_id, None)
+
+    def _commit_when_complete(self) -> None:
+        if self._state is None or not self._present or self._missing():
+            return
+        arrived, self._arrived = self._arrived, {}
+        staged = [
+            self._state.stage(self._state.reduce(i, [arrived[i][peer_id] for peer_id in sorted(arrived[i])]))
+            for i in range(len(self._state.theta))
+        ]
+        reason = f"all {len(self._present)} peers are in"
+        self._commits.append(self._state.commit(self._round_id, reason, staged))
+        self._round_id += 1
+
+
+class LocalCollective:
+    """One peer's side of a `LocalRun`; a `Collective`."""
+
+    def __init__(self, run: LocalRun, peer_id: str) -> None:
+        self._run = run
+        self._peer_id = peer_id
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's identity in verdicts."""
+        return self._peer_id
+
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+        """See `Collective.join`; the first peer to join founds the run."""
+        return self._run.join(self._peer_id, schema, found)
+
+    def contribute(self, contribution: Contribution) -> None:
+        """Hand over one fragment; the last missing one commits the round."""
+        self._run.contribute(self._peer_id, contribution)
+
+    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+        """See `Collective.outcome`."""
+        return self._run.outcome(self._peer_id, outer_step, block=block)
+
+    def snapshot(self) -> Snapshot:
+        """theta at the last commit."""
+        return self._run.snapshot()
