@@ -1,0 +1,227 @@
+"""run.toml: every wrong setting is one line that names the field and the mend; nothing is silently ignored (T11)."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edit.config import OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
+from edit.errors import ConfigError
+
+
+def reason(mapping: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(mapping)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert RunConfig.from_toml(written(tmp_path, "")) == RunConfig()
+
+
+def test_values_arrive(tmp_path: Path) -> None:
+    text = 'name = "tiny"\nseed = 7\n[sync]\nevery = 30\n[outer]\noptimizer = "sgd"\nlr = 1\n[server]\nadvertise = ["a.example"]\n'
+    config = RunConfig.from_toml(written(tmp_path, text))
+    assert (config.name, config.seed, config.sync.every) == ("tiny", 7, 30)
+    assert config.outer == OuterConfig(optimizer="sgd", lr=1.0) and isinstance(config.outer.lr, float)
+    assert config.server.advertise == ("a.example",)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"snyc": {}}, "snyc: unknown key; did you mean sync?"),
+        ({"sync": {"evry": 3}}, "sync.evry: unknown key; did you mean sync.every?"),
+        ({"sync": {"zzz": 3}}, "sync.zzz: unknown key; known keys: every, outer_steps"),
+        ({"sync": 3}, "sync: must be a table ([sync]), not int"),
+        ({"sync": {"every": "3"}}, "sync.every: must be int, not str ('3')"),
+        ({"sync": {"every": True}}, "sync.every: must be int, not bool (True)"),
+        ({"sync": {"every": 3.5}}, "sync.every: must be int, not float (3.5)"),
+        ({"outer": {"lr": "fast"}}, "outer.lr: must be float, not str ('fast')"),
+        ({"outer": {"lr": True}}, "outer.lr: must be float, not bool (True)"),
+        ({"penalty": {"enabled": 1}}, "penalty.enabled: must be bool, not int (1)"),
+        ({"server": {"advertise": "host"}}, "server.advertise: must be a list of strings"),
+        ({"server": {"advertise": [1]}}, "server.advertise: must be a list of strings"),
+        ({"model": {"name": "entry:x", "options": {"a": [1]}}}, "model.options: must be a table of plain values"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], message: str) -> None:
+    assert reason(mapping) == message
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("sync", "every", 0),
+        ("sync", "outer_steps", 0),
+        ("outer", "optimizer", "lion"),
+        ("outer", "lr", 0),
+        ("outer", "lr", float("nan")),
+        ("outer", "lr", float("inf")),
+        ("outer", "momentum", 1.0),
+        ("penalty", "alpha", 0),
+        ("penalty", "alpha", float("nan")),
+        ("penalty", "delta", 0),
+        ("penalty", "observations", 0),
+        ("penalty", "temperature", -1.0),
+        ("penalty", "clip", -1.0),
+        ("penalty", "norm", "l1"),
+        ("penalty", "idle_ratio", 0.6),
+        ("codec", "up", "zip"),
+        ("codec", "down", "INT8"),
+        ("rounds", "quorum", 0),
+        ("rounds", "start_peers", 0),
+        ("rounds", "floor_s", 0),
+        ("rounds", "grace_s", -1),
+        ("membership", "heartbeat_s", 0),
+        ("membership", "lease_s", 1.0),
+        ("storage", "buffer_bytes", -1),
+        ("storage", "keep_updates", 0),
+        ("server", "listen", "7700"),
+        ("server", "listen", "host:99999"),
+        ("server", "enrol_listen", ":1"),
+        ("server", "advertise", []),
+        ("model", "name", "gpt2"),
+        ("model", "name", "entry:os.system"),
+        ("model", "layers", 0),
+        ("model", "heads", 3),
+        ("inner", "lr", -1e-3),
+        ("inner", "beta2", 1.0),
+        ("inner", "batch_size", 0),
+        ("inner", "clip_norm", -1.0),
+    ],
+)
+def test_bounds(section: str, key: str, value: object) -> None:
+    message = reason({section: {key: value}})
+    named = f"{section}.width" if key == "heads" else f"{section}.{key}"
+    assert message.startswith(f"{named} = ") and (": must " in message)
+
+
+@pytest.mark.parametrize(
+    "mapping", [{"name": ""}, {"name": "a/b"}, {"name": "x" * 65}, {"name": "two words"}, {"seed": -1}, {"seed": 2**63}]
+)
+def test_name_and_seed_are_bounded(mapping: Mapping[str, Any]) -> None:
+    assert reason(mapping).startswith(next(iter(mapping)))
+
+
+def test_contradicting_bounds_name_both_settings() -> None:
+    assert "rounds.ceiling_s (3.0)" in reason({"rounds": {"floor_s": 4.0, "ceiling_s": 3.0}})
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (
+            {"penalty": {"enabled": False, "delta": 2.0}},
+            "penalty.delta has no effect with penalty.enabled = false; remove it",
+        ),
+        (
+            {"penalty": {"enabled": False, "clip": 1.0}},
+            "penalty.clip has no effect with penalty.enabled = false; remove it",
+        ),
+        (
+            {"penalty": {"weighting": "tokens"}},
+            "penalty.weighting has no effect with penalty.enabled = true; remove it",
+        ),
+        (
+            {"outer": {"optimizer": "sgd", "momentum": 0.5}},
+            'outer.momentum has no effect with outer.optimizer = "sgd"; remove it',
+        ),
+        (
+            {"outer": {"optimizer": "adam", "momentum": 0.5}},
+            'outer.momentum has no effect with outer.optimizer = "adam"; remove it',
+        ),
+        (
+            {"outer": {"beta1": 0.5}},
+            'outer.beta1 has no effect with outer.optimizer = "nesterov"; remove it',
+        ),
+        (
+            {"model": {"name": "entry:mine", "width": 64}},
+            'model.width has no effect with model.name = "entry:mine"; remove it',
+        ),
+        (
+            {"model": {"options": {"a": 1}}},
+            "model.options has no effect with builtin:gpt; remove it",
+        ),
+    ],
+)
+def test_t11_a_setting_that_would_be_ignored_is_an_error(mapping: Mapping[str, Any], message: str) -> None:
+    assert reason(mapping) == message
+
+
+def test_the_same_settings_are_accepted_where_they_have_an_effect() -> None:
+    config = RunConfig.from_mapping(
+        {"penalty": {"enabled": False, "weighting": "tokens"}, "outer": {"optimizer": "yogi", "beta1": 0.5, "eps": 1e-4}}
+    )
+    assert config.penalty == PenaltyConfig(enabled=False, weighting="tokens")
+    assert config.outer == OuterConfig(optimizer="yogi", beta1=0.5, eps=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("sync = [", "is not TOML"), ("[sync]\nevery = 1\nevery = 2\n", "is not TOML"), ("[sync]\nevery = 0\n", "sync.every = 0")],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        RunConfig.from_toml(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read \(No such file.*edit-coordinator init"):
+        RunConfig.from_toml(tmp_path / "absent.toml")
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        RunConfig.from_toml(path)
+
+
+@given(
+    every=st.integers(1, 1000),
+    lr=st.floats(1e-6, 10),
+    optimizer=st.sampled_from(["sgd", "nesterov", "adam", "yogi"]),
+    enabled=st.booleans(),
+    quorum=st.integers(1, 50),
+)
+@settings(deadline=None, max_examples=50)
+def test_json_round_trip(every: int, lr: float, optimizer: str, enabled: bool, quorum: int) -> None:
+    config = RunConfig(
+        sync=SyncConfig(every=every),
+        outer=OuterConfig(optimizer=optimizer, lr=lr),
+        penalty=PenaltyConfig(enabled=enabled),
+        rounds=RoundsConfig(quorum=quorum),
+    )
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+def test_the_servers_addresses_are_not_told_to_peers() -> None:
+    assert "server" not in json.loads(RunConfig().to_json())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"sync": {"every": 0}}', '{"unknown": 1}'])
+def test_bad_json_from_the_coordinator_is_an_error_not_a_crash(text: str) -> None:
+    with pytest.raises(ConfigError):
+        RunConfig.from_json(text)
+
+
+def test_configurations_are_frozen_values() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().seed = 1  # type: ignore[misc]
+    assert RunConfig() == RunConfig() and dataclasses.replace(RunConfig(), seed=1) != RunConfig()
