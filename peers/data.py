@@ -1,0 +1,262 @@
+"""A peer's own data: what its operator points at becomes a row of tokens, and the row becomes batches.
+
+Owns: reading files, the order of the windows, the position in it, held-out evaluation. Must not know: optimizers, rounds, other
+peers. Text is read as bytes, token = byte; the files of a folder are joined by byte 0, which no text contains. Every pass over
+the data visits all its windows once, in an order computed from the seed and never stored, so a position is two integers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from edit.errors import ConfigError
+
+__all__ = ["SEPARATOR", "Batches", "Tokens", "evaluate", "open_tokens", "permute", "stream_seed"]
+
+SEPARATOR = 0
+_SNIFF_BYTES = 8192
+_MASK = (1 << 64) - 1
+_U64 = np.uint64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """A row of token ids, in memory or memory-mapped. skipped: how many files of a folder were left out, by reason."""
+
+    array: npt.NDArray[np.unsignedinteger]
+    origin: str
+    vocabulary: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def windows(self, starts: npt.NDArray[np.int64], length: int) -> Tensor:
+        """Rows of `length` tokens from each start: (len(starts), length) int64. ConfigError for an id beyond the vocabulary."""
+        rows = self.array[starts[:, None] + np.arange(length)]
+        if self.array.itemsize > 1 and int(rows.max()) >= self.vocabulary:
+            row, column = np.argwhere(rows >= self.vocabulary)[0]
+            raise ConfigError(
+                f"{self.origin}: token {starts[row] + column} has id {rows[row, column]}, model.vocabulary is {self.vocabulary}"
+            )
+        return torch.from_numpy(rows.astype(np.int64))
+
+
+def open_tokens(path: Path, *, context: int, vocabulary: int) -> Tokens:
+    """Open a text file, a folder of text (recursive, sorted), or a token file: little-endian uint16 `.bin`, uint32 `.u32.bin`.
+
+    Files are memory-mapped, a folder is read into memory. Ids of token files are checked as they are drawn. Hidden, empty,
+    binary and unreadable files of a folder are skipped and counted.
+
+    Raises ConfigError when the path is missing, unreadable, empty, not text, or shorter than one context and its last target.
+    """
+    try:
+        if path.is_dir():
+            array, skipped = _read_folder(path)
+        else:
+            array, skipped = _map_file(path), {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a text file, a folder of text or a .bin") from error
+    if array.itemsize == 1 and vocabulary < 256:
+        raise ConfigError(f"{path}: text is read as bytes and needs model.vocabulary >= 256, the run has {vocabulary}")
+    if len(array) < context + 1:
+        raise ConfigError(
+            f"{path}: {len(array)} tokens are less than one context and its last target ({context} + 1); give more"
+        )
+    return Tokens(array, str(path), vocabulary, skipped)
+
+
+def _map_file(path: Path) -> npt.NDArray[np.unsignedinteger]:
+    size = path.stat().st_size
+    if size == 0:
+        raise ConfigError(f"{path}: is empty")
+    if path.suffix != ".bin":
+        if _is_binary(path):
+            raise ConfigError(f"{path}: is not text (it contains a zero byte); name a token file *.bin or *.u32.bin")
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    dtype = np.dtype("<u4" if path.name.endswith(".u32.bin") else "<u2")
+    if size % dtype.itemsize:
+        raise ConfigError(f"{path}: {size} bytes are no whole number of {dtype.name} tokens (*.bin uint16, *.u32.bin uint32)")
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _read_folder(folder: Path) -> tuple[npt.NDArray[np.unsignedinteger], dict[str, int]]:
+    skipped: Counter[str] = Counter()
+    joined = bytearray()
+    for path in _files(folder, skipped):
+        text, reason = _read_text(path)
+        if reason:
+            skipped[reason] += 1
+            continue
+        if joined:
+            joined.append(SEPARATOR)
+        joined += text
+    if not joined:
+        why = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "no files"
+        raise ConfigError(f"{folder}: contains no text ({why})")
+    return np.frombuffer(joined, dtype=np.uint8), dict(skipped)
+
+
+def _files(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
+    def unreadable(_: OSError) -> None:
+        skipped["unreadable"] += 1
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        skipped["hidden"] += sum(name.startswith(".") for name in names)
+        yield from (Path(root, name) for name in sorted(names) if not name.startswith("."))
+    skipped += Counter()  # drops the zero counts
+
+
+def _read_text(path: Path) -> tuple[bytes, str]:
+    """The file's bytes, or the reason why it is skipped."""
+    try:
+        if not path.is_file():
+            return b"", "not a file"
+        if _is_binary(path):
+            return b"", "binary"
+        text = path.read_bytes()
+    except OSError:
+        return b"", "unreadable"
+    return (text, "") if text else (b"", "empty")
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return SEPARATOR in file.read(_SNIFF_BYTES)
+
+
+def stream_seed(run_seed: int, peer_id: str) -> int:
+    """The seed of one peer's window order: the same peer of the same run repeats it, peers with equal data differ."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{peer_id}".encode()).digest()[:8], "big")
+
+
+def permute(indices: npt.NDArray[np.uint64], size: int, key: int) -> npt.NDArray[np.uint64]:
+    """Where a pseudo-random permutation of range(size), fixed by `key`, sends each index.
+
+    A four-round Feistel network over the next power of four, cycle-walked back into range (Black and Rogaway 2002): nothing is
+    stored, whatever the size.
+    """
+    half = _U64((max(size - 1, 1).bit_length() + 1) // 2)
+    low = _U64((1 << int(half)) - 1)
+    out = indices.copy()
+    outside = np.ones(len(out), dtype=bool)
+    while outside.any():
+        left, right = out[outside] >> half, out[outside] & low
+        for turn in range(4):
+            left, right = right, left ^ (_mix(right + _U64(_hash(key, turn))) & low)
+        out[outside] = (left << half) | right
+        outside = out >= size
+    return out
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), wrapping modulo 2^64."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+def _hash(*numbers: int) -> int:
+    digest = hashlib.sha256(b"".join((number & _MASK).to_bytes(8, "big") for number in numbers)).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+class Batches:
+    """Endless iterator of (tokens, targets), both (batch_size, context) int64 on the CPU, targets one token ahead.
+
+    Each pass cuts the row into adjacent windows from an offset of its own and visits all of them once. The order follows from
+    the seed, the data's length and the context alone; a batch may run over the end of a pass.
+    """
+
+    def __init__(self, source: Tokens, context: int, batch_size: int, seed: int) -> None:
+        if len(source) < context + 1:
+            raise ConfigError(
+                f"{source.origin}: {len(source)} tokens are less than one context and its last target ({context} + 1)"
+            )
+        self._source = source
+        self._context = context
+        self._batch_size = batch_size
+        self._seed = seed
+        self._pass = 0
+        self._index = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        rows = self._source.windows(self._starts(self._batch_size), self._context + 1)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _starts(self, count: int) -> npt.NDArray[np.int64]:
+        """The next `count` window starts; moves the position."""
+        parts = []
+        while count:
+            offset, size = self._plan()
+            take = min(count, size - self._index)
+            indices = np.arange(self._index, self._index + take, dtype=np.uint64)
+            order = permute(indices, size, _hash(self._seed, self._pass, 1))
+            parts.append(order.astype(np.int64) * self._context + offset)
+            count -= take
+            self._index += take
+            if self._index == size:
+                self._pass, self._index = self._pass + 1, 0
+        return np.concatenate(parts)
+
+    def _plan(self) -> tuple[int, int]:
+        """Offset and number of windows of the current pass."""
+        room = len(self._source) - self._context  # possible starts
+        offset = _hash(self._seed, self._pass, 0) % min(room, self._context)
+        return offset, (len(self._source) - 1 - offset) // self._context
+
+    def state(self) -> dict[str, int]:
+        """The position as plain integers, together with what it is a position in."""
+        return {**self._identity(), "pass": self._pass, "index": self._index}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Go on from `state`. Raises ConfigError, and stays where it is, when that belongs to other data or settings."""
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise ConfigError(
+                    f"{self._source.origin}: saved data position has {key} = {state.get(key)}, here it is {value}"
+                )
+        before = self._pass, self._index
+        self._pass, self._index = state.get("pass", -1), state.get("index", -1)
+        if self._pass < 0 or not 0 <= self._index < self._plan()[1]:
+            self._pass, self._index = before
+            raise ConfigError(f"{self._source.origin}: saved data position is damaged: {dict(state)}")
+
+    def _identity(self) -> dict[str, int]:
+        return {"seed": self._seed, "tokens": len(self._source), "context": self._context}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, tokens: Tokens, context: int, max_batches: int, batch_size: int = 16) -> float:
+    """Mean loss in nats per token over at most max_batches * batch_size windows spread evenly over the row.
+
+    The windows do not overlap and depend on no seed, so values of different models compare. The training flag stays as it was.
+    """
+    device = next(model.parameters()).device
+    available = (len(tokens) - 1) // context
+    count = min(available, max_batches * batch_size)
+    starts = np.arange(count, dtype=np.int64) * available // count * context
+    training = model.training
+    model.eval()
+    total = 0.0
+    try:
+        for part in np.array_split(starts, -(-count // batch_size)):
+            rows = tokens.windows(part, context + 1).to(device)
+            total += float(model(rows[:, :-1], rows[:, 1:])) * len(part)
+    finally:
+        model.train(training)
+    return total / count

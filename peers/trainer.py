@@ -1,0 +1,137 @@
+"""Inner training of one replica: AdamW, warm-up and cosine, clipping, accumulation, autocast.
+
+Owns: the inner optimizer, the schedule, the device. Must not know: peers, rounds, outer parameters, files. Whoever exchanges
+hooks `model` and `optimizer` from outside, and sets `position` so that a peer that joins late has the run's learning rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from edit.config import InnerConfig
+from edit.errors import ConfigError
+
+__all__ = ["StepResult", "Trainer", "choose_device", "learning_rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One inner step. loss: mean nats per token before the step; tokens: targets seen; seconds: wall-clock, device included."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device to train on: CUDA where there is one, else the CPU; `name` overrides. ConfigError if it is not usable."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this machine offers torch {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float:
+    """The rate of the step that follows `position` finished ones: linear warm-up to lr, then cosine to lr * final_lr_ratio."""
+    if position < config.warmup_steps:
+        return config.lr * (position + 1) / config.warmup_steps
+    progress = min(1.0, (position - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * share)
+
+
+class Trainer:
+    """Takes inner steps one at a time.
+
+    batches: yields (tokens, targets), both (B, T) int64 on the CPU, for ever; total_steps: length of the schedule; clock:
+    monotonic seconds. position: the run's global inner step; until it is set from outside, the steps taken here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        config: InnerConfig,
+        *,
+        total_steps: int,
+        device: torch.device,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model = model.to(device)
+        self.optimizer = _adamw(self.model, config, device)
+        self.position: Callable[[], int] = lambda: self.steps
+        self.steps = 0
+        self._batches: Iterator[tuple[Tensor, Tensor]] = iter(batches)
+        self._config = config
+        self._total_steps = total_steps
+        self._device = device
+        self._clock = clock
+
+    def step(self) -> StepResult:
+        """One optimizer step on the mean gradient of `accumulation` micro-batches.
+
+        The loss is read from the device once, after everything else was queued: one wait per step, none per micro-batch.
+        """
+        started = self._clock()
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, tokens = self._accumulate()
+        if self._config.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
+        self._set_rate()
+        self.optimizer.step()
+        self.steps += 1
+        value = loss.item()
+        return StepResult(value, tokens, self._clock() - started)
+
+    def _accumulate(self) -> tuple[Tensor, int]:
+        """Backward over the micro-batches; their mean loss (on the device) and the number of targets."""
+        total = torch.zeros((), device=self._device)
+        tokens = 0
+        for _ in range(self._config.accumulation):
+            inputs, targets = next(self._batches)
+            with self._autocast():
+                loss = self.model(inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True))
+            loss = loss / self._config.accumulation
+            loss.backward()
+            total += loss.detach()
+            tokens += targets.numel()
+        return total, tokens
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._config.autocast and self._device.type == "cuda" and torch.cuda.is_bf16_supported():
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _set_rate(self) -> None:
+        rate = learning_rate(self._config, self.position(), self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW that decays matrices only; fused where torch has a fused kernel (measured on one CPU thread: 1.1 ms, not 4.1)."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter")
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        fused=device.type in ("cpu", "cuda"),
+    )
