@@ -1,7 +1,7 @@
 """What a demo will do, decided before anything starts: the run's settings and the show's faults.
 
-Owns: the demo's options and their bounds, the run.toml that follows from them, which peer gets which part at which outer step. Must
-not know: processes, files, the clock.
+Owns: the demo's options and their bounds, the run.toml that follows from them, which peer gets which part at which outer
+step. Must not know: processes, files, the clock.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ShowPlan:
 
     def part_of(self, peer_id: str) -> str:
         """A few words for the screen."""
-        parts = {self.slow: "half speed", self.killed: "will be killed", self.damaged: "sends damage"}
+        parts = {self.slow: "half speed", self.killed: "power cut", self.damaged: "damaged"}
         return parts.get(peer_id, "") if peer_id else ""
 
 

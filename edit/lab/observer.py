@@ -1,0 +1,99 @@
+"""The lab's own connection to the run, with the operator's certificate: how the run stands, and its outer parameters.
+
+Owns: two blocking channels (control and data never share one) and what a broken one means: no answer, try later. Must not know:
+what the answers are used for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
+from torch import Tensor
+
+from edit.errors import ConfigError, RemoteProtocolError
+from edit.lab.board import Status
+from edit.records import Snapshot
+from edit.schema import Schema
+
+__all__ = ["Observer", "open_observer"]
+
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 8 << 20))
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Asks the coordinator over `control` and `data`; None while it is away. timeout_s: of each call."""
+
+    run_id: str
+    control: grpc.Channel
+    data: grpc.Channel
+    timeout_s: float = 5.0
+
+    def status(self) -> Status | None:
+        """How the run stands now."""
+        stub: Any = control_pb2_grpc.ControlStub(self.control)
+        try:
+            reply = stub.Status(control_pb2.StatusRequest(rounds_after=1 << 62), timeout=self.timeout_s)
+        except grpc.RpcError:
+            return None
+        return Status(
+            phase=control_pb2.RunPhase.Name(reply.view.phase).removeprefix("RUN_PHASE_").lower(),
+            outer_step=reply.view.outer_step,
+            digest=reply.view.digest,
+            parameters=reply.parameters,
+            deadline_s=reply.deadline_in_s if reply.deadline_in_s >= 0 else None,
+            arrived=len(reply.arrived),
+            expected=len(reply.expected),
+            memory_bytes=reply.peak_memory_bytes,
+        )
+
+    def snapshot(self, schema: Schema) -> Snapshot | None:
+        """The outer parameters of the newest committed step. Raises RemoteProtocolError when they are not what was promised."""
+        stub: Any = data_pb2_grpc.DataStub(self.data)
+        try:
+            manifest = stub.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=self.run_id), timeout=self.timeout_s)
+            if len(manifest.fragment_sha256) != len(schema.fragments) or schema.numel * 4 > _MAX_BYTES:
+                raise RemoteProtocolError("the run's snapshot does not fit the lab's model")
+            fragments = tuple(
+                self._fragment(stub, manifest, fragment.fragment_id, fragment.numel) for fragment in schema.fragments
+            )
+        except grpc.RpcError:
+            return None
+        return Snapshot(manifest.outer_step, manifest.digest, fragments)
+
+    def _fragment(self, stub: Any, manifest: data_pb2.SnapshotManifest, fragment_id: int, numel: int) -> Tensor:
+        request = data_pb2.SnapshotRequest(run_id=self.run_id, outer_step=manifest.outer_step, fragment_id=fragment_id)
+        data = bytearray()
+        for chunk in stub.FetchSnapshot(request, timeout=self.timeout_s):
+            if chunk.offset != len(data) or len(data) + len(chunk.data) > 4 * numel:
+                raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: chunks out of order, or too many bytes")
+            data += chunk.data
+        if hashlib.sha256(data).digest() != manifest.fragment_sha256[fragment_id] or len(data) != 4 * numel:
+            raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: damaged on the way")
+        return torch.frombuffer(data, dtype=torch.float32)
+
+    def close(self) -> None:
+        self.control.close()
+        self.data.close()
+
+
+def open_observer(state: Path) -> Observer:
+    """Connect to the coordinator that serves the folder `state`, as its operator. Raises ConfigError when a file is missing."""
+    try:
+        run_id = str(json.loads((state / "run.json").read_text())["run_id"])
+        address = str(json.loads((state / "addresses.json").read_text())["listen"])
+        ca, key, certificate = ((state / name).read_bytes() for name in ("ca.pem", "operator.key", "operator.pem"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    dial: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=_OPTIONS)  # noqa: E731
+    return Observer(run_id, dial(), dial())
