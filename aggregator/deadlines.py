@@ -40,10 +40,6 @@ class Deadlines:
             raise LocalProtocolError(f"measured time of {peer_id} is {seconds} s")
         self._windows.setdefault(peer_id, deque(maxlen=WINDOW)).append(seconds)
 
-    def forget(self, peer_id: str) -> None:
-        """Drop the measurements of a peer that will not come back."""
-        self._windows.pop(peer_id, None)
-
     def measured(self, peer_id: str) -> bool:
         """Whether the peer's own times count already."""
         return len(self._windows.get(peer_id, ())) >= FEWEST

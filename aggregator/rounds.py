@@ -1,32 +1,33 @@
 """The round machine: which round is open, whom it waits for, when it reduces, commits or gives up. Sans-IO.
 
-Owns: round ids, the outer step (it advances on CommitSucceeded only), quorum, deadline, grace. Must not know: time (every call
-takes `now`, seconds of one monotonic clock), tensors, files, sockets, logging. `handle(event, now)` returns the effects that the
-shell carries out, in order; their results come back as events.
+Owns: round ids, the outer step (it advances on CommitSucceeded only), quorum, deadline, grace. Must not know: time (every
+call takes `now`, seconds of one monotonic clock), tensors, files, sockets, logging. `handle(event, now)` returns the effects
+that the shell carries out, in order; their results come back as events.
 
 Rules
- 1. A round is one attempt to advance from outer step t to t + 1, all fragments. Round ids strictly increase. After a commit or an
-    abort the next round opens in the same call.
- 2. READY peers are live and last reported outer step t, or t - 1: that one was told of the commit that led to t and applies it at
-    its next step boundary. A peer whose last report is older is hung or takes a snapshot; nobody waits for it. A round opens with
-    one ready peer (the first outer step: `start_peers`) and EXPECTS all that are ready at that moment, whether they were part of
-    the last commit or not: a slower peer that missed one round would miss all of them otherwise, and the fastest peer would
-    train alone.
- 3. A round that opened out of GATHERING (start, restart, everybody lost) also expects those who report t within floor_s of its
-    opening: the run is still assembling. Any other latecomer is OPTIONAL: what it delivers before the close counts, but nobody
-    waits for it. It is expected from the next round on.
- 4. A lost peer is expected no more, at once. What it delivered whole stays in. If it returns, it is optional, or expected again
-    when its contribution to this round was under way.
- 5. A peer whose bytes were bad is out of the round: what it delivered is dropped where it is not reduced yet.
+ 1. A round is one attempt to advance from outer step t to t + 1, all fragments. Round ids strictly increase. After a commit
+    or an abort the next round opens in the same call.
+ 2. READY peers are live and last reported outer step t, or t - 1: that one was told of the commit that led to t and applies
+    it at its next step boundary. A peer whose last report is older is hung or takes a snapshot; nobody waits for it. A round
+    opens with one ready peer (the first outer step: `start_peers`) and EXPECTS all that are ready at that moment, whether
+    they were part of the last commit or not: a slower peer that missed one round would miss all of them otherwise, and the
+    fastest peer would train alone.
+ 3. A round that opened out of GATHERING (start, restart, everybody lost) also expects those who report t within floor_s of
+    its opening: the run is still assembling. Any other latecomer is OPTIONAL: what it delivers before the close counts, but
+    nobody waits for it. It is expected from the next round on.
+ 4. A lost peer is expected no more, at once. What it delivered whole stays in. If it returns, it is optional, or expected
+    again when its contribution to this round was under way.
+ 5. A peer whose bytes were bad is out of the round: what it delivered is dropped where it is not reduced yet. If the ready
+    peers that are left cannot make a quorum with what is in, the round is aborted at once.
  6. A fragment is reduced as soon as every expected peer has it in and at least a quorum has; each Reduce has a quorum.
  7. COMPLETE: has delivered all fragments. The collection closes with a quorum of complete peers when (a) no expected peer is
-    missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its own times and then grace_s is over. Missing
-    peers' fragments that are in and not yet reduced are used.
- 8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `deadlines`). With fewer than a
-    quorum complete there, the round is aborted. With no ready peer there is nobody to give up on: the round stays, the phase
-    is GATHERING, and the deadline is counted anew from the first peer that is ready again.
- 9. A peer's time is recorded when it is complete, and, when a close leaves it out, as the time it was given: so the deadline grows
-    with a peer that has become slower. Only peers that were expected from the opening on and never lost are measured.
+    missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its own times and then grace_s is over.
+    Missing peers' fragments that are in and not yet reduced are used.
+ 8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `deadlines`). With fewer than
+    a quorum complete there, the round is aborted. With no ready peer there is nobody to give up on: the round stays, the
+    phase is GATHERING, and the deadline is counted anew from the first peer that is ready again.
+ 9. A peer's time is recorded when it is complete, and, when a close leaves it out, as the time it was given: so the deadline
+    grows with a peer that has become slower. Only peers that were expected from the opening on and never lost are measured.
 10. A pause aborts an open collection. A collection that is closed already is being merged and journalled: it ends first.
 
 phase       event                             condition                      effects                      next
@@ -37,6 +38,7 @@ COLLECTING  Offered                           this round, this outer step       
 COLLECTING  Arrived, MemberLost, Faulted      a fragment is in from all      Reduce                       COLLECTING
 COLLECTING  any                               closes (rule 7)                Reduce ...                   COMMITTING
 COLLECTING  any                               deadline without quorum        RoundClosed (aborted)        opens
+COLLECTING  Faulted, MemberLost               faults leave no quorum         RoundClosed (aborted)        opens
 COLLECTING  MemberLost                        none ready, no quorum                                       GATHERING
 COMMITTING  Reduced                           it was the last fragment       Commit                       COMMITTING
 COMMITTING  CommitSucceeded                                                  RoundClosed (committed)      opens
@@ -51,11 +53,31 @@ opens:      PAUSED when a pause was asked for; COLLECTING with RoundOpened when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from aggregator.deadlines import Deadlines
+from aggregator.open_round import OpenRound
+from aggregator.round_events import (
+    Arrived,
+    Commit,
+    CommitSucceeded,
+    Effect,
+    Event,
+    Faulted,
+    MemberLost,
+    MemberReady,
+    Offered,
+    Pause,
+    Phase,
+    Reduce,
+    Reduced,
+    Refused,
+    Resume,
+    RoundClosed,
+    RoundFailed,
+    RoundOpened,
+    RunFinished,
+    Tick,
+)
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
@@ -84,198 +106,6 @@ __all__ = [
 ]
 
 
-class Phase(Enum):
-    """What the machine is doing (see the table)."""
-
-    GATHERING = "gathering"
-    COLLECTING = "collecting"
-    COMMITTING = "committing"
-    PAUSED = "paused"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class MemberReady:
-    """A live peer says that its outer parameters are at `outer_step`. Sent whenever that changes."""
-
-    peer_id: str
-    outer_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """The peer is gone: lease over, stream closed, left or evicted."""
-
-    peer_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """The header of a contribution came; without a Refused in the answer its bytes are welcome."""
-
-    peer_id: str
-    round_id: int
-    outer_step: int
-    fragment_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A fragment of a contribution is here: whole, checked and measured."""
-
-    peer_id: str
-    round_id: int
-    fragment_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Faulted:
-    """The peer's bytes were bad."""
-
-    peer_id: str
-    round_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """The shell carried out a Reduce."""
-
-    round_id: int
-    fragment_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitSucceeded:
-    """The shell carried out a Commit: the outer step is on disk."""
-
-    round_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundFailed:
-    """A Reduce or a Commit could not be carried out; nothing was applied."""
-
-    round_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """The operator wants no rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """The operator wants rounds again."""
-
-
-Event = MemberReady | MemberLost | Offered | Arrived | Faulted | Reduced | CommitSucceeded | RoundFailed | Tick | Pause | Resume
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOpened:
-    """A round to advance from `outer_step`; deadline: on the clock of `now`."""
-
-    round_id: int
-    outer_step: int
-    expected: frozenset[str]
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Answer to an Offered or Arrived. stale: the peer is late or early, not wrong; it should look at the view."""
-
-    peer_id: str
-    reason: str
-    stale: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Merge this fragment of these peers (sorted); answer with Reduced or RoundFailed."""
-
-    round_id: int
-    fragment_id: int
-    peers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Every fragment is reduced: advance TO `outer_step`; answer with CommitSucceeded or RoundFailed."""
-
-    round_id: int
-    outer_step: int
-    reason: str
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundClosed:
-    """The round is over. outer_step: the one it advanced to, or tried to; missing: expected and not complete."""
-
-    round_id: int
-    outer_step: int
-    committed: bool
-    reason: str
-    missing: tuple[str, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RunFinished:
-    """The last outer step is committed."""
-
-    outer_step: int
-
-
-Effect = RoundOpened | Refused | Reduce | Commit | RoundClosed | RunFinished
-
-
-@dataclass(slots=True)
-class _Round:
-    """The open round. delivered: per fragment, the peers that have it in; wanted: everybody ever expected."""
-
-    round_id: int
-    outer_step: int
-    opened_at: float
-    counted_from: float  # of the deadlines; later than opened_at only after nobody was left
-    welcome_until: float  # who is ready by then is expected (rule 3)
-    delivered: tuple[set[str], ...]
-    deadline: float
-    expected: set[str]
-    wanted: set[str]
-    punctual: set[str]  # expected from the opening on and never lost
-    offered: set[str] = field(default_factory=set)
-    faults: dict[str, str] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)  # Reduce was emitted
-    reduced: set[int] = field(default_factory=set)
-    quorum_at: float | None = None
-    close_reason: str = ""  # not empty: the collection is closed
-    commit_asked: bool = False
-
-    @property
-    def complete(self) -> frozenset[str]:
-        return frozenset(set.intersection(*self.delivered))
-
-    @property
-    def missing(self) -> set[str]:
-        """Those the round still waits for."""
-        return self.expected - self.complete
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """Those who were expected at some time and are not complete: what people call missing."""
-        return tuple(sorted(self.wanted - self.complete))
-
-
 class RoundMachine:
     """One run's rounds. `first_round_id` must be larger than any id of an earlier process; `fragments`: how many there are."""
 
@@ -288,12 +118,13 @@ class RoundMachine:
         self._outer_steps = outer_steps
         self._next_round_id = first_round_id
         self._live: dict[str, int] = {}  # peer_id -> the outer step it last reported
-        self._round: _Round | None = None
+        self._round: OpenRound | None = None
         self._pausing = False
-        self.deadlines = Deadlines(config)
+        self._deadlines = Deadlines(config)
 
     @property
     def phase(self) -> Phase:
+        """See the table."""
         if self._outer_step >= self._outer_steps:
             return Phase.FINISHED
         if self._round is None:
@@ -332,8 +163,12 @@ class RoundMachine:
         """When the open round opened."""
         return self._round.opened_at if self._round else None
 
+    def expected_s(self, peer_id: str) -> float | None:
+        """How long a round waits for this peer, in seconds from its opening; None before measurements."""
+        return self._deadlines.expected_s(peer_id) if self._deadlines.measured(peer_id) else None
+
     def next_wakeup(self) -> float | None:
-        """When a Tick can change something, or None: until then only other events can."""
+        """When a Tick can change something; None: only other events can."""
         if self._round is None or self.phase is not Phase.COLLECTING:
             return None
         return min(self._round.deadline, self._grace_over(self._round))
@@ -364,12 +199,12 @@ class RoundMachine:
                 return self._pause(now)
             case Resume():
                 self._pausing = False
-                return self._open(now, assembling=True) if self._round is None else []
+                return self._open(now, assembling=True)
             case Tick():
                 pass
         return self._settle(now)
 
-    # -- events ---------------------------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------------
 
     def _ready(self, event: MemberReady, now: float) -> list[Effect]:
         current = self._round
@@ -380,19 +215,19 @@ class RoundMachine:
         if current.close_reason:
             return []
         if not self._is_ready(event.peer_id):
-            self._expect_no_more(current, event.peer_id)
+            current.expect_no_more(event.peer_id)
         elif abandoned:
             current.counted_from, current.welcome_until = now, now + self._config.floor_s
             current.deadline = now
             self._expect(current, event.peer_id)
-        elif now <= current.welcome_until or (event.peer_id in current.wanted and event.peer_id in current.offered):
+        elif now <= current.welcome_until or event.peer_id in current.wanted & current.offered:
             self._expect(current, event.peer_id)
         return self._settle(now)
 
     def _lost(self, event: MemberLost) -> None:
         self._live.pop(event.peer_id, None)
         if self._round and not self._round.close_reason:
-            self._expect_no_more(self._round, event.peer_id)
+            self._round.expect_no_more(event.peer_id)
 
     def _offered(self, event: Offered) -> list[Effect]:
         refusal = self._refusal(event.peer_id, event.round_id, event.fragment_id, event.outer_step)
@@ -412,28 +247,20 @@ class RoundMachine:
         was_complete = event.peer_id in current.complete
         current.offered.add(event.peer_id)
         current.delivered[event.fragment_id].add(event.peer_id)
-        if not was_complete and event.peer_id in current.complete and event.peer_id in current.punctual:
-            self.deadlines.record(event.peer_id, now - current.opened_at)
+        if not was_complete and event.peer_id in current.complete & current.punctual:
+            self._deadlines.record(event.peer_id, now - current.opened_at)
         return self._settle(now)
 
     def _faulted(self, event: Faulted) -> None:
-        current = self._round
-        if current is None or event.round_id != current.round_id or current.close_reason:
-            return
-        current.faults.setdefault(event.peer_id, event.reason)
-        self._expect_no_more(current, event.peer_id)
-        for fragment_id, peers in enumerate(current.delivered):
-            if fragment_id not in current.asked:
-                peers.discard(event.peer_id)
+        if self._round and event.round_id == self._round.round_id and not self._round.close_reason:
+            self._round.fault(event.peer_id, event.reason)
 
     def _reduced(self, event: Reduced) -> list[Effect]:
         current = self._round
         if current is None or event.round_id != current.round_id:
             return []
         if event.fragment_id not in current.asked:
-            raise LocalProtocolError(
-                f"fragment {event.fragment_id} of round {event.round_id} was reduced, but nobody asked for it"
-            )
+            raise LocalProtocolError(f"round {event.round_id}: nobody asked to reduce fragment {event.fragment_id}")
         current.reduced.add(event.fragment_id)
         return self._commit_if_reduced(current)
 
@@ -442,7 +269,7 @@ class RoundMachine:
         if current is None or event.round_id != current.round_id:
             return []
         if not current.commit_asked:
-            raise LocalProtocolError(f"round {event.round_id} was committed, but nobody asked for it")
+            raise LocalProtocolError(f"round {event.round_id}: nobody asked to commit it")
         self._outer_step += 1
         effects = self._close(current, now, committed=True, reason=current.close_reason)
         if self._outer_step >= self._outer_steps:
@@ -450,108 +277,109 @@ class RoundMachine:
         return [*effects, *self._open(now)]
 
     def _failed(self, event: RoundFailed, now: float) -> list[Effect]:
-        current = self._round
-        if current is None or event.round_id != current.round_id:
+        if self._round is None or event.round_id != self._round.round_id:
             return []
-        return [*self._close(current, now, committed=False, reason=event.reason), *self._open(now)]
+        return self._abort(self._round, now, event.reason)
 
     def _pause(self, now: float) -> list[Effect]:
         self._pausing = True
         if self._round is None or self._round.close_reason:
             return []
-        return self._close(self._round, now, committed=False, reason="paused")
+        return self._abort(self._round, now, "paused")
 
-    # -- the life of a round --------------------------------------------------------------------------------------------------
+    # -- the life of a round ----------------------------------------------------------------------------------------------
 
     def _open(self, now: float, *, assembling: bool = False) -> list[Effect]:
         ready = {peer_id for peer_id in self._live if self._is_ready(peer_id)}
         enough = self._config.start_peers if self._outer_step == 0 else 1
-        if self.phase is not Phase.GATHERING or len(ready) < enough:
+        if self._round or self.phase is not Phase.GATHERING or len(ready) < enough:
             return []
-        self._round = _Round(
+        current = self._round = OpenRound(
             round_id=self._next_round_id,
             outer_step=self._outer_step,
+            quorum=self._config.quorum,
             opened_at=now,
             counted_from=now,
-            welcome_until=now + (self._config.floor_s if assembling else -1.0),
+            welcome_until=now + self._config.floor_s if assembling else float("-inf"),
+            deadline=now + self._deadlines.round_s(ready),
             delivered=tuple(set() for _ in range(self._fragments)),
-            deadline=now + self.deadlines.round_s(ready),
             expected=set(ready),
             wanted=set(ready),
             punctual=set(ready),
         )
         self._next_round_id += 1
-        return [RoundOpened(self._round.round_id, self._outer_step, frozenset(ready), self._round.deadline)]
+        return [RoundOpened(current.round_id, current.outer_step, frozenset(ready), current.deadline)]
 
-    def _close(self, current: _Round, now: float, *, committed: bool, reason: str) -> list[Effect]:
+    def _close(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
         self._round = None
-        step = current.outer_step + 1
-        return [RoundClosed(current.round_id, step, committed, reason, current.absent, now - current.opened_at)]
+        step, seconds = current.outer_step + 1, now - current.opened_at
+        return [RoundClosed(current.round_id, step, committed, reason, current.absent, seconds)]
+
+    def _abort(self, current: OpenRound, now: float, reason: str) -> list[Effect]:
+        return [*self._close(current, now, committed=False, reason=reason), *self._open(now)]
 
     def _settle(self, now: float) -> list[Effect]:
-        """Reduce what can be reduced, then close the collection or give the round up, if it is time."""
+        """Reduce what can be reduced; close the collection or give the round up, if it is time."""
         current = self._round
         if current is None or current.close_reason:
             return []
-        if len(current.complete) < self._config.quorum:
-            current.quorum_at = None
-        elif current.quorum_at is None:
-            current.quorum_at = now
-        reason = self._closing_reason(current, now)
-        if reason:
-            return self._close_collection(current, reason, now)
-        if now >= current.deadline and not self._abandoned(current):
+        current.note_quorum(now)
+        if reason := self._closing_reason(current, now):
             self._record_absent(current, now)
-            return [*self._close(current, now, committed=False, reason=self._too_few(current)), *self._open(now)]
-        return self._reduce(current, [i for i in range(self._fragments) if current.expected <= current.delivered[i]])
+            current.close_reason = reason
+            return [*current.reduce(range(self._fragments))]
+        if reason := self._abort_reason(current, now):
+            self._record_absent(current, now)
+            return self._abort(current, now, reason)
+        return [*current.reduce(current.in_from_all())]
 
-    def _closing_reason(self, current: _Round, now: float) -> str:
+    def _closing_reason(self, current: OpenRound, now: float) -> str:
         """Why the collection closes now with what is in, or '' (rule 7)."""
         if current.quorum_at is None:
             return ""
-        present, quorum = len(current.complete), self._config.quorum
-        tally = f"{present} of {len(current.wanted | current.complete)} in, quorum {quorum}"
         if not current.missing:
-            return f"all {present} contributors in{self._without(current)}"
+            return f"all {len(current.complete)} contributors in{current.without()}"
         if now >= current.deadline:
-            return f"deadline: {tally}{self._without(current)}"
-        if now >= self._grace_over(current):
-            return f"grace over: {tally}{self._without(current)}"
+            return f"deadline: {current.tally()}"
+        return f"grace over: {current.tally()}" if now >= self._grace_over(current) else ""
+
+    def _abort_reason(self, current: OpenRound, now: float) -> str:
+        """Why the round is given up now, or '' (rules 5 and 8)."""
+        few = f"too few: {len(current.complete)} of quorum {self._config.quorum}"
+        able = {peer_id for peer_id in self._live if self._is_ready(peer_id)} - set(current.faults)
+        if current.faults and len(current.complete | able) < self._config.quorum:
+            return f"{few}{current.without()}"
+        if now >= current.deadline and able:
+            return f"{few} at the deadline{current.without()}"
         return ""
 
-    def _close_collection(self, current: _Round, reason: str, now: float) -> list[Effect]:
-        self._record_absent(current, now)
-        current.close_reason = reason
-        return [*self._reduce(current, range(self._fragments)), *self._commit_if_reduced(current)]
-
-    def _reduce(self, current: _Round, fragment_ids: Iterable[int]) -> list[Effect]:
-        effects: list[Effect] = []
-        for fragment_id in fragment_ids:
-            peers = current.delivered[fragment_id]
-            if fragment_id not in current.asked and len(peers) >= self._config.quorum:
-                current.asked.add(fragment_id)
-                effects.append(Reduce(current.round_id, fragment_id, tuple(sorted(peers))))
-        return effects
-
-    def _commit_if_reduced(self, current: _Round) -> list[Effect]:
+    def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < self._fragments:
             return []
         current.commit_asked = True
         return [Commit(current.round_id, current.outer_step + 1, current.close_reason, current.absent)]
 
-    # -- questions ------------------------------------------------------------------------------------------------------------
+    def _expect(self, current: OpenRound, peer_id: str) -> None:
+        current.expect(peer_id, until=current.counted_from + self._deadlines.expected_s(peer_id))
+
+    def _record_absent(self, current: OpenRound, now: float) -> None:
+        for peer_id in sorted(current.missing & current.punctual):
+            self._deadlines.record(peer_id, now - current.opened_at)
+
+    # -- questions --------------------------------------------------------------------------------------------------------
 
     def _is_ready(self, peer_id: str) -> bool:
         return self._outer_step - 1 <= self._live.get(peer_id, -2) <= self._outer_step
 
-    def _abandoned(self, current: _Round) -> bool:
+    def _abandoned(self, current: OpenRound) -> bool:
         """Nobody can contribute and what is in does not suffice (rule 8)."""
-        return len(current.complete) < self._config.quorum and not any(self._is_ready(peer_id) for peer_id in self._live)
+        return len(current.complete) < self._config.quorum and not any(map(self._is_ready, self._live))
 
-    def _grace_over(self, current: _Round) -> float:
+    def _grace_over(self, current: OpenRound) -> float:
+        """When every missing peer is overdue by its own times and the grace is over, too; inf before the quorum."""
         if current.quorum_at is None:
             return float("inf")
-        overdue = current.counted_from + self.deadlines.round_s(current.missing)
+        overdue = current.counted_from + self._deadlines.round_s(current.missing)
         return max(current.quorum_at, overdue) + self._config.grace_s
 
     def _refusal(self, peer_id: str, round_id: int, fragment_id: int, outer_step: int) -> Refused | None:
@@ -561,7 +389,8 @@ class RoundMachine:
         if round_id != current.round_id:
             return Refused(peer_id, f"round {round_id} is not open; round {current.round_id} is", stale=True)
         if outer_step != current.outer_step:
-            return Refused(peer_id, f"computed against outer step {outer_step}; the run is at {current.outer_step}", stale=True)
+            reason = f"computed against outer step {outer_step}; the run is at {current.outer_step}"
+            return Refused(peer_id, reason, stale=True)
         if not 0 <= fragment_id < self._fragments:
             return Refused(peer_id, f"there is no fragment {fragment_id}; the model has {self._fragments}", stale=False)
         if peer_id in current.faults:
@@ -569,30 +398,3 @@ class RoundMachine:
         if current.close_reason and peer_id not in current.delivered[fragment_id]:
             return Refused(peer_id, f"round {round_id} is closed: {current.close_reason}", stale=True)
         return None
-
-    def _without(self, current: _Round) -> str:
-        names = [f"missing: {', '.join(sorted(current.missing))}"] if current.missing else []
-        out = sorted(set(current.absent) - current.missing - set(current.faults))
-        names += [f"lost: {', '.join(out)}"] if out else []
-        names += [f"refused: {', '.join(sorted(current.faults))}"] if current.faults else []
-        return f" ({'; '.join(names)})" if names else ""
-
-    def _too_few(self, current: _Round) -> str:
-        return f"too few: {len(current.complete)} of quorum {self._config.quorum} at the deadline{self._without(current)}"
-
-    # -- whom to wait for -----------------------------------------------------------------------------------------------------
-
-    def _expect(self, current: _Round, peer_id: str) -> None:
-        if peer_id in current.faults:
-            return
-        current.expected.add(peer_id)
-        current.wanted.add(peer_id)
-        current.deadline = max(current.deadline, current.counted_from + self.deadlines.expected_s(peer_id))
-
-    def _expect_no_more(self, current: _Round, peer_id: str) -> None:
-        current.expected.discard(peer_id)
-        current.punctual.discard(peer_id)
-
-    def _record_absent(self, current: _Round, now: float) -> None:
-        for peer_id in sorted(current.missing & current.punctual):
-            self.deadlines.record(peer_id, now - current.opened_at)
