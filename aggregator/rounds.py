@@ -53,7 +53,6 @@ opens:      PAUSED when a pause was asked for; COLLECTING with RoundOpened when 
 
 from __future__ import annotations
 
-
 from aggregator.deadlines import Deadlines
 from aggregator.open_round import OpenRound
 from aggregator.round_events import (
@@ -327,7 +326,7 @@ class RoundMachine:
         if reason := self._closing_reason(current, now):
             self._record_absent(current, now)
             current.close_reason = reason
-            return [*current.reduce(range(self._fragments))]
+            return [*current.reduce(range(self._fragments)), *self._commit_if_reduced(current)]
         if reason := self._abort_reason(current, now):
             self._record_absent(current, now)
             return self._abort(current, now, reason)

@@ -1,0 +1,212 @@
+"""Bytes of contributions on their way in: reassembled, checked, held in memory up to a bound, beyond it on disk.
+
+Owns: the slots, one per (peer_id, round_id, fragment_id), and the bound. Must not know: codecs, rounds, gRPC. The caller bounds
+the declared sizes. One thread at a time; chunks are small, so a write to disk is short.
+
+A slot reserves its whole size in memory when it is opened, or lies in a file from the start: what is held never exceeds
+`buffer_bytes`, whatever the number of peers. A payload that somebody still reads keeps its memory until the reader lets go.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from edit.errors import LocalProtocolError, RemoteProtocolError, StorageError
+
+__all__ = ["Intake", "Slot"]
+
+Key = tuple[str, int, int]
+Write = Callable[[int, memoryview, int], int]  # os.pwrite
+
+
+class Slot:
+    """One contribution's fragment on its way in: chunks in order, without gaps; what came already may come again."""
+
+    def __init__(self, key: Key, total_bytes: int, path: Path | None, write: Write, forget: Callable[[Slot], None]) -> None:
+        self.peer_id, self.round_id, self.fragment_id = key
+        self.total_bytes = total_bytes
+        self._received = 0
+        self._dropped = False
+        self._path = path
+        self._write = write
+        self._forget = forget
+        self._memory = bytearray(total_bytes) if path is None else bytearray()
+
+    @property
+    def received_bytes(self) -> int:
+        """Where the next chunk starts."""
+        return self._received
+
+    @property
+    def complete(self) -> bool:
+        return self._received == self.total_bytes
+
+    @property
+    def spilled(self) -> bool:
+        """Whether the bytes lie on disk."""
+        return self._path is not None
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview, crc32: int) -> int:
+        """Take one chunk; returns received_bytes. A chunk that is in already and equal has no effect.
+
+        Raises RemoteProtocolError for a wrong checksum, a gap, an overlap, other bytes than before, or too many: the slot stays
+        as it was. Raises StorageError when the disk refuses: the slot is dropped, a retry begins anew.
+        """
+        if self._dropped:
+            raise RemoteProtocolError(f"{self}: its round is over")
+        if zlib.crc32(data) != crc32:
+            raise RemoteProtocolError(f"{self}: wrong checksum of the chunk at {offset}")
+        end = offset + len(data)
+        if offset < 0 or end > self.total_bytes:
+            raise RemoteProtocolError(f"{self}: bytes {offset} to {end} exceed the declared {self.total_bytes}")
+        if end <= self._received:
+            self._check_repeated(offset, data)
+        elif offset != self._received:
+            word = "gap" if offset > self._received else "overlap"
+            raise RemoteProtocolError(f"{self}: {word}: a chunk starts at {offset}, {self._received} bytes are in")
+        else:
+            self._store(offset, data)
+            self._received = end
+        return self._received
+
+    def payload(self) -> memoryview:
+        """All bytes, to be read only; from disk they are mapped, not copied. Raises LocalProtocolError, StorageError."""
+        if not self.complete or self._dropped:
+            raise LocalProtocolError(f"{self}: {'dropped' if self._dropped else 'not complete'}")
+        if self._path is None:
+            return memoryview(self._memory)
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != self.total_bytes:
+                    raise StorageError(f"{self._path}: was changed by somebody else")
+                return memoryview(mmap.mmap(file.fileno(), self.total_bytes, access=mmap.ACCESS_COPY))
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
+
+    def drop(self) -> None:
+        """Let go of the bytes; `Intake` calls it."""
+        self._dropped = True
+        self._memory = bytearray()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _check_repeated(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        if self._path is None:
+            known: bytes | memoryview = memoryview(self._memory)[offset : offset + len(data)]
+        else:
+            try:
+                with self._path.open("rb") as file:
+                    file.seek(offset)
+                    known = file.read(len(data))
+            except OSError as error:
+                raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
+        if known != data:
+            raise RemoteProtocolError(f"{self}: other bytes at {offset} than before")
+
+    def _store(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        if self._path is None:
+            self._memory[offset : offset + len(data)] = data
+            return
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                rest = memoryview(data).cast("B")
+                while rest:
+                    written = self._write(descriptor, rest, offset)
+                    rest, offset = rest[written:], offset + written
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._forget(self)
+            raise StorageError(f"{self._path}: cannot be written ({error.strerror})") from error
+
+    def __str__(self) -> str:
+        return f"contribution of {self.peer_id} to round {self.round_id}, fragment {self.fragment_id}"
+
+
+class Intake:
+    """All slots. buffer_bytes: the most that is held in memory; spill_dir: where the rest goes; write: injected for tests."""
+
+    def __init__(self, buffer_bytes: int, spill_dir: Path, *, write: Write = os.pwrite) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._spill_dir = spill_dir
+        self._write = write
+        self._slots: dict[Key, Slot] = {}
+        self._files = 0
+        self._held = 0
+        self._clear_leftovers()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory reserved now; never more than buffer_bytes."""
+        return self._held
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that lie on disk now."""
+        return sum(slot.received_bytes for slot in self._slots.values() if slot.spilled)
+
+    def open(self, peer_id: str, round_id: int, fragment_id: int, total_bytes: int) -> Slot:
+        """The slot of this key; the same one when it is open already: a retry goes on where the last attempt broke.
+
+        Raises RemoteProtocolError when the size is not positive or not the one declared before, StorageError.
+        """
+        key = (peer_id, round_id, fragment_id)
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = self._new_slot(key, total_bytes)
+        elif slot.total_bytes != total_bytes:
+            raise RemoteProtocolError(f"{slot}: {total_bytes} bytes declared, {slot.total_bytes} before")
+        return slot
+
+    def find(self, peer_id: str, round_id: int, fragment_id: int) -> Slot | None:
+        """The open slot of this key, or None."""
+        return self._slots.get((peer_id, round_id, fragment_id))
+
+    def drop(self, slot: Slot) -> None:
+        """Forget one slot and free its bytes."""
+        key = (slot.peer_id, slot.round_id, slot.fragment_id)
+        if self._slots.get(key) is slot:
+            del self._slots[key]
+            self._held -= 0 if slot.spilled else slot.total_bytes
+            slot.drop()
+
+    def drop_round(self, round_id: int) -> None:
+        """Forget all slots of a round."""
+        for slot in [slot for slot in self._slots.values() if slot.round_id == round_id]:
+            self.drop(slot)
+
+    def drop_peer(self, peer_id: str) -> None:
+        """Forget all slots of a peer."""
+        for slot in [slot for slot in self._slots.values() if slot.peer_id == peer_id]:
+            self.drop(slot)
+
+    def close(self) -> None:
+        """Forget everything."""
+        for slot in list(self._slots.values()):
+            self.drop(slot)
+
+    def _new_slot(self, key: Key, total_bytes: int) -> Slot:
+        if total_bytes < 1:
+            raise RemoteProtocolError(
+                f"contribution of {key[0]} to round {key[1]}, fragment {key[2]}: {total_bytes} bytes declared"
+            )
+        if self._held + total_bytes <= self._buffer_bytes:
+            self._held += total_bytes
+            return Slot(key, total_bytes, None, self._write, self.drop)
+        self._files += 1
+        path = self._spill_dir / f"slot-{self._files:08d}.part"
+        return Slot(key, total_bytes, path, self._write, self.drop)
+
+    def _clear_leftovers(self) -> None:
+        """A process that was killed leaves its files behind."""
+        try:
+            self._spill_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in self._spill_dir.glob("slot-*.part"):
+                path.unlink()
+        except OSError as error:
+            raise StorageError(f"{self._spill_dir}: cannot be used ({error.strerror})") from error
