@@ -1,0 +1,87 @@
+"""What a codec is: four lines of protocol, and everything that follows from them.
+
+Owns: the Codec protocol, decoding in cache-sized pieces, views of byte buffers. Must not know: any one format, peers, residuals.
+All formats are little-endian, as every machine that torch is built for here; another byte order is refused (`codec()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from edit.errors import LocalProtocolError, RemoteProtocolError
+
+__all__ = ["PIECE", "Buffer", "Codec", "flat_fp32", "view"]
+
+Buffer = bytes | bytearray | memoryview
+
+PIECE = 1 << 18  # elements decoded at a time: 1 MiB of fp32 stays in the cache between two operations on it
+
+
+class Codec(Protocol):
+    """One format for a flat fp32 vector. A new one: a file with such a class, and a line in `edit.codecs`.
+
+    lossless: decode(encode(x)) is x to the bit, so error feedback keeps no residual.
+    """
+
+    name: str
+    lossless: bool
+
+    def encoded_size(self, numel: int) -> int:
+        """Exact number of bytes that encode `numel` elements."""
+        ...
+
+    def encode(self, flat: Tensor) -> bytearray:
+        """Encode a flat fp32 CPU tensor. The same input gives the same bytes; non-finite input decodes to non-finite."""
+        ...
+
+    def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
+        """Decode PIECE elements at a time, in order (the last piece may be shorter).
+
+        A piece is fp32, only to be read, and valid until the next one. The length of `data` has been checked.
+        """
+        ...
+
+    def decode_pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
+        """As `pieces`, for data from outside. Raises RemoteProtocolError when `data` has not exactly the right length."""
+        size = memoryview(data).nbytes
+        if numel < 0 or size != self.encoded_size(numel):
+            raise RemoteProtocolError(f"{size} bytes cannot be {numel} elements in {self.name}")
+        return self.pieces(data, numel)
+
+    def decode(self, data: Buffer, numel: int) -> Tensor:
+        """A new fp32 tensor, shape [numel]. Raises RemoteProtocolError when `data` has not exactly the right length."""
+        pieces = self.decode_pieces(data, numel)
+        out = torch.empty(numel, dtype=torch.float32)
+        for i, piece in enumerate(pieces):
+            out[i * PIECE : (i + 1) * PIECE] = piece
+        return out
+
+    def decode_add(self, data: Buffer, out: Tensor, weight: float) -> None:
+        """out += weight * decode(data), in place, rounded after the product and after the sum. Raises as `decode`."""
+        pieces = self.decode_pieces(data, out.numel())
+        scratch = torch.empty(min(PIECE, out.numel()), dtype=torch.float32)
+        for i, piece in enumerate(pieces):
+            out[i * PIECE : (i + 1) * PIECE].add_(torch.mul(piece, weight, out=scratch[: piece.numel()]))
+
+
+def flat_fp32(flat: Tensor) -> Tensor:
+    """`flat` without history and contiguous. Raises LocalProtocolError when it is not a flat fp32 CPU tensor."""
+    if flat.ndim != 1 or flat.dtype != torch.float32 or flat.device.type != "cpu":
+        raise LocalProtocolError(f"a codec takes a flat fp32 CPU tensor, not {list(flat.shape)} {flat.dtype} on {flat.device}")
+    return flat.detach().contiguous()
+
+
+def view(data: Buffer, dtype: torch.dtype, count: int, offset: int, spare: bytearray) -> Tensor:
+    """`count` elements of `data` from byte `offset`, shared; for read-only data through `spare`, which must be large enough."""
+    source = memoryview(data).cast("B")
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    if not source.readonly:
+        return torch.frombuffer(source, dtype=dtype, count=count, offset=offset)
+    size = count * dtype.itemsize
+    memoryview(spare)[:size] = source[offset : offset + size]
+    return torch.frombuffer(spare, dtype=dtype, count=count)

@@ -1,0 +1,145 @@
+"""Merging one fragment: measure, judge, weigh, average in peer_id order, clip; or roll back.
+
+Owns: the numbers of one fragment of one round (ALGORITHMS section 2, steps 2 to 8). Pure: it changes no state. Norms are taken of
+what was decoded, never believed; a contribution of weight 0 never touches the sum. Must not know: rounds, carriers, optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edit.codecs import PIECE, codec
+from edit.config import PenaltyConfig
+from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.penalty import NormStatistics, observe, verdicts, weights
+from edit.records import EncodedTensor, PeerVerdict, Verdict
+
+__all__ = ["Measured", "Merged", "measure", "merge", "norm"]
+
+_ROW = 1024  # squares are summed in fp32 by rows of so many, each by one thread, and in fp64 over the rows
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A contribution whose norm the merger has taken. payload: the encoded vector, or what reads it back from the spill."""
+
+    peer_id: str
+    inner_steps: int
+    tokens: int
+    norm: float
+    payload: EncodedTensor | Callable[[], EncodedTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """One fragment of one round, reduced; with the outer state before it, it determines the state after it.
+
+    merged: D after the clip, None is a rollback; statistics: after this round, of its contributors only; merged_norm: ||D||
+    before the clip; clip: beta.
+    """
+
+    fragment_id: int
+    merged: Tensor | None
+    verdicts: tuple[PeerVerdict, ...]
+    statistics: Mapping[str, NormStatistics]
+    merged_norm: float
+    clip: float
+
+
+def measure(encoded: EncodedTensor) -> float:
+    """||decode(encoded)||_2; NaN or Inf when an element is not finite or the norm overflows. One piece in memory at a time.
+
+    Does not depend on the number of threads. Raises RemoteProtocolError when the bytes are not what they claim to be.
+    """
+    return _norm(codec(encoded.codec).decode_pieces(encoded.data, encoded.numel))
+
+
+def norm(flat: Tensor) -> float:
+    """||flat||_2 of a flat fp32 tensor, by the same rule as `measure`."""
+    return _norm(flat[start : start + PIECE] for start in range(0, flat.numel(), PIECE))
+
+
+def _norm(pieces: Iterable[Tensor]) -> float:
+    total, scratch = 0.0, torch.empty(0, dtype=torch.float32)
+    for piece in pieces:
+        if scratch.numel() < piece.numel():
+            scratch = torch.zeros(-(-piece.numel() // _ROW) * _ROW, dtype=torch.float32)
+        scratch[piece.numel() :] = 0
+        torch.mul(piece, piece, out=scratch[: piece.numel()])
+        total += float(scratch.view(-1, _ROW).sum(dim=1).sum(dtype=torch.float64))
+    return math.sqrt(total)
+
+
+def merge(
+    fragment_id: int,
+    numel: int,
+    contributions: Sequence[Measured],
+    before: Mapping[str, NormStatistics],
+    config: PenaltyConfig,
+) -> Merged:
+    """Reduce one fragment. before: the contributors' statistics before this round, those without any left out.
+
+    Raises LocalProtocolError for a peer named twice, RemoteProtocolError for a payload of another length.
+    """
+    ordered = sorted(contributions, key=lambda contribution: contribution.peer_id)
+    norms = {contribution.peer_id: contribution.norm for contribution in ordered}
+    if len(norms) != len(ordered):
+        raise LocalProtocolError(f"fragment {fragment_id}: a peer contributes twice")
+    judged = verdicts(norms, before, config)
+    shares = weights(
+        list(judged.values()), list(norms.values()), [c.inner_steps for c in ordered], [c.tokens for c in ordered], config
+    )
+    peers = tuple(
+        PeerVerdict(peer_id=peer_id, verdict=judged[peer_id], norm=norms[peer_id], weight=share)
+        for peer_id, share in zip(norms, shares, strict=True)
+    )
+    after = _statistics_after(norms, judged, before, config)
+    mean = _weighted_mean(fragment_id, numel, list(zip(ordered, shares, strict=True)))
+    size = norm(mean) if mean is not None else 0.0
+    if mean is None or not math.isfinite(size):
+        return Merged(fragment_id, None, peers, after, 0.0, 1.0)
+    beta = _clip(size, config)
+    return Merged(fragment_id, mean.mul_(beta) if beta < 1 else mean, peers, after, size, beta)
+
+
+def _weighted_mean(fragment_id: int, numel: int, weighted: Sequence[tuple[Measured, float]]) -> Tensor | None:
+    """sum of w_m * Delta_m in the order given, without those of weight 0; None when there is no other."""
+    kept = [(contribution, share) for contribution, share in weighted if share > 0]
+    if not kept:
+        return None
+    mean = torch.zeros(numel, dtype=torch.float32)
+    for contribution, share in kept:
+        payload = contribution.payload() if callable(contribution.payload) else contribution.payload
+        if payload.numel != numel:
+            raise RemoteProtocolError(
+                f"fragment {fragment_id} of peer {contribution.peer_id} has {payload.numel} elements, not {numel}"
+            )
+        codec(payload.codec).decode_add(payload.data, mean, share)
+    return mean
+
+
+def _statistics_after(
+    norms: Mapping[str, float],
+    judged: Mapping[str, Verdict],
+    before: Mapping[str, NormStatistics],
+    config: PenaltyConfig,
+) -> dict[str, NormStatistics]:
+    if not config.enabled:
+        return {}
+    history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms}
+    return {
+        peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
+        for peer_id, statistics in history.items()
+    }
+
+
+def _clip(size: float, config: PenaltyConfig) -> float:
+    """beta = min(1, phi / (||D|| + 1e-6)); 1 with the penalty or the clip off."""
+    if not config.enabled or config.clip == 0:
+        return 1.0
+    return min(1.0, config.clip / (size + 1e-6))

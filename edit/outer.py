@@ -1,0 +1,90 @@
+"""Outer optimizers and the digest of theta.
+
+Owns: s = step(D), theta <- theta - s, for SGD, Nesterov, Adam and Yogi, and the bits they give: every operation is a separate,
+correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=), so s is the same on every CPU.
+Must not know: codecs, verdicts, peers.
+
+D has the sign of a gradient (outer minus local), so Adam and Yogi subtract where Reddi et al. 2021 (arXiv 2003.00295,
+algorithm 2), whose delta is local minus outer, add. As there, no bias correction, and the second moment starts from eps ** 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from edit.config import OuterConfig
+
+__all__ = ["Slots", "combine", "digest", "fragment_hash", "initial_slots", "outer_step"]
+
+Slots = Mapping[str, Tensor]  # one fragment's optimizer state, by name; each tensor fp32 of the fragment's shape
+
+
+def initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
+    """The optimizer state before the first step: {} for sgd, momentum for nesterov, first and second for adam and yogi."""
+    if config.optimizer == "sgd":
+        return {}
+    if config.optimizer == "nesterov":
+        return {"momentum": torch.zeros(numel)}
+    return {"first": torch.zeros(numel), "second": torch.full((numel,), config.eps * config.eps)}
+
+
+def outer_step(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(s, new state) for the merged pseudo-gradient D; theta <- theta - s. Pure: neither argument changes."""
+    return _RULES[config.optimizer](config, slots, merged)
+
+
+def _sgd(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """s = nu D."""
+    return torch.mul(merged, config.lr), {}
+
+
+def _nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """v <- mu v + D; s = nu (D + mu v) (ALGORITHMS section 2, step 9)."""
+    momentum = torch.mul(slots["momentum"], config.momentum).add_(merged)
+    return torch.mul(momentum, config.momentum).add_(merged).mul_(config.lr), {"momentum": momentum}
+
+
+def _adam(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """m <- b1 m + (1 - b1) D; v <- b2 v + (1 - b2) D^2; s = nu m / (sqrt(v) + eps)."""
+    square = torch.mul(merged, merged).mul_(1 - config.beta2)
+    return _adaptive(config, slots, merged, torch.mul(slots["second"], config.beta2).add_(square))
+
+
+def _yogi(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """As Adam, with v <- v - (1 - b2) D^2 sign(v - D^2)."""
+    square = torch.mul(merged, merged)
+    change = torch.sub(slots["second"], square).sign_().mul_(square).mul_(1 - config.beta2)
+    return _adaptive(config, slots, merged, torch.sub(slots["second"], change))
+
+
+def _adaptive(config: OuterConfig, slots: Slots, merged: Tensor, second: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    first = torch.mul(slots["first"], config.beta1).add_(torch.mul(merged, 1 - config.beta1))
+    step = torch.mul(first, config.lr).div_(torch.sqrt(second).add_(config.eps))
+    return step, {"first": first, "second": second}
+
+
+_RULES: Mapping[str, Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[str, Tensor]]]] = {
+    "sgd": _sgd,
+    "nesterov": _nesterov,
+    "adam": _adam,
+    "yogi": _yogi,
+}
+
+
+def fragment_hash(fragment: Tensor) -> bytes:
+    """SHA-256 of a flat fp32 tensor's little-endian bytes."""
+    return hashlib.sha256(memoryview(fragment.detach().contiguous().numpy())).digest()
+
+
+def combine(hashes: Iterable[bytes]) -> str:
+    """The digest (hex) of theta from its fragments' hashes, in fragment order."""
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def digest(fragments: Sequence[Tensor]) -> str:
+    """SHA-256 (hex) over the SHA-256 of each fragment's bytes: equal exactly when theta is equal to the bit."""
+    return combine(fragment_hash(fragment) for fragment in fragments)
