@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -104,5 +105,8 @@ def _save(model: nn.Module, path: Path) -> None:
     """Write to a file beside it and rename, so that a reader never sees half a file. Tied weights appear once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file({name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}, partial)
+    try:
+        save_file({name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}, partial)
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: cannot be written ({error})") from error
     partial.replace(path)
