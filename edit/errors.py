@@ -6,6 +6,9 @@ EditError
  ├─ EvictedError          this peer was evicted from the run; exit code 4
  ├─ LocalProtocolError    our own bug: a call out of order; exit code 70
  ├─ RemoteProtocolError   the other side sent something it must not send; never touches state
+ ├─ StaleError            what was asked about is over or not yet due: look at the view, then ask again
+ │   ├─ GoneError         no longer kept (an old update, an old snapshot)
+ │   └─ RoundLostError    the round was aborted
  ├─ StorageError          the disk under the state folder failed or lies (full, torn, flipped); nothing is lost
  └─ TransportError        the link broke; the same call may be tried again
 """
@@ -16,9 +19,12 @@ __all__ = [
     "ConfigError",
     "EditError",
     "EvictedError",
+    "GoneError",
     "LocalProtocolError",
     "RefusedError",
     "RemoteProtocolError",
+    "RoundLostError",
+    "StaleError",
     "StorageError",
     "TransportError",
 ]
@@ -54,6 +60,18 @@ class LocalProtocolError(EditError):
 
 class RemoteProtocolError(EditError):
     """The other side broke the protocol. Its bytes touched nothing."""
+
+
+class StaleError(EditError):
+    """The request was in order but does not fit the run as it stands: look at the view, then ask again."""
+
+
+class GoneError(StaleError):
+    """What was asked for is no longer kept."""
+
+
+class RoundLostError(StaleError):
+    """The round that was spoken to was aborted; nothing of it was applied."""
 
 
 class StorageError(EditError):

@@ -1,0 +1,246 @@
+"""Converters of data.proto. See `editpb.convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from edit.records import Commit, EncodedTensor, FragmentCommit
+from edit.schema import FragmentSpec, Schema
+from editpb import data_pb2 as dpb
+from editpb import limits as lim
+from editpb import messages as msg
+from editpb import tensors_pb2 as tpb
+from editpb._control import fragment_verdicts_from_pb, fragment_verdicts_to_pb
+from editpb._tensors import check_encoded_size, codec_from_pb, codec_to_pb, schema_from_pb, schema_to_pb
+from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
+
+__all__ = [
+    "commit_from_parts",
+    "contribution_header_from_pb",
+    "contribution_header_to_pb",
+    "found_header_from_pb",
+    "found_header_to_pb",
+    "received_from_pb",
+    "snapshot_manifest_from_pb",
+    "snapshot_manifest_to_pb",
+    "snapshot_request_from_pb",
+    "snapshot_request_to_pb",
+    "update_manifest_from_pb",
+    "update_manifest_to_pb",
+    "update_request_from_pb",
+    "update_request_to_pb",
+]
+
+
+def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.ContributionHeader:
+    """What a contribution is."""
+    return dpb.ContributionHeader(
+        run_id=header.run_id,
+        round_id=header.round_id,
+        outer_step=header.outer_step,
+        peer_id=header.peer_id,
+        fragment_id=header.fragment_id,
+        schema_hash=header.schema_hash,
+        inner_steps=header.inner_steps,
+        tokens=header.tokens,
+        codec=codec_to_pb(header.codec),
+        numel=header.numel,
+        total_bytes=header.total_bytes,
+    )
+
+
+def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema | None = None) -> msg.ContributionHeader:
+    """What a contribution is. schema: the run's; sizes and boxes are held against it when the header names the same schema
+    (another schema_hash is for the caller to refuse, with a better reason than a wrong size)."""
+    header = msg.ContributionHeader(
+        run_id=check_id("run_id", message.run_id),
+        round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        peer_id=check_id("peer_id", message.peer_id),
+        fragment_id=within("fragment_id", message.fragment_id, 0, lim.MAX_FRAGMENTS - 1),
+        schema_hash=check_digest("schema_hash", message.schema_hash),
+        inner_steps=within("inner_steps", message.inner_steps, 1, lim.MAX_STEP),
+        tokens=within("tokens", message.tokens, 0, lim.MAX_COUNT),
+        codec=codec_from_pb(message.codec),
+        numel=within("numel", message.numel, 1, lim.MAX_NUMEL),
+        total_bytes=within("total_bytes", message.total_bytes, 1, lim.MAX_BYTES),
+    )
+    check_encoded_size(header.codec, header.numel, header.total_bytes, f"fragment {header.fragment_id}")
+    if schema is None:
+        if message.boxes:
+            fail("a partial fragment (boxes) is not taken yet; send whole fragments")
+    elif header.schema_hash == schema.schema_hash:
+        fragment = _fragment_of(schema, header.fragment_id)
+        _same_numel(fragment, header.numel)
+        _whole(message.boxes, fragment)
+    return header
+
+
+def _fragment_of(schema: Schema, fragment_id: int) -> FragmentSpec:
+    return schema.fragments[within("fragment_id", fragment_id, 0, len(schema.fragments) - 1)]
+
+
+def _same_numel(fragment: FragmentSpec, numel: int) -> None:
+    if numel != fragment.numel:
+        fail(f"fragment {fragment.name} has {fragment.numel} elements, {numel} were announced")
+
+
+def _whole(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> None:
+    """No boxes, or exactly one per tensor that covers it."""
+    if not boxes:
+        return
+    lim.at_most(f"boxes for fragment {fragment.name}", boxes, len(fragment.tensors))
+    for i, tensor in enumerate(fragment.tensors):
+        box = boxes[i] if i < len(boxes) else None
+        whole = box is not None and box.tensor == i and tuple(box.sizes) == tensor.shape and not any(box.offsets)
+        if not whole or box is None or len(box.offsets) != len(tensor.shape):
+            fail(f"a part of tensor {tensor.name} (a box) is not taken yet; send whole fragments")
+
+
+def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt, total_bytes: int) -> msg.Received:
+    """How much of a contribution of `total_bytes` the aggregator holds."""
+    received = within("received_bytes", message.received_bytes, 0, total_bytes)
+    return msg.Received(received, message.complete)
+
+
+def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
+    """Ask for the update that led to this outer step."""
+    return dpb.UpdateRequest(run_id=request.run_id, outer_step=request.outer_step)
+
+
+def update_request_from_pb(message: dpb.UpdateRequest) -> msg.UpdateRequest:
+    """Ask for the update that led to this outer step."""
+    return msg.UpdateRequest(check_id("run_id", message.run_id), within("outer_step", message.outer_step, 1, lim.MAX_STEP))
+
+
+def update_manifest_to_pb(commit: Commit) -> dpb.UpdateManifest:
+    """A commit without the bytes of its payloads; they follow in the same order."""
+    return dpb.UpdateManifest(
+        outer_step=commit.outer_step,
+        round_id=commit.round_id,
+        digest=commit.digest,
+        reason=one_line(commit.reason),
+        fragments=[_fragment_update_to_pb(fragment) for fragment in commit.fragments],
+    )
+
+
+def _fragment_update_to_pb(fragment: FragmentCommit) -> dpb.FragmentUpdate:
+    verdicts, payload = fragment_verdicts_to_pb(fragment), fragment.payload
+    if payload is None:
+        return dpb.FragmentUpdate(fragment_id=fragment.fragment_id, rollback=True, verdicts=verdicts)
+    return dpb.FragmentUpdate(
+        fragment_id=fragment.fragment_id,
+        codec=codec_to_pb(payload.codec),
+        numel=payload.numel,
+        total_bytes=len(payload.data),
+        verdicts=verdicts,
+    )
+
+
+def update_manifest_from_pb(message: dpb.UpdateManifest, schema: Schema, outer_step: int) -> msg.UpdateManifest:
+    """What the update to `outer_step` (the one asked for) consists of: every fragment of `schema`, in order."""
+    if message.outer_step != outer_step:
+        fail(f"an update to outer step {message.outer_step} where {outer_step} was asked for")
+    if len(message.fragments) != len(schema.fragments):
+        fail(f"an update of {len(message.fragments)} fragments, the model has {len(schema.fragments)}")
+    return msg.UpdateManifest(
+        outer_step=within("outer_step", message.outer_step, 1, lim.MAX_STEP),
+        round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
+        digest=check_digest("digest", message.digest),
+        reason=check_text("reason", message.reason),
+        fragments=tuple(_fragment_update_from_pb(m, f) for m, f in zip(message.fragments, schema.fragments, strict=True)),
+    )
+
+
+def _fragment_update_from_pb(message: dpb.FragmentUpdate, fragment: FragmentSpec) -> msg.FragmentUpdate:
+    commit = fragment_verdicts_from_pb(message.verdicts)
+    if not message.fragment_id == commit.fragment_id == fragment.fragment_id:
+        fail(f"an update names fragment {message.fragment_id} where {fragment.fragment_id} is due")
+    if message.rollback:
+        if message.codec or message.numel or message.total_bytes:
+            fail(f"fragment {fragment.name} was rolled back and yet has bytes")
+        return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
+    codec = codec_from_pb(message.codec)
+    _same_numel(fragment, message.numel)
+    total = check_encoded_size(codec, message.numel, message.total_bytes, f"fragment {fragment.name}")
+    return msg.FragmentUpdate(commit=commit, codec=codec, numel=message.numel, total_bytes=total)
+
+
+def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | None]) -> Commit:
+    """The commit, once the bytes of every fragment are there; None for each that was rolled back."""
+    if len(payloads) != len(manifest.fragments):
+        fail(f"{len(payloads)} payloads for {len(manifest.fragments)} fragments")
+    return Commit(
+        outer_step=manifest.outer_step,
+        round_id=manifest.round_id,
+        digest=manifest.digest,
+        reason=manifest.reason,
+        fragments=tuple(_with_payload(u, data) for u, data in zip(manifest.fragments, payloads, strict=True)),
+    )
+
+
+def _with_payload(update: msg.FragmentUpdate, data: bytes | bytearray | None) -> FragmentCommit:
+    if update.codec is None and data is None:
+        return update.commit
+    if update.codec is None or data is None or len(data) != update.total_bytes:
+        got = "no" if data is None else len(data)
+        fail(f"fragment {update.commit.fragment_id}: {got} bytes where {update.total_bytes} were announced")
+    return dataclasses.replace(update.commit, payload=EncodedTensor(update.codec, update.numel, data))
+
+
+def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManifest:
+    """What a snapshot consists of."""
+    return dpb.SnapshotManifest(
+        outer_step=manifest.outer_step,
+        digest=manifest.digest,
+        schema=schema_to_pb(manifest.schema),
+        fragment_sha256=manifest.fragment_sha256,
+    )
+
+
+def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | None = None) -> msg.SnapshotManifest:
+    """What a snapshot consists of. schema: this side's own, when it has one; another one is an error."""
+    theirs = schema_from_pb(message.schema)
+    if schema is not None and (difference := theirs.first_difference(schema)) is not None:
+        fail(f"a snapshot of another model: {one_line(difference)}")
+    if len(message.fragment_sha256) != len(theirs.fragments) or any(len(sha) != 32 for sha in message.fragment_sha256):
+        fail("a snapshot needs one SHA-256 per fragment")
+    return msg.SnapshotManifest(
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        digest=check_digest("digest", message.digest),
+        schema=theirs,
+        fragment_sha256=tuple(message.fragment_sha256),
+    )
+
+
+def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
+    """Ask for one fragment of a snapshot."""
+    return dpb.SnapshotRequest(
+        run_id=request.run_id, outer_step=request.outer_step, fragment_id=request.fragment_id, offset=request.offset
+    )
+
+
+def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> msg.SnapshotRequest:
+    """Ask for one fragment of a snapshot. offset: within the fragment's fp32 bytes."""
+    fragment = _fragment_of(schema, message.fragment_id)
+    return msg.SnapshotRequest(
+        run_id=check_id("run_id", message.run_id),
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        fragment_id=fragment.fragment_id,
+        offset=within("offset", message.offset, 0, 4 * fragment.numel),
+    )
+
+
+def found_header_to_pb(header: msg.FoundHeader) -> dpb.FoundHeader:
+    """The founder announces its parameters."""
+    return dpb.FoundHeader(run_id=header.run_id, schema_hash=header.schema_hash, digest=header.digest)
+
+
+def found_header_from_pb(message: dpb.FoundHeader) -> msg.FoundHeader:
+    """The founder announces its parameters."""
+    return msg.FoundHeader(
+        run_id=check_id("run_id", message.run_id),
+        schema_hash=check_digest("schema_hash", message.schema_hash),
+        digest=check_digest("digest", message.digest),
+    )

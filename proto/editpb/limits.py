@@ -1,0 +1,131 @@
+"""What a value from the wire may be: the bounds, and the checks; a violation is a RemoteProtocolError of one line.
+
+Owns: the limits, in one place. Must not know: messages, connections.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sized
+from typing import NoReturn
+
+from edit.errors import RemoteProtocolError
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_CHUNK_BYTES",
+    "MAX_CONFIG_CHARS",
+    "MAX_COUNT",
+    "MAX_DIMS",
+    "MAX_FRAGMENTS",
+    "MAX_NAME_CHARS",
+    "MAX_NUMEL",
+    "MAX_STEP",
+    "MAX_TENSORS",
+    "MAX_TEXT_CHARS",
+    "MAX_VERDICTS",
+    "at_most",
+    "check_digest",
+    "check_id",
+    "check_name",
+    "check_real",
+    "check_share",
+    "check_text",
+    "fail",
+    "is_id",
+    "one_line",
+    "within",
+]
+
+MAX_FRAGMENTS = 1 << 16
+MAX_TENSORS = 1 << 20  # of a whole schema
+MAX_NAME_CHARS = 512
+MAX_DIMS = 8
+MAX_NUMEL = 1 << 40  # of a whole schema, and so of every fragment and tensor
+MAX_CHUNK_BYTES = 4 << 20
+MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element
+MAX_TEXT_CHARS = 4096
+MAX_CONFIG_CHARS = 1 << 20
+MAX_VERDICTS = 1 << 16  # peers in one round
+MAX_STEP = 1 << 48  # outer and inner steps
+MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def fail(reason: str) -> NoReturn:
+    """Raise RemoteProtocolError(reason)."""
+    raise RemoteProtocolError(reason)
+
+
+def is_id(text: str) -> bool:
+    """Whether `text` may be a run_id, peer_id or role: 1 to 64 of letters, digits, '.', '_', '-'."""
+    return _ID.fullmatch(text) is not None
+
+
+def one_line(text: str, limit: int = MAX_TEXT_CHARS) -> str:
+    """`text` made fit to be sent or shown: no control characters, at most `limit` characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:limit])
+
+
+def check_id(field: str, text: str) -> str:
+    """`text`, when it is an identifier. See `is_id`."""
+    if not is_id(text):
+        fail(f"{field} {_short(text)} is not 1 to 64 of letters, digits, '.', '_', '-'")
+    return text
+
+
+def check_digest(field: str, text: str, *, empty: bool = False) -> str:
+    """`text`, when it is 64 lower-case hexadecimal digits (or nothing, where `empty` allows it)."""
+    if not (_DIGEST.fullmatch(text) or (empty and not text)):
+        fail(f"{field} {_short(text)} is not a SHA-256 in hexadecimal")
+    return text
+
+
+def check_text(field: str, text: str, limit: int = MAX_TEXT_CHARS) -> str:
+    """`text`, when it is one printable line of at most `limit` characters."""
+    if len(text) > limit:
+        fail(f"{field} has {len(text)} characters, more than {limit}")
+    if not text.isprintable():
+        fail(f"{field} holds control characters")
+    return text
+
+
+def check_name(field: str, text: str) -> str:
+    """`text`, when it may name a tensor or a fragment."""
+    if not text:
+        fail(f"{field} is empty")
+    return check_text(field, text, MAX_NAME_CHARS)
+
+
+def within(field: str, value: int, low: int, high: int) -> int:
+    """`value`, when low <= value <= high."""
+    if not low <= value <= high:
+        fail(f"{field} is {value}, not {low} to {high}")
+    return value
+
+
+def at_most(field: str, values: Sized, limit: int) -> None:
+    """Check a count before anything is made of the values."""
+    if len(values) > limit:
+        fail(f"{len(values)} {field}, more than {limit}")
+
+
+def check_real(field: str, value: float) -> float:
+    """`value`, when it is finite and not negative."""
+    if not (math.isfinite(value) and value >= 0):
+        fail(f"{field} is {value}, not a finite number of at least 0")
+    return value
+
+
+def check_share(field: str, value: float) -> float:
+    """`value`, when it lies between 0 and 1."""
+    if not 0 <= value <= 1:
+        fail(f"{field} is {value}, not 0 to 1")
+    return value
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 64 else f"{text[:61]}...")

@@ -1,0 +1,237 @@
+"""What coordinator and peers say to one another, as plain frozen values. Neither daemon handles raw protobuf beyond its stubs.
+
+Owns: the fields and their meaning (the comments of the .proto files hold too). `editpb.convert` maps them to and from the wire
+and validates. Must not know: protobuf, connections.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from edit.records import FragmentCommit
+from edit.schema import Schema
+
+__all__ = [
+    "PROTOCOL",
+    "ContributionHeader",
+    "ContributionKey",
+    "Expel",
+    "FoundHeader",
+    "FragmentUpdate",
+    "Goodbye",
+    "Heartbeat",
+    "Hello",
+    "PeerState",
+    "Received",
+    "RunPhase",
+    "SnapshotManifest",
+    "SnapshotRequest",
+    "UpdateManifest",
+    "UpdateRequest",
+    "View",
+    "Welcome",
+]
+
+PROTOCOL = 1  # Hello.protocol; raised when old and new daemons could no longer understand one another
+
+
+class PeerState(Enum):
+    """What a peer is doing."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    EXCHANGING = "exchanging"
+
+
+class RunPhase(Enum):
+    """What the coordinator is doing."""
+
+    FOUNDING = "founding"
+    GATHERING = "gathering"
+    COLLECTING = "collecting"
+    COMMITTING = "committing"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A peer's first message. schema None: it only asks for the configuration."""
+
+    run_id: str
+    schema: Schema | None = None
+    software: str = ""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A peer's report. digest: of its outer parameters, empty while starting; loss: NaN before the first step, and when the
+    training diverged; step_s: seconds per inner step; bytes_sent, bytes_received: data plane, since the process started."""
+
+    state: PeerState
+    outer_step: int = 0
+    digest: str = ""
+    inner_steps: int = 0
+    round_inner_steps: int = 0
+    loss: float = math.nan
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def as_json(self) -> dict[str, str | int | float | None]:
+        """The values of a `peer` line of metrics.jsonl; a loss that is not finite is None."""
+        return {
+            "state": self.state.value,
+            "outer_step": self.outer_step,
+            "inner_steps": self.inner_steps,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "tokens_per_s": self.tokens_per_s,
+            "step_s": self.step_s,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "digest": self.digest,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A peer leaves on purpose."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The coordinator's first message. config_json: `RunConfig.to_json()`; found: "send your initial parameters"."""
+
+    run_id: str
+    peer_id: str
+    config_json: str
+    found: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The run as it stands, whole. round_id: the open round or 0; heal: why this peer must take a snapshot, or empty."""
+
+    sequence: int
+    phase: RunPhase
+    outer_step: int = 0
+    round_id: int = 0
+    digest: str = ""
+    oldest_update: int = 0
+    last_round_id: int = 0
+    last_committed: bool = False
+    last_reason: str = ""
+    heal: str = ""
+    found: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """The coordinator's last message: evicted by the operator, or refused."""
+
+    evicted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionKey:
+    """What makes a retry idempotent: one identity contributes one fragment to one round once."""
+
+    run_id: str
+    round_id: int
+    peer_id: str
+    fragment_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionHeader:
+    """What a contribution is; the whole fragment. total_bytes: exactly what `codec` makes of `numel` elements."""
+
+    run_id: str
+    round_id: int
+    outer_step: int
+    peer_id: str
+    fragment_id: int
+    schema_hash: str
+    inner_steps: int
+    tokens: int
+    codec: str
+    numel: int
+    total_bytes: int
+
+    @property
+    def key(self) -> ContributionKey:
+        return ContributionKey(self.run_id, self.round_id, self.peer_id, self.fragment_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """How much of a contribution the aggregator holds."""
+
+    received_bytes: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    run_id: str
+    outer_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentUpdate:
+    """One fragment of a published update, without its bytes. codec None: rolled back, no bytes follow.
+
+    commit: the verdicts and numbers; its payload is always None here.
+    """
+
+    commit: FragmentCommit
+    codec: str | None
+    numel: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateManifest:
+    """What a published update consists of; the bytes of its fragments follow in this order."""
+
+    outer_step: int
+    round_id: int
+    digest: str
+    reason: str
+    fragments: tuple[FragmentUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotManifest:
+    """theta at `outer_step`; fragment_sha256: of each fragment's fp32 little-endian bytes."""
+
+    outer_step: int
+    digest: str
+    schema: Schema
+    fragment_sha256: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRequest:
+    """One fragment of the snapshot at `outer_step`, from byte `offset` on."""
+
+    run_id: str
+    outer_step: int
+    fragment_id: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundHeader:
+    """The founder's initial parameters follow, fp32, fragment after fragment."""
+
+    run_id: str
+    schema_hash: str
+    digest: str
