@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -131,20 +131,28 @@ class Supervisor:
             child.reported = True
         return tuple(child.end() for child in news)
 
-    def call(self, name: str, argv: Sequence[str], timeout_s: float = 60.0) -> str:
-        """Run a short command to its end and return its output. Raises ChildDied when it fails or takes too long."""
-        log = self._logs / f"{name}.log"
-        start = log.stat().st_size if log.exists() else 0
-        self.start(name, argv)
-        child = self._children[name]
-        child.reported = True
+    def call(self, commands: Mapping[str, Sequence[str]], timeout_s: float = 60.0) -> dict[str, str]:
+        """Run short commands side by side to their ends and return their output by name.
+
+        Raises ChildDied for the first that fails or takes too long.
+        """
+        logs = {name: self._logs / f"{name}.log" for name in commands}
+        starts = {name: log.stat().st_size if log.exists() else 0 for name, log in logs.items()}
+        for name, argv in commands.items():
+            self.start(name, argv)
+            self._children[name].reported = True
+        deadline = self._now() + timeout_s
+        for name in commands:
+            self._wait_for_success(self._children[name], deadline)
+        return {name: log.read_bytes()[starts[name] :].decode(errors="replace") for name, log in logs.items()}
+
+    def _wait_for_success(self, child: _Child, deadline: float) -> None:
         try:
-            child.process.wait(timeout_s)
+            child.process.wait(max(0.0, deadline - self._now()))
         except subprocess.TimeoutExpired:
-            self.stop(name)
+            self.stop(child.name)
         if child.process.returncode != 0:
             raise ChildDied(str(child.end()))
-        return log.read_bytes()[start:].decode(errors="replace")
 
     def close(self) -> None:
         """End every process within `patience_s` and a moment. Interrupts are held off meanwhile; may be called again."""

@@ -67,9 +67,7 @@ def headline(results: Results) -> str:
 
 def summary(results: Results) -> str:
     """Size, length and network of the run in two sentences."""
-    fewer = (
-        f", {results.fewer_bytes:.0f} times fewer bytes than data-parallel training (computed)" if results.fewer_bytes else ""
-    )
+    fewer = f", {results.fewer_bytes:.0f} times less than data-parallel training (computed)" if results.fewer_bytes else ""
     return (
         f"A byte-level GPT of {results.parameters:,} parameters, {results.steps} inner steps per peer, exchanged every "
         f"{results.sync_every} steps over gRPC with mutual TLS. Each peer sent {bytes_text(results.mean_sent)}{fewer}."

@@ -121,16 +121,17 @@ def test_an_unexpected_end_names_the_child_its_code_and_its_last_lines(tmp_path,
 
 def test_call_returns_the_output_of_this_call_only(tmp_path):
     with Supervisor(tmp_path) as supervisor:
-        assert supervisor.call("say", python("print('one')")) == "one\n"
-        assert supervisor.call("say", python("print('two')")) == "two\n"
+        assert supervisor.call({"say": python("print('one')")}) == {"say": "one\n"}
+        both = supervisor.call({"say": python("print('two')"), "other": python("print('three')")})
+        assert both == {"say": "two\n", "other": "three\n"}
         with pytest.raises(ChildDied, match=r"say ended \(exit code 1\)(.|\n)*ValueError: no"):
-            supervisor.call("say", python("raise ValueError('no')"))
+            supervisor.call({"other": python("pass"), "say": python("raise ValueError('no')")})
         assert supervisor.ended() == ()
 
 
 def test_call_gives_up_on_a_command_that_hangs(tmp_path, fifo):
     with Supervisor(tmp_path, patience_s=0.05) as supervisor, pytest.raises(ChildDied, match=r"killed by SIG(TERM|KILL)"):
-        supervisor.call("hang", python("import signal; signal.pause()"), timeout_s=0.05)
+        supervisor.call({"hang": python("import signal; signal.pause()")}, timeout_s=0.05)
 
 
 def test_nothing_starts_after_close(tmp_path):
