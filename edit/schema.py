@@ -72,8 +72,29 @@ class Schema:
     @property
     def schema_hash(self) -> str:
         """SHA-256 (hex) over names, shapes and grouping. Two peers train together only if theirs are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Names, shapes and grouping as canonical JSON: [[fragment, [[tensor, [size, ...]], ...]], ...]."""
         plan = [[f.name, [[t.name, list(t.shape)] for t in f.tensors]] for f in self.fragments]
-        return hashlib.sha256(json.dumps(plan, separators=(",", ":")).encode()).hexdigest()
+        return json.dumps(plan, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        """What `to_json` wrote. Raises RemoteProtocolError for anything else."""
+        try:
+            return cls(
+                tuple(
+                    FragmentSpec(
+                        fragment_id=i,
+                        name=str(name),
+                        tensors=tuple(TensorSpec(name=str(t), shape=tuple(int(n) for n in shape)) for t, shape in tensors),
+                    )
+                    for i, (name, tensors) in enumerate(json.loads(text))
+                )
+            )
+        except (ValueError, TypeError) as error:
+            raise RemoteProtocolError(f"schema: not what to_json writes ({error})") from error
 
     def first_difference(self, other: Schema) -> str | None:
         """One line that names the first tensor in which `other` differs from this schema, or None."""
