@@ -1,1 +1,103 @@
-"""EDiT: local SGD with layer-wise exchange and a pseudo-gradient penalty."""
+"""EDiT: local SGD with layer-wise exchange and a pseudo-gradient penalty.
+
+The public API: what a user's own loop needs (`EditWorker`, a `Collective`), a run's configuration, and the values and errors
+that cross the seams. Importing it starts nothing, reads nothing and opens nothing.
+"""
+
+from edit.codecs import codec, codec_names, decode, encode
+from edit.collective import Collective
+from edit.config import (
+    CodecConfig,
+    InnerConfig,
+    MembershipConfig,
+    ModelConfig,
+    OuterConfig,
+    PenaltyConfig,
+    RoundsConfig,
+    RunConfig,
+    ServerConfig,
+    StorageConfig,
+    SyncConfig,
+)
+from edit.errors import (
+    ConfigError,
+    EditError,
+    EvictedError,
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    StorageError,
+    TransportError,
+)
+from edit.feedback import ErrorFeedback
+from edit.local import LocalCollective, LocalRun
+from edit.outer import digest
+from edit.outer_state import OuterState
+from edit.records import (
+    Aborted,
+    Behind,
+    Commit,
+    Committed,
+    Contribution,
+    EncodedTensor,
+    Evicted,
+    Finished,
+    FragmentCommit,
+    Outcome,
+    PeerVerdict,
+    Snapshot,
+    Verdict,
+)
+from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
+from edit.worker import EditWorker, WorkerConfig
+
+__all__ = [
+    "Aborted",
+    "Behind",
+    "CodecConfig",
+    "Collective",
+    "Commit",
+    "Committed",
+    "ConfigError",
+    "Contribution",
+    "EditError",
+    "EditWorker",
+    "EncodedTensor",
+    "ErrorFeedback",
+    "Evicted",
+    "EvictedError",
+    "Finished",
+    "FragmentCommit",
+    "FragmentSpec",
+    "InnerConfig",
+    "LocalCollective",
+    "LocalProtocolError",
+    "LocalRun",
+    "MembershipConfig",
+    "ModelConfig",
+    "Outcome",
+    "OuterConfig",
+    "OuterState",
+    "PeerVerdict",
+    "PenaltyConfig",
+    "RefusedError",
+    "RemoteProtocolError",
+    "RoundsConfig",
+    "RunConfig",
+    "Schema",
+    "ServerConfig",
+    "Snapshot",
+    "StorageConfig",
+    "StorageError",
+    "SyncConfig",
+    "TensorSpec",
+    "TransportError",
+    "Verdict",
+    "WorkerConfig",
+    "codec",
+    "codec_names",
+    "decode",
+    "digest",
+    "encode",
+    "plan_fragments",
+]

@@ -1,4 +1,4 @@
-"""A run inside one process: `LocalRun` merges as soon as every peer has contributed, `LocalCollective` is one peer's side of it.
+"""A run inside one process: `LocalRun` merges once every peer has contributed, `LocalCollective` is one peer's side of it.
 
 Owns: the in-process carrier for tests, simulation and first experiments: the same OuterState, the same answers as the gRPC one.
 Single-threaded: interleave the peers' loops step by step. Must not know: models, optimizers, time.
@@ -24,9 +24,9 @@ __all__ = ["LocalCollective", "LocalRun"]
 class LocalRun:
     """One run with a fixed list of peers.
 
-    theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first peer to join founds the run with
-    its own. Commits when all peers that have not left have contributed every fragment; keeps `config.storage.keep_updates`
-    commits for those that missed one; is finished after `config.sync.outer_steps`.
+    theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first peer to join founds the run.
+    Commits when all peers that have not left have contributed every fragment; keeps `config.storage.keep_updates` commits for
+    those that missed one; is finished after `config.sync.outer_steps`.
     """
 
     def __init__(self, config: RunConfig, peers: Sequence[str], theta: Sequence[Tensor] | None = None) -> None:
@@ -63,7 +63,7 @@ class LocalRun:
         return LocalCollective(self, peer_id)
 
     def join(self, peer_id: str, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
-        """See `Collective.join`. A peer that left comes back by joining again. Raises RefusedError, also once it was evicted."""
+        """See `Collective.join`. A peer that left comes back by joining again. Raises RefusedError, also after an eviction."""
         if peer_id in self._evicted:
             raise RefusedError(f"peer {peer_id} was evicted: {self._evicted[peer_id]}")
         if self._schema is not None and (difference := self._schema.first_difference(schema)):
@@ -133,14 +133,16 @@ class LocalRun:
             return Aborted(self._lost.pop(peer_id))
         if block:
             raise LocalProtocolError(
-                f"peer {peer_id} waits for the round at outer step {outer_step}, but {', '.join(self._missing())} must contribute "
-                "first: interleave the peers' loops step by step, or call LocalRun.leave()"
+                f"peer {peer_id} waits for the round at outer step {outer_step}, but {', '.join(self._missing())} must "
+                "contribute first: interleave the peers' loops step by step, or call LocalRun.leave()"
             )
         return None
 
     def _missing(self) -> list[str]:
         complete = [set(self._arrived.get(i, ())) for i in range(len(self.state.theta))]
-        return [peer_id for peer_id in self._named if peer_id in self._present and not all(peer_id in part for part in complete)]
+        return [
+            peer_id for peer_id in self._named if peer_id in self._present and not all(peer_id in part for part in complete)
+        ]
 
     def _discard(self, peer_id: str) -> None:
         for arrived in self._arrived.values():

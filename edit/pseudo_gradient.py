@@ -1,7 +1,7 @@
 """Between a model's parameters and the flat fp32 vector of a fragment: read, compare with the outer one, write back.
 
-Owns: the order of elements in a fragment (its tensors row-major, one after the other) and the sign of a pseudo-gradient (outer
-minus local). Outer vectors are fp32 on the CPU whatever the parameters' dtype and device (defect T15 of the EDiT authors' code).
+Owns: the order of elements in a fragment (its tensors row-major, one after the other) and the sign of a pseudo-gradient
+(outer minus local). Outer vectors are fp32 on the CPU whatever the parameters' dtype and device (T15 of ALGORITHMS.md).
 Must not know: codecs, rounds, peers.
 """
 
@@ -26,10 +26,10 @@ def flatten(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Delta = outer - local in fp32, new, shape of `outer`: what the inner steps moved, sign so that outer SGD with lr 1 follows.
+    """Delta = outer - local, a new fp32 vector of `outer`'s shape; outer SGD with lr 1 would move theta onto local.
 
-    `outer` is taken as the parameters can hold it: a bf16 model starts the round at bf16(outer), and that rounding is no progress.
-    Without this every round would pull the fp32 outer parameters back onto the bf16 grid. For fp32 it is exactly outer - local.
+    `outer` is taken as the parameters can hold it: a bf16 model starts a round at bf16(outer), and rounding is no progress.
+    Without this every round would pull the fp32 outer parameters back onto the bf16 grid. For fp32 it is plain outer - local.
     """
     delta = outer.clone()
     for parameter, part in _parts(delta, parameters):
@@ -48,4 +48,4 @@ def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor,
     expected = sum(parameter.numel() for parameter in parameters)
     if flat.numel() != expected:
         raise LocalProtocolError(f"a fragment of {expected} elements was given a vector of {flat.numel()}")
-    yield from zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True)
+    yield from zip(parameters, torch.split(flat, [parameter.numel() for parameter in parameters]), strict=True)

@@ -1,6 +1,6 @@
 """A peer's two sets of parameters: the outer ones (fp32, CPU, at a committed outer step) and the local ones in the model.
 
-Owns: theta, its digest, and every move of the local parameters onto other outer parameters with or without the progress made since.
+Owns: theta, its digest, and every move of the local parameters onto other outer parameters, with or without their progress.
 Must not know: the carrier, the optimizer, residuals, when to exchange.
 """
 
@@ -84,9 +84,11 @@ class Replica:
         theta = self._outer.fragments[part.fragment_id]
         if part.payload is None:
             return theta
+        if part.payload.numel != theta.numel():
+            raise RemoteProtocolError(
+                f"update of fragment {part.fragment_id} has {part.payload.numel} elements, not {theta.numel()}"
+            )
         step = decode(part.payload)
-        if step.numel() != theta.numel():
-            raise RemoteProtocolError(f"update of fragment {part.fragment_id} has {step.numel()} elements, not {theta.numel()}")
         return torch.sub(theta, step, out=step)
 
     def move(self, target: Snapshot, progress: Callable[[int], Tensor | None]) -> None:
@@ -117,6 +119,8 @@ class Replica:
         """theta by tensor name, fp32 copies in full shape."""
         state: dict[str, Tensor] = {}
         for theta, fragment in zip(self._outer.fragments, self.schema.fragments, strict=True):
-            parts = theta.split([tensor.numel for tensor in fragment.tensors])
-            state.update((tensor.name, part.view(tensor.shape).clone()) for tensor, part in zip(fragment.tensors, parts, strict=True))
+            parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
+            state.update(
+                (tensor.name, part.view(tensor.shape).clone()) for tensor, part in zip(fragment.tensors, parts, strict=True)
+            )
         return state

@@ -5,9 +5,9 @@ pseudo-gradient, contribute. Before the next forward (or optimizer step): take t
 
 - Nothing but an optimizer step starts an exchange; forwards, evaluation, checkpointing and state_dict() never do (T5 to T8).
 - Theta, local parameters and residuals move together, on a commit, and only then.
-- A contribution is pending from `contribute` until its outcome is known. While it is FRESH the next forward waits for the outcome.
-  It becomes OVERLAPPED when training goes on without one: the carrier is cut off (it is in doubt), or it was sent again after
-  coming too late. Then the outcome is asked for after every optimizer step, and the progress made since sending is replayed.
+- A contribution is pending until its outcome is known. While it is FRESH the next forward waits for the outcome. It becomes
+  OVERLAPPED when training goes on without one: the carrier is cut off (it is in doubt), or it was sent again after coming too
+  late. Then the outcome is asked for after every optimizer step, and the progress made since sending is replayed.
 
 Must not know: how a carrier works, what a merge computes, any clock.
 """
@@ -52,7 +52,7 @@ class WorkerConfig:
 
 @dataclass(slots=True)
 class _Pending:
-    """A contribution whose outcome is not known. sent_from: the local parameters at sending, once training goes on without it."""
+    """A contribution whose outcome is not known. sent_from: the local parameters at sending, kept once it is overlapped."""
 
     outer_step: int
     work: Work
@@ -62,12 +62,13 @@ class _Pending:
 class EditWorker:
     """Trains `model` with the other peers of `collective`, from inside the user's own loop.
 
-    A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own, unless
-    this peer founds the run); leaving waits for the last outcome and removes every hook. In between, loop as always: only
-    `optimizer.step()` counts, however many backwards stand behind it. After leaving, the model holds this peer's local parameters.
+    A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
+    unless this peer founds the run); leaving waits for the last outcome and removes every hook. In between, loop as always:
+    only `optimizer.step()` counts, however many backwards stand behind it. After leaving, the model holds the local parameters.
+    Buffers and frozen parameters are not exchanged. A compiled model takes the outcome before its next optimizer step.
 
-    Raises EvictedError out of the loop's own forward or step when the operator evicted this peer, RefusedError on entering when
-    the model does not fit the run.
+    Raises EvictedError out of the loop's own forward or step when the operator evicted this peer, RefusedError on entering
+    when the model does not fit the run.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, collective: Collective, config: WorkerConfig) -> None:
@@ -160,12 +161,12 @@ class EditWorker:
     def synchronize(self) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off."""
         self._require_local("synchronize()")
+        pending = self._pending
         with _outside_autograd():
-            while (pending := self._pending) is not None:
-                self._resolve(block=True)
-                if self._pending is pending:
-                    return False
-            return self._catch_up()
+            if pending is None:
+                return self._catch_up()
+            self._resolve(block=True)
+        return self._pending is not pending
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
@@ -291,7 +292,9 @@ class EditWorker:
         target: Snapshot | None = self._replica.after(commit)
         self._last_reason = commit.reason
         if target is None or target.digest != commit.digest:
-            self._last_reason = f"theta after outer step {commit.outer_step} has another digest than the run's; taking a snapshot"
+            self._last_reason = (
+                f"theta after outer step {commit.outer_step} has another digest than the run's; taking a snapshot"
+            )
             target = self._fetch()
             if target is None:
                 return False

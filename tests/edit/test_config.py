@@ -33,7 +33,9 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_values_arrive(tmp_path: Path) -> None:
-    text = 'name = "tiny"\nseed = 7\n[sync]\nevery = 30\n[outer]\noptimizer = "sgd"\nlr = 1\n[server]\nadvertise = ["a.example"]\n'
+    text = (
+        'name = "tiny"\nseed = 7\n[sync]\nevery = 30\n[outer]\noptimizer = "sgd"\nlr = 1\n[server]\nadvertise = ["a.example"]\n'
+    )
     config = RunConfig.from_toml(written(tmp_path, text))
     assert (config.name, config.seed, config.sync.every) == ("tiny", 7, 30)
     assert config.outer == OuterConfig(optimizer="sgd", lr=1.0) and isinstance(config.outer.lr, float)

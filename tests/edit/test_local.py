@@ -1,0 +1,354 @@
+"""LocalRun: whole training runs in one process, against plain AdamW and the reference, and the run's answers to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from edit.codecs import encode
+from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
+from edit.errors import LocalProtocolError, RefusedError
+from edit.local import LocalCollective, LocalRun
+from edit.outer import digest
+from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Verdict
+from edit.schema import plan_fragments
+from edit.worker import EditWorker, WorkerConfig
+from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
+
+EXACT = CodecConfig(up="fp32", down="fp32")
+FOLLOW = OuterConfig(optimizer="sgd", lr=1.0)
+DILOCO = PenaltyConfig(enabled=False)
+
+
+def flat(model: nn.Module) -> list[Tensor]:
+    """small_mlp's fragments."""
+    return [
+        torch.cat([p.detach().float().flatten() for p in layer.parameters()])
+        for layer in model.children()
+        if [*layer.parameters()]
+    ]
+
+
+class Trainee:
+    """One peer of a LocalRun with its own non-IID data."""
+
+    def __init__(self, run: LocalRun, peer_id: str, seed: int, every: int, codec: str = "fp32", lr: float = 1e-2) -> None:
+        self.model = small_mlp(seed=seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.worker = EditWorker(
+            self.model, self.optimizer, run.collective(peer_id), WorkerConfig(sync_every=every, codec=codec)
+        )
+        self.batches = regression_batches(seed)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            train_step(self.model, self.optimizer, next(self.batches))
+
+
+def config(**sections: object) -> RunConfig:
+    return RunConfig(**{"outer": FOLLOW, "penalty": DILOCO, "codec": EXACT} | sections)  # type: ignore[arg-type]
+
+
+# Against plain training.
+
+
+def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
+    return token_batches(0) if kind == "transformer" else regression_batches(0)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+@pytest.mark.parametrize("penalty", [DILOCO, PenaltyConfig(clip=0.0)], ids=["diloco", "edit"])
+def test_one_peer_with_outer_sgd_1_follows_plain_adamw(kind: str, penalty: PenaltyConfig) -> None:
+    make = TinyTransformer if kind == "transformer" else small_mlp
+    plain, model = make(), make()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain_batches, own_batches = batches(kind), batches(kind)
+    collective = LocalRun(config(penalty=penalty), ["solo"]).collective("solo")
+    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=7, codec="fp32")) as worker:
+        for _ in range(42):
+            expected = train_step(plain, plain_optimizer, next(plain_batches))
+            assert train_step(model, optimizer, next(own_batches)) == pytest.approx(expected, rel=1e-4)
+        worker.synchronize()
+        outer = worker.outer_state_dict()
+    assert worker.outer_step == 6
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(outer[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+# Several peers.
+
+
+def trained(run_config: RunConfig, names: Sequence[str], rounds: int, every: int = 3, codec: str = "fp32") -> list[Trainee]:
+    """Peers after so many rounds; the last outcome is applied, nobody has stepped since."""
+    run = LocalRun(run_config, names)
+    peers = [Trainee(run, name, seed, every, codec) for seed, name in enumerate(names)]
+    for peer in peers:
+        peer.worker.__enter__()
+    for _ in range(rounds * every):
+        for peer in peers:
+            peer.step()
+    for peer in peers:
+        peer.worker.__exit__(None, None, None)
+    return peers
+
+
+def test_t19_replicas_coincide_after_entering_although_initialised_differently() -> None:
+    run = LocalRun(config(), ["a", "b", "c"])
+    peers = [Trainee(run, name, seed, every=2) for seed, name in enumerate("abc")]
+    assert not torch.equal(flat(peers[0].model)[0], flat(peers[1].model)[0])
+    first = flat(peers[0].model)
+    for peer in peers:
+        with pytest.raises(KeyboardInterrupt), peer.worker:
+            assert all(torch.equal(a, b) for a, b in zip(flat(peer.model), first, strict=True))
+            raise KeyboardInterrupt
+
+
+def test_a_given_theta_is_taken_instead_of_the_first_joiners() -> None:
+    theta = flat(small_mlp(seed=9))
+    run = LocalRun(config(), ["a"], theta=theta)
+    peer = Trainee(run, "a", 0, every=1)
+    with peer.worker:
+        assert all(torch.equal(a, b) for a, b in zip(flat(peer.model), theta, strict=True))
+        peer.step(2)
+    assert torch.equal(theta[0], flat(small_mlp(seed=9))[0])
+
+
+@pytest.mark.parametrize(("up", "down"), [("fp32", "fp32"), ("int8", "bf16"), ("bf16", "int8")])
+def test_every_round_theta_is_the_same_bits_on_all_peers_and_in_the_run(up: str, down: str) -> None:
+    run = LocalRun(config(codec=CodecConfig(up=up, down=down), outer=OuterConfig(), penalty=PenaltyConfig()), list("abc"))
+    peers = [Trainee(run, name, seed, every=2, codec=up) for seed, name in enumerate("abc")]
+    for peer in peers:
+        peer.worker.__enter__()
+    seen = set()
+    for round_number in range(1, 6):
+        for _ in range(2):
+            for peer in peers:
+                peer.step()
+        for peer in peers:
+            assert peer.worker.synchronize() and peer.worker.outer_step == round_number
+        assert {peer.worker.digest for peer in peers} == {run.state.digest}
+        assert run.state.digest == digest(run.state.theta)
+        seen.add(run.state.digest)
+    assert len(seen) == 5
+    for peer in peers:
+        peer.worker.__exit__(None, None, None)
+
+
+def test_a_peer_that_sends_nan_is_cured_and_harms_nobody() -> None:
+    """T2: one bad element on one replica made every parameter of every replica non-finite."""
+    run = LocalRun(config(penalty=PenaltyConfig()), list("abc"))
+    peers = [Trainee(run, name, seed, every=2) for seed, name in enumerate("abc")]
+    for peer in peers:
+        peer.worker.__enter__()
+    for peer in peers:
+        peer.step()
+    with torch.no_grad():
+        peers[1].model[0].weight[0, 0] = float("nan")
+    for _ in range(5):
+        for peer in peers:
+            peer.step()
+        if (commit := peers[1].worker.last_commit) is not None and commit.outer_step == 1:
+            verdicts = {verdict.peer_id: verdict.verdict for verdict in commit.fragments[0].verdicts}
+            assert verdicts == {"a": Verdict.OK, "b": Verdict.NONFINITE, "c": Verdict.OK}
+    for peer in peers:
+        assert peer.worker.synchronize()
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in peer.model.parameters())
+        assert peer.worker.digest == run.state.digest and peer.worker.outer_step == 3
+        peer.worker.__exit__(None, None, None)
+
+
+def test_training_together_beats_no_training_on_every_peers_data() -> None:
+    names = list("ab")
+    before, after = [], []
+    for seed, peer in enumerate(trained(config(outer=OuterConfig(lr=0.7, momentum=0.6)), names, rounds=20)):
+        inputs, targets = next(regression_batches(seed, batch=200))
+        before.append(nn.functional.mse_loss(small_mlp()(inputs), targets).item())
+        after.append(nn.functional.mse_loss(peer.model(inputs), targets).item())
+    assert sum(after) < sum(before)
+
+
+def test_the_run_finishes_and_the_loops_go_on_alone() -> None:
+    run = LocalRun(config(sync=SyncConfig(every=1, outer_steps=2)), ["a", "b"])
+    peers = [Trainee(run, name, seed, every=1) for seed, name in enumerate("ab")]
+    for peer in peers:
+        peer.worker.__enter__()
+    for _ in range(5):
+        for peer in peers:
+            peer.step()
+    assert run.finished and [peer.worker.finished for peer in peers] == [True, True]
+    assert {peer.worker.outer_step for peer in peers} == {2} and {peer.worker.digest for peer in peers} == {run.state.digest}
+    for peer in peers:
+        peer.worker.__exit__(None, None, None)
+    late = Trainee(run, "a", 0, every=1)
+    with late.worker:
+        assert late.worker.finished
+
+
+def test_a_peer_that_leaves_blocks_nobody_and_one_that_returns_starts_from_the_snapshot() -> None:
+    """T23, in process."""
+    run = LocalRun(config(), ["a", "b"])
+    a, b = Trainee(run, "a", 0, every=1), Trainee(run, "b", 1, every=1)
+    with pytest.raises(KeyboardInterrupt), b.worker:
+        with a.worker:
+            a.step()
+            run.leave("b")
+            a.step(3)
+        raise KeyboardInterrupt
+    assert run.state.outer_step == 4
+    back = Trainee(run, "b", 2, every=1)
+    with pytest.raises(KeyboardInterrupt), back.worker:
+        assert back.worker.outer_step == 4 and back.worker.digest == run.state.digest
+        with pytest.raises(LocalProtocolError, match="but a must contribute first"):
+            back.step(2)
+        raise KeyboardInterrupt
+
+
+def test_a_peer_that_misses_commits_catches_up_by_replay_and_beyond_the_kept_ones_by_snapshot() -> None:
+    for missed in (2, 5):
+        run = LocalRun(config(storage=StorageConfig(keep_updates=3)), ["a", "b"])
+        a, b = Trainee(run, "a", 0, every=1), Trainee(run, "b", 1, every=2)
+        b.worker.__enter__()
+        a.worker.__enter__()
+        b.step()
+        theta, local = [t.clone() for t in run.state.theta], flat(b.model)
+        run.leave("b")
+        a.step(missed)
+        a.worker.__exit__(None, None, None)
+        assert run.state.outer_step == missed
+        assert b.worker.synchronize() and b.worker.outer_step == missed and b.worker.digest == run.state.digest
+        progress = [now - outer for now, outer in zip(flat(b.model), run.state.theta, strict=True)]
+        for kept, before, outer in zip(progress, local, theta, strict=True):
+            torch.testing.assert_close(kept, before - outer, rtol=1e-4, atol=1e-6)
+        assert ("no longer kept" in b.worker.last_reason) == (missed == 5)
+        b.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+# The run's answers, one by one.
+
+
+def contribute(collective: LocalCollective, outer_step: int, value: float = 1.0) -> None:
+    """All fragments of small_mlp, each element `value`."""
+    for fragment in plan_fragments(small_mlp().named_parameters()).fragments:
+        payload = encode("fp32", torch.full((fragment.numel,), value))
+        collective.contribute(
+            Contribution(outer_step=outer_step, fragment_id=fragment.fragment_id, inner_steps=1, tokens=1, payload=payload)
+        )
+
+
+def founded(names: Sequence[str], **sections: object) -> tuple[LocalRun, list[LocalCollective]]:
+    run = LocalRun(config(**sections), names)
+    sides = [run.collective(name) for name in names]
+    for side in sides:
+        side.join(plan_fragments(small_mlp().named_parameters()), lambda: flat(small_mlp()))
+    return run, sides
+
+
+def test_a_round_commits_with_the_last_fragment_of_the_last_peer() -> None:
+    run, (a, b) = founded(["a", "b"])
+    contribute(a, 0)
+    assert a.outcome(0, block=False) is None and run.state.outer_step == 0
+    contribute(b, 0, 3.0)
+    outcome = a.outcome(0, block=True)
+    assert isinstance(outcome, Committed) and outcome == b.outcome(0, block=True)
+    assert outcome.commit.outer_step == 1 == run.state.outer_step
+    assert [verdict.peer_id for verdict in outcome.commit.fragments[0].verdicts] == ["a", "b"]
+    torch.testing.assert_close(run.state.theta[0], flat(small_mlp())[0] - 2.0)
+
+
+def test_who_would_wait_for_ever_is_told_for_whom() -> None:
+    _, (a, _, _) = founded(["a", "b", "c"])
+    contribute(a, 0)
+    with pytest.raises(LocalProtocolError, match="peer a waits for the round at outer step 0, but b, c must contribute first"):
+        a.outcome(0, block=True)
+
+
+def test_a_retry_of_the_same_contribution_counts_once() -> None:
+    run, (a, b) = founded(["a", "b"])
+    contribute(a, 0, 5.0)
+    contribute(a, 0, 1.0)
+    contribute(b, 0, 1.0)
+    torch.testing.assert_close(run.state.theta[0], flat(small_mlp())[0] - 1.0)
+
+
+def test_a_late_contribution_is_dropped_and_answered_with_the_commit() -> None:
+    run, (a, b) = founded(["a", "b"])
+    contribute(a, 0)
+    run.leave("b")
+    before = run.state.digest
+    contribute(b, 0)
+    outcome = b.outcome(0, block=True)
+    assert isinstance(outcome, Committed) and outcome.commit.fragments[0].verdict_of("b") is None
+    assert run.state.digest == before and run.state.outer_step == 1
+
+
+def test_an_aborted_round_is_told_once_and_tried_again_under_a_new_id() -> None:
+    run, (a, b) = founded(["a", "b"])
+    contribute(a, 0)
+    run.abort("power cut")
+    assert a.outcome(0, block=True) == Aborted("power cut")
+    assert a.outcome(0, block=False) is None and b.outcome(0, block=False) is None
+    contribute(a, 0)
+    contribute(b, 0)
+    outcome = a.outcome(0, block=True)
+    assert isinstance(outcome, Committed) and outcome.commit.round_id == 2
+
+
+def test_beyond_the_kept_commits_a_peer_is_behind() -> None:
+    _, (a,) = founded(["a"], storage=StorageConfig(keep_updates=1))
+    contribute(a, 0)
+    contribute(a, 1)
+    assert isinstance(a.outcome(0, block=True), Behind) and isinstance(a.outcome(1, block=True), Committed)
+
+
+def test_the_last_outer_step_is_finished() -> None:
+    run, (a,) = founded(["a"], sync=SyncConfig(outer_steps=1))
+    contribute(a, 0)
+    assert isinstance(a.outcome(0, block=True), Committed) and a.outcome(1, block=True) == Finished(1)
+    contribute(a, 1)
+    assert run.state.outer_step == 1
+
+
+def test_an_evicted_peer_is_told_and_cannot_come_back() -> None:
+    run, (a, b) = founded(["a", "b"])
+    contribute(a, 0)
+    run.evict("b", "misbehaved")
+    assert run.state.outer_step == 1 and b.outcome(0, block=True) == Evicted("misbehaved")
+    with pytest.raises(RefusedError, match="peer b was evicted: misbehaved"):
+        b.join(plan_fragments(small_mlp().named_parameters()), list)
+
+
+def test_another_model_is_refused_by_the_name_of_its_first_differing_tensor() -> None:
+    run, _ = founded(["a", "b"])
+    other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    worker = EditWorker(other, torch.optim.SGD(other.parameters()), run.collective("b"), WorkerConfig())
+    with pytest.raises(
+        RefusedError, match=r"peer b has another model: tensor 2\.weight has shape \[3, 6\] in the run and \[2, 6\]"
+    ):
+        worker.__enter__()
+    assert run.state.outer_step == 0
+
+
+def test_calls_out_of_order_are_our_bug() -> None:
+    with pytest.raises(LocalProtocolError, match="distinct peers"):
+        LocalRun(config(), ["a", "a"])
+    run = LocalRun(config(), ["a"])
+    with pytest.raises(LocalProtocolError, match="peer z is not one of a"):
+        run.collective("z")
+    with pytest.raises(LocalProtocolError, match="before its first peer joins"):
+        run.snapshot()
+    _, (a,) = founded(["a"])
+    with pytest.raises(LocalProtocolError, match="at outer step 0"):
+        contribute(a, 1)
+    with pytest.raises(LocalProtocolError, match="the run is at 0"):
+        a.outcome(1, block=False)
+
+
+def test_a_snapshot_stays_valid_while_the_run_goes_on() -> None:
+    run, (a,) = founded(["a"])
+    snapshot = a.snapshot()
+    contribute(a, 0)
+    assert digest(snapshot.fragments) == snapshot.digest != run.state.digest
