@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
-from edit.outer import digest
 from torch import Tensor
 
 from edit.codecs import decode, encode
 from edit.errors import TransportError
+from edit.outer import digest
 from edit.records import Commit, Committed, Contribution, FragmentCommit, Outcome, PeerVerdict, Snapshot, Verdict
 from edit.schema import Schema
 
