@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from edit.config import InnerConfig
 from edit.errors import ConfigError
 
-__all__ = ["StepResult", "Trainer", "choose_device", "learning_rate"]
+__all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,15 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: this machine offers torch {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def use_threads(count: int | None) -> None:
+    """Let torch compute with `count` CPU threads in this process; None keeps torch's choice. Raises ConfigError below 1."""
+    if count is None:
+        return
+    if count < 1:
+        raise ConfigError(f"--threads {count}: must be at least 1")
+    torch.set_num_threads(count)
 
 
 def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float:

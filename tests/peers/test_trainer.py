@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from edit.config import InnerConfig, ModelConfig
 from edit.errors import ConfigError
 from peers.gpt import GPT
-from peers.trainer import Trainer, choose_device, learning_rate
+from peers.trainer import Trainer, choose_device, learning_rate, use_threads
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(layers=1, heads=2, width=16, context=8, vocabulary=16)
@@ -217,3 +217,16 @@ class TestDevice:
             losses[device.type] = [subject.step().loss for _ in range(20)]
         assert losses["cuda"][0] == pytest.approx(losses["cpu"][0], rel=0.02)
         assert losses["cuda"][-1] == pytest.approx(losses["cpu"][-1], rel=0.1)
+
+
+def test_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        use_threads(before + 1)
+        assert torch.get_num_threads() == before + 1
+        use_threads(None)
+        assert torch.get_num_threads() == before + 1
+        with pytest.raises(ConfigError, match="--threads 0"):
+            use_threads(0)
+    finally:
+        torch.set_num_threads(before)
