@@ -1,0 +1,200 @@
+"""Checkpoints of the outer state: written whole or not at all, verified when read, with the journal segments that follow them.
+
+Owns: names in the folder, the atomic write, the checksum, what is kept, which checkpoint a restart begins with. Must not know:
+what the tensors mean, how a journal is laid out.
+
+    FOLDER/step-00000020.safetensors   fp32 tensors; JSON metadata and a SHA-256 over both in the safetensors metadata
+    FOLDER/step-00000020.journal       the segment with the commits after step 20
+
+A checkpoint that cannot be trusted is renamed to *.damaged, and the one before it, with all segments since, takes its place.
+Segments are kept as long as the oldest kept checkpoint, so that fallback loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from edit.errors import LocalProtocolError, StorageError
+
+__all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of"]
+
+Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """Where a restart begins. segments: (base outer step, path) in order, to be replayed onto the tensors; at_least: an outer
+    step that was surely committed, so the replay must reach it; notes: what was passed over and why, one line each."""
+
+    path: Path
+    outer_step: int
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]
+    segments: tuple[tuple[int, Path], ...]
+    at_least: int
+    notes: tuple[str, ...]
+
+
+def path_of(folder: Path, outer_step: int) -> Path:
+    """The checkpoint of this outer step."""
+    return folder / f"step-{outer_step:08d}.safetensors"
+
+
+def segment_of(folder: Path, outer_step: int) -> Path:
+    """The journal segment with the commits after this outer step."""
+    return folder / f"step-{outer_step:08d}.journal"
+
+
+def save(
+    folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, keep: int, write: Write = save_file
+) -> Path:
+    """Write the checkpoint of metadata["outer_step"], durably, then remove what is older than the `keep` newest.
+
+    Raises StorageError: the folder is as before.
+    """
+    path = path_of(folder, _step(metadata))
+    temporary = path.with_name(f".{path.name}.tmp")
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(metadata, sort_keys=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_temporary(folder)
+        write(whole, temporary, {"edit": text, "sha256": _checksum(whole, text)})
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written ({_said(error)})") from error
+    _remove_old(folder, keep)
+    return path
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and metadata of one checkpoint, verified. Raises StorageError that names the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            written = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        text = written["edit"]
+        if written["sha256"] != _checksum(tensors, text):
+            raise StorageError(f"{path}: damaged (wrong checksum)")
+        return tensors, json.loads(text)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise StorageError(f"{path}: damaged or not a checkpoint ({_said(error)})") from error
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint by name, verified or not; None when there is none."""
+    steps = _steps(folder, ".safetensors")
+    return path_of(folder, steps[-1]) if steps else None
+
+
+def recover(folder: Path) -> Recovered | None:
+    """The newest checkpoint that can be trusted, and what is to be replayed onto it; None when the folder holds none.
+
+    Raises StorageError when there are checkpoints, and all of them are damaged.
+    """
+    _remove_temporary(folder)
+    steps = _steps(folder, ".safetensors")
+    seen = [*steps, *_steps(folder, ".journal"), *_steps(folder, ".safetensors.damaged")]
+    notes: list[str] = []
+    for step in reversed(steps):
+        path = path_of(folder, step)
+        try:
+            tensors, metadata = load(path)
+            if metadata.get("outer_step") != step:
+                raise StorageError(f"{path}: holds outer step {metadata.get('outer_step')}; was it renamed?")
+        except StorageError as error:
+            notes.append(str(error))
+            continue
+        _set_aside(folder, [later for later in steps if later > step])
+        return Recovered(
+            path=path,
+            outer_step=step,
+            tensors=tensors,
+            metadata=metadata,
+            segments=tuple((base, segment_of(folder, base)) for base in _steps(folder, ".journal") if base >= step),
+            at_least=max(seen),
+            notes=tuple(notes),
+        )
+    if seen:
+        raise StorageError(
+            "; ".join(notes) or f"{folder}: holds a journal, but no checkpoint before it; restore one from a copy"
+        )
+    return None
+
+
+def _step(metadata: Mapping[str, Any]) -> int:
+    step = metadata.get("outer_step")
+    if not isinstance(step, int) or step < 0:
+        raise LocalProtocolError(f"checkpoint: metadata has outer_step {step!r}")
+    return step
+
+
+def _steps(folder: Path, suffix: str) -> list[int]:
+    """The outer steps of the files step-N<suffix>, ascending."""
+    names = (path.name for path in folder.glob(f"step-*{suffix}"))
+    numbers = (name.removeprefix("step-").removesuffix(suffix) for name in names)
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    """What cannot be removed now is removed after the next checkpoint."""
+    steps = _steps(folder, ".safetensors")
+    oldest = steps[-keep:][0]
+    with contextlib.suppress(OSError):
+        for suffix in (".safetensors", ".journal", ".safetensors.damaged"):
+            for step in _steps(folder, suffix):
+                if step < oldest:
+                    (folder / f"step-{step:08d}{suffix}").unlink()
+
+
+def _set_aside(folder: Path, steps: list[int]) -> None:
+    """A damaged checkpoint must not count among those that are kept."""
+    for path in (path_of(folder, step) for step in steps):
+        try:
+            path.rename(path.with_name(path.name + ".damaged"))
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be renamed ({error.strerror})") from error
+
+
+def _remove_temporary(folder: Path) -> None:
+    """Half-written files of a process that was killed."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(".step-*.tmp"):
+            path.unlink()
+
+
+def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
+    """SHA-256 over the metadata and every tensor's name, type, shape and bytes, in order of names."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).numpy().view("uint8").data)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _said(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
