@@ -1,0 +1,74 @@
+"""Who is at the other end: what a certificate says. `edit://<run_id>/<role>/<peer_id>` stands in it as a URI.
+
+Owns: the form of that URI, and reading it from a certificate or from gRPC's authentication context. Must not know: keys, files,
+who is still a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cryptography import x509
+
+from edit.errors import ConfigError, RefusedError
+from editpb.limits import is_id
+
+__all__ = ["ROLES", "Identity", "from_auth_context", "from_certificate", "from_uri"]
+
+ROLES = ("peer", "observer", "operator", "coordinator")
+_SCHEME = "edit://"
+_SAN = "x509_subject_alternative_name"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One member of one run. Raises ConfigError when a part could not stand in a certificate."""
+
+    run_id: str
+    role: str
+    peer_id: str
+
+    def __post_init__(self) -> None:
+        for field, value in (("run_id", self.run_id), ("peer_id", self.peer_id)):
+            if not is_id(value):
+                raise ConfigError(f"{field} {value[:80]!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -")
+        if self.role not in ROLES:
+            raise ConfigError(f"role {self.role[:80]!r}: must be one of {', '.join(ROLES)}")
+
+    @property
+    def uri(self) -> str:
+        """As it stands in the certificate."""
+        return f"{_SCHEME}{self.run_id}/{self.role}/{self.peer_id}"
+
+
+def from_uri(uri: str) -> Identity:
+    """The identity that a certificate's URI names. Raises RefusedError."""
+    parts = uri.removeprefix(_SCHEME).split("/")
+    if not uri.startswith(_SCHEME) or len(parts) != 3:
+        raise RefusedError(f"the certificate names {uri[:80]!r}, not edit://RUN/ROLE/PEER")
+    try:
+        return Identity(*parts)
+    except ConfigError as error:
+        raise RefusedError(f"the certificate's identity is wrong: {error}") from None
+
+
+def from_auth_context(context: Mapping[str, Iterable[bytes]]) -> Identity:
+    """The identity of the caller, from `grpc.ServicerContext.auth_context()`. Raises RefusedError without exactly one."""
+    names = [name.decode("utf-8", "replace") for name in context.get(_SAN, ())]
+    return _only([name for name in names if name.startswith(_SCHEME)])
+
+
+def from_certificate(certificate: x509.Certificate) -> Identity:
+    """The identity that a certificate names. Raises RefusedError without exactly one."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
+        raise RefusedError("the certificate names no member of a run") from error
+    return _only([uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith(_SCHEME)])
+
+
+def _only(uris: list[str]) -> Identity:
+    if len(uris) != 1:
+        raise RefusedError(f"the certificate names {len(uris)} members of a run; it must name one")
+    return from_uri(uris[0])

@@ -1,0 +1,120 @@
+"""The text that lets one machine become one member: `edit1.` and base64url of a small JSON object. It is a secret.
+
+Owns: its form, and the messages for a wrong one. Must not know: where invitations are kept, how they are redeemed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edit.errors import ConfigError, RefusedError
+from editpb.identity import Identity
+
+__all__ = ["MAX_ENDPOINTS", "TOKEN", "Invitation", "fingerprint", "is_endpoint"]
+
+VERSION = 1
+MAX_TEXT_CHARS = 16_384
+MAX_CA_BYTES = 4096
+MAX_ENDPOINTS = 16
+TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")  # secrets.token_urlsafe(32)
+_PREFIX = re.compile(r"edit([0-9]{1,4})\.(.*)", re.DOTALL)
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+_DAMAGED = "the invitation is cut off or altered; copy the whole line again"
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
+    found = _ENDPOINT.fullmatch(text)
+    return found is not None and 0 < int(found[2]) < 65536
+
+
+def fingerprint(ca_der: bytes) -> str:
+    """SHA-256 of a certificate, as people compare it: SHA256:AB:CD:..."""
+    return "SHA256:" + hashlib.sha256(ca_der).digest().hex(":").upper()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """Redeemable once, until `expires` (unix seconds). enrol: HOST:PORT, tried in order; ca: DER, the only one to trust."""
+
+    identity: Identity
+    token: str
+    enrol: tuple[str, ...]
+    ca: bytes
+    expires: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the run's authority, to compare over another channel."""
+        return fingerprint(self.ca)
+
+    def encode(self) -> str:
+        """The text; one line."""
+        values = {
+            "v": VERSION,
+            "run_id": self.identity.run_id,
+            "peer_id": self.identity.peer_id,
+            "role": self.identity.role,
+            "token": self.token,
+            "enrol": list(self.enrol),
+            "ca": base64.b64encode(self.ca).decode(),
+            "expires": self.expires,
+        }
+        packed = json.dumps(values, separators=(",", ":")).encode()
+        return f"edit{VERSION}.{base64.urlsafe_b64encode(packed).decode().rstrip('=')}"
+
+    @classmethod
+    def decode(cls, text: str, now: float | None = None) -> Invitation:
+        """Read the text. now: unix seconds; RefusedError when it has expired then.
+
+        Raises ConfigError when it is not an invitation, of another version, cut off or altered.
+        """
+        invitation = _from_values(_values(text.strip()))
+        if now is not None and now >= invitation.expires:
+            ago = math.ceil((now - invitation.expires) / 60)
+            raise RefusedError(f"the invitation expired {ago} minutes ago; ask the run's operator for a new one")
+        return invitation
+
+
+def _values(text: str) -> Mapping[str, Any]:
+    found = _PREFIX.fullmatch(text) if len(text) <= MAX_TEXT_CHARS else None
+    if found is None:
+        raise ConfigError("this is not an invitation; one begins with edit1. and is printed by `edit-coordinator invite`")
+    if int(found[1]) != VERSION:
+        raise ConfigError(f"the invitation has version {found[1]}, this software reads version {VERSION}; update the older one")
+    try:
+        packed = base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), altchars=b"-_", validate=True)
+        values = json.loads(packed)
+    except (binascii.Error, ValueError, RecursionError) as error:
+        raise ConfigError(_DAMAGED) from error
+    if not isinstance(values, dict) or values.get("v") != VERSION:
+        raise ConfigError(_DAMAGED)
+    return values
+
+
+def _from_values(values: Mapping[str, Any]) -> Invitation:
+    enrol, expires = values.get("enrol"), values.get("expires")
+    words = [values.get(key) for key in ("run_id", "role", "peer_id", "token", "ca")]
+    if not all(isinstance(word, str) for word in words) or type(expires) is not int or not 0 <= expires < 1 << 40:
+        raise ConfigError(_DAMAGED)
+    if not isinstance(enrol, list) or not 1 <= len(enrol) <= MAX_ENDPOINTS:
+        raise ConfigError(_DAMAGED)
+    run_id, role, peer_id, token, ca = (str(word) for word in words)
+    if not all(isinstance(each, str) and is_endpoint(each) for each in enrol) or not TOKEN.fullmatch(token):
+        raise ConfigError(_DAMAGED)
+    try:
+        ca_der = base64.b64decode(ca, validate=True)
+        identity = Identity(run_id, role, peer_id)
+    except (binascii.Error, ValueError, ConfigError) as error:
+        raise ConfigError(_DAMAGED) from error
+    if not 0 < len(ca_der) <= MAX_CA_BYTES:
+        raise ConfigError(_DAMAGED)
+    return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=ca_der, expires=expires)

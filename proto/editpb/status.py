@@ -1,0 +1,90 @@
+"""One table between gRPC's status codes and the errors of this project, both ways.
+
+Owns: which code an error becomes, and whose fault a code means. Must not know: calls, retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import grpc
+
+from edit.errors import (
+    ConfigError,
+    EditError,
+    EvictedError,
+    GoneError,
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    RoundLostError,
+    StaleError,
+    StorageError,
+    TransportError,
+)
+from editpb.limits import one_line
+
+__all__ = ["ERRORS", "from_rpc", "from_status", "to_status"]
+
+MAX_DETAILS_CHARS = 1024  # HTTP/2 trailers are bounded to a few KiB
+_EVICTED = "evicted: "  # tells an eviction from another refusal under the same code
+
+ERRORS: Mapping[grpc.StatusCode, type[EditError]] = MappingProxyType(
+    {
+        grpc.StatusCode.OK: LocalProtocolError,  # not an error: asking for one is our bug
+        grpc.StatusCode.INVALID_ARGUMENT: RemoteProtocolError,
+        grpc.StatusCode.OUT_OF_RANGE: RemoteProtocolError,
+        grpc.StatusCode.DATA_LOSS: RemoteProtocolError,
+        grpc.StatusCode.ALREADY_EXISTS: RemoteProtocolError,
+        grpc.StatusCode.INTERNAL: RemoteProtocolError,
+        grpc.StatusCode.UNIMPLEMENTED: RemoteProtocolError,
+        grpc.StatusCode.FAILED_PRECONDITION: StaleError,
+        grpc.StatusCode.NOT_FOUND: GoneError,
+        grpc.StatusCode.ABORTED: RoundLostError,
+        grpc.StatusCode.PERMISSION_DENIED: RefusedError,
+        grpc.StatusCode.UNAUTHENTICATED: RefusedError,
+        grpc.StatusCode.UNAVAILABLE: TransportError,
+        grpc.StatusCode.DEADLINE_EXCEEDED: TransportError,
+        grpc.StatusCode.CANCELLED: TransportError,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: TransportError,
+        grpc.StatusCode.UNKNOWN: TransportError,
+    }
+)
+_CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
+    {
+        RemoteProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
+        StaleError: grpc.StatusCode.FAILED_PRECONDITION,
+        GoneError: grpc.StatusCode.NOT_FOUND,
+        RoundLostError: grpc.StatusCode.ABORTED,
+        RefusedError: grpc.StatusCode.PERMISSION_DENIED,
+        EvictedError: grpc.StatusCode.PERMISSION_DENIED,
+        TransportError: grpc.StatusCode.UNAVAILABLE,
+        StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,  # a full disk may have room again later
+        ConfigError: grpc.StatusCode.INTERNAL,  # of the answering side; the caller can do nothing about it
+        LocalProtocolError: grpc.StatusCode.INTERNAL,
+        EditError: grpc.StatusCode.INTERNAL,
+    }
+)
+
+
+def to_status(error: EditError) -> tuple[grpc.StatusCode, str]:
+    """(code, details) with which a servicer aborts a call because of `error`."""
+    kind = next(kind for kind in type(error).__mro__ if kind in _CODES)
+    prefix = _EVICTED if isinstance(error, EvictedError) else ""
+    return _CODES[kind], one_line(f"{prefix}{error}", MAX_DETAILS_CHARS)
+
+
+def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
+    """The error that a failed call with this status means; its message is one line."""
+    text = one_line(details or "", MAX_DETAILS_CHARS) or code.name.lower().replace("_", " ")
+    if code is grpc.StatusCode.PERMISSION_DENIED and text.startswith(_EVICTED):
+        return EvictedError(text.removeprefix(_EVICTED))
+    return ERRORS[code](text)
+
+
+def from_rpc(error: grpc.RpcError) -> EditError:
+    """`from_status` of the exception that a stub raised, of grpc or grpc.aio."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return TransportError(one_line(str(error), MAX_DETAILS_CHARS) or "the call failed")
+    return from_status(error.code(), error.details())
