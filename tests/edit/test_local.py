@@ -17,19 +17,11 @@ from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Fini
 from edit.schema import plan_fragments
 from edit.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
+from tests.support.scripted_peer import flat
 
 EXACT = CodecConfig(up="fp32", down="fp32")
 FOLLOW = OuterConfig(optimizer="sgd", lr=1.0)
 DILOCO = PenaltyConfig(enabled=False)
-
-
-def flat(model: nn.Module) -> list[Tensor]:
-    """small_mlp's fragments."""
-    return [
-        torch.cat([p.detach().float().flatten() for p in layer.parameters()])
-        for layer in model.children()
-        if [*layer.parameters()]
-    ]
 
 
 class Trainee:
