@@ -1,0 +1,52 @@
+"""`edit-lab`: the project at work on one machine. Owns: options and their help. Must not know: how a demo runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from edit.exits import run_command
+from edit.lab.demo import run_demo
+from edit.lab.plan import DemoOptions
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="See the project at work on one machine. Example: edit-lab demo",
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `demo` a subcommand while it is the only one."""
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(help="How many peers train together.")] = 4,
+    steps: Annotated[int | None, typer.Option(help="Inner steps of each peer.", show_default="1500; with --quick 120")] = None,
+    seed: Annotated[int, typer.Option(help="Decides the initial parameters, the order of the data, what is held out.")] = 0,
+    no_faults: Annotated[bool, typer.Option("--no-faults", help="Nobody is slow, killed or damaged.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for results; wiped if an earlier demo wrote it.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Everything once, in less than a minute.")] = False,
+) -> None:
+    """Train one model across a coordinator and several peers, with faults on purpose, and report what it proved.
+
+    Starts real daemons on loopback, enrols them with invitations, trains a small GPT on the source of Python's standard
+    library, and writes results.json, metrics.jsonl, outer.safetensors, sample.txt and report.html to the --out folder.
+
+    Example: edit-lab demo --quick --out runs/try
+    """
+    options = DemoOptions(peers=peers, steps=steps, seed=seed, faults=not no_faults, out=out, quick=quick)
+    run_demo(options, Console())
+
+
+def main() -> None:
+    """Entry point of `edit-lab`."""
+    run_command("edit-lab", app)
