@@ -1,7 +1,7 @@
 """What the coordinator tells people: metrics.jsonl, one JSON object per line, and the recent rounds in memory.
 
-Owns: the lines' fields. Must not know: how decisions are made. A disk that refuses a line never stops the run: the first refusal
-is logged, later lines are tried again.
+Owns: the lines' fields. Must not know: how decisions are made. A disk that refuses a line never stops the run:
+the first refusal is logged, later lines are tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from edit.records import Commit, FragmentCommit
+from edit.records import FragmentCommit
 
 __all__ = ["MetricsLog", "RoundReport"]
 
@@ -23,7 +23,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """One closed round. bytes_in: payloads received; bytes_out: what one peer downloads; seconds: from open to close."""
+    """One closed round, without tensors.
+
+    bytes_in: payloads received; bytes_out: what one peer downloads; seconds: from open to close; fragments: verdicts, empty
+    when the round was lost.
+    """
 
     round_id: int
     outer_step: int
@@ -31,13 +35,10 @@ class RoundReport:
     reason: str
     seconds: float
     bytes_in: int
+    bytes_out: int
     missing: tuple[str, ...]
-    commit: Commit | None
-
-    @property
-    def bytes_out(self) -> int:
-        fragments = self.commit.fragments if self.commit else ()
-        return sum(len(fragment.payload.data) for fragment in fragments if fragment.payload is not None)
+    digest: str
+    fragments: tuple[FragmentCommit, ...]
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -49,8 +50,8 @@ class RoundReport:
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "missing": list(self.missing),
-            "digest": self.commit.digest if self.commit else "",
-            "verdicts": [_verdicts(fragment) for fragment in (self.commit.fragments if self.commit else ())],
+            "digest": self.digest,
+            "verdicts": [_verdicts(fragment) for fragment in self.fragments],
         }
 
 

@@ -1,0 +1,223 @@
+"""`edit-coordinator`: make a run, serve it, invite peers, look at it, steer it, export its model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from aggregator.authority import Authority
+from aggregator.operator import call_operator, pause_run, read_status, resume_run
+from aggregator.operator import evict_peer as evict_remote
+from aggregator.server import serve_run
+from aggregator.state_folder import RUN_TOML, StateFolder
+from aggregator.store import export_parameters
+from edit.errors import ConfigError
+from edit.exits import run_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Coordinate one training run. Example: edit-coordinator init && edit-coordinator serve",
+)
+
+State = Annotated[Path, typer.Option("--state", help="The run's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+
+
+@app.command()
+def init(
+    state: State = Path("edit-run"),
+    config: Annotated[Path | None, typer.Option(help="A run.toml to copy; without it a commented default is written.")] = None,
+) -> None:
+    """Make a run: its folder, run.toml, certificate authority and keys.
+
+    Example: edit-coordinator init --state my-run --config run.toml
+    """
+    try:
+        text = config.read_text(encoding="utf-8") if config is not None else RUN_TOML
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config}: cannot be read ({error})") from error
+    folder = StateFolder.create(state, text)
+    authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
+    typer.echo(f"run {folder.run_id} in {state}")
+    typer.echo(f"settings    {folder.run_toml}")
+    typer.echo(f"authority   {authority.fingerprint}")
+    typer.echo(f"next        edit-coordinator serve --state {state}")
+
+
+@app.command()
+def serve(state: State = Path("edit-run")) -> None:
+    """Serve the run until its last outer step or Ctrl-C; after any crash the same command continues it.
+
+    Example: edit-coordinator serve --state my-run
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
+    asyncio.run(serve_run(StateFolder(state)))
+
+
+@app.command()
+def invite(
+    name: Annotated[str, typer.Argument(help="The new member's peer_id.")],
+    state: State = Path("edit-run"),
+    role: Annotated[str, typer.Option(help="peer | observer | operator")] = "peer",
+    hours: Annotated[float, typer.Option(help="Valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+) -> None:
+    """Print a single-use invitation (first line of stdout); send it to the member's operator by a channel you trust.
+
+    Example: edit-coordinator invite --state my-run university-a
+    """
+    folder = StateFolder(state)
+    authority = Authority.load(folder.path, folder.run_id)
+    enrol = _enrol_endpoints(folder)
+    invitation = authority.invite(name, role=role, enrol=enrol, lifetime_s=hours * 3600, now=time.time())
+    typer.echo(invitation.encode())
+    typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
+
+
+def _enrol_endpoints(folder: StateFolder) -> tuple[str, ...]:
+    server = folder.config().server
+    port = server.enrol_listen.rpartition(":")[2]
+    if port == "0":
+        if not folder.addresses.exists():
+            raise ConfigError(f"{folder.run_toml}: server.enrol_listen has port 0; start `edit-coordinator serve` first")
+        port = str(json.loads(folder.addresses.read_text())["enrol_listen"]).rpartition(":")[2]
+    return tuple(f"{host}:{port}" for host in server.advertise)
+
+
+@app.command()
+def status(
+    state: State = Path("edit-run"),
+    as_json: AsJson = False,
+    rounds: Annotated[int, typer.Option(help="How many of the last rounds to show.", min=0, max=200)] = 8,
+) -> None:
+    """Show the run: phase, members, the last rounds and why each closed.
+
+    Example: edit-coordinator status --state my-run
+    """
+    reply = call_operator(StateFolder(state), read_status)
+    if as_json:
+        typer.echo(json.dumps(reply, indent=2))
+        return
+    console = Console()
+    console.print(
+        f"[bold]{reply['run_id']}[/]  {reply['phase']}  outer step {reply['outer_step']} of {reply['outer_steps']}  "
+        f"{reply['parameters']:,} parameters  digest {reply['digest'][:12]}"
+    )
+    _print_members(console, reply["members"])
+    table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
+    for line in reply["rounds"][-rounds:] if rounds else []:
+        result = "[green]committed[/]" if line["committed"] else "[yellow]aborted[/]"
+        size_in, size_out = line["bytes_in"] / 1e6, line["bytes_out"] / 1e6
+        table.add_row(
+            str(line["round_id"]),
+            str(line["outer_step"]),
+            result,
+            line["reason"],
+            f"{line['seconds']:.1f}",
+            f"{size_in:.2f}",
+            f"{size_out:.2f}",
+        )
+    console.print(table)
+
+
+@app.command()
+def members(state: State = Path("edit-run"), as_json: AsJson = False) -> None:
+    """List everybody who was ever enrolled, with the state and the reason of its last change.
+
+    Example: edit-coordinator members --state my-run --json
+    """
+    reply = call_operator(StateFolder(state), read_status)
+    if as_json:
+        typer.echo(json.dumps(reply["members"], indent=2))
+    else:
+        _print_members(Console(), reply["members"])
+
+
+def _print_members(console: Console, rows: list[dict[str, object]]) -> None:
+    table = Table(
+        "member",
+        "role",
+        "state",
+        "reason",
+        "outer",
+        "steps",
+        "loss",
+        "tok/s",
+        "in",
+        "out",
+        "absent",
+        box=None,
+        header_style="dim",
+    )
+    for row in rows:
+        numbers = [f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in ("loss", "tokens_per_s")]
+        counts = [str(row[key]) for key in ("contributions", "rejections", "absences")]
+        steps = [str(row[key]) for key in ("outer_step", "inner_steps")]
+        table.add_row(str(row["peer_id"]), str(row["role"]), str(row["state"]), str(row["reason"]), *steps, *numbers, *counts)
+    console.print(table)
+
+
+@app.command()
+def evict(
+    name: Annotated[str, typer.Argument(help="peer_id")],
+    state: State = Path("edit-run"),
+    reason: Annotated[str, typer.Option(help="Told to the peer's operator and kept.")] = "evicted by the operator",
+) -> None:
+    """Put a member out of the run for good: its certificate no longer opens anything.
+
+    Example: edit-coordinator evict --state my-run university-a --reason "key lost"
+    """
+    call_operator(StateFolder(state), evict_remote(name, reason))
+    typer.echo(f"{name} is evicted")
+
+
+@app.command()
+def pause(state: State = Path("edit-run")) -> None:
+    """Open no further round; an open one is aborted, peers wait at their next exchange.
+
+    Example: edit-coordinator pause --state my-run
+    """
+    call_operator(StateFolder(state), pause_run)
+    typer.echo("paused")
+
+
+@app.command()
+def resume(state: State = Path("edit-run")) -> None:
+    """Go on after `pause`.
+
+    Example: edit-coordinator resume --state my-run
+    """
+    call_operator(StateFolder(state), resume_run)
+    typer.echo("resumed")
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    state: State = Path("edit-run"),
+) -> None:
+    """Write the outer parameters of the last committed step as safetensors, by tensor name; works while the run is served.
+
+    Example: edit-coordinator export --state my-run --out model.safetensors
+    """
+    outer_step, digest = export_parameters(StateFolder(state), out)
+    typer.echo(f"{out}: outer step {outer_step}, digest {digest[:12]}")
+
+
+def main() -> None:
+    """Entry point of `edit-coordinator`."""
+    run_command("edit-coordinator", app)

@@ -1,0 +1,156 @@
+"""Wiring: one process with the coordinator's two listeners, one event loop, one worker thread, signals and a clean end.
+
+Owns: ports, credentials, start and stop order. Must not know: rounds, tensors, the content of any message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
+from editpb.chunks import CHUNK_BYTES
+
+from aggregator.authority import Authority
+from aggregator.engine import Clock, Engine, Resources
+from aggregator.enrolment import EnrolmentService
+from aggregator.intake import Intake
+from aggregator.metrics import MetricsLog
+from aggregator.services import ControlService, DataService
+from aggregator.state_folder import StateFolder, write_atomic
+from aggregator.store import Store
+from edit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from edit.config import RunConfig
+
+__all__ = ["Coordinator", "serve_run"]
+
+_log = logging.getLogger(__name__)
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", 8 * CHUNK_BYTES),
+    ("grpc.max_receive_message_length", 8 * CHUNK_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+_STOP_GRACE_S = 1.0
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """A served run. `start` binds and recovers, `close` ends it; between them everything happens by itself."""
+
+    folder: StateFolder
+    config: RunConfig
+    engine: Engine
+    _main: grpc.aio.Server
+    _enrol: grpc.aio.Server
+    _worker: ThreadPoolExecutor
+    listen: str = ""
+    enrol_listen: str = ""
+
+    @classmethod
+    def open(cls, folder: StateFolder, clock: Clock | None = None) -> Coordinator:
+        """Read the folder and build everything; nothing listens yet. Must be called on the event loop.
+
+        Raises ConfigError or StorageError with one line.
+        """
+        config = folder.config()
+        clock = clock or Clock()
+        authority = Authority.load(folder.path, folder.run_id)
+        authority.renew_server(config.server.advertise, now=clock.unix())
+        worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        resources = Resources(
+            store=Store(folder.outer, config.storage, folder.run_id),
+            intake=Intake(config.storage.buffer_bytes, folder.spill),
+            members=authority.members,
+            worker=worker,
+            metrics=MetricsLog(folder.metrics),
+            clock=clock,
+        )
+        first_round_id = folder.next_incarnation() * 1_000_000 + 1
+        engine = Engine(folder.run_id, config, resources, first_round_id=first_round_id)
+        coordinator = cls(folder, config, engine, grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS), worker)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
+        data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
+        service = EnrolmentService(authority, clock.unix, coordinator.endpoints)
+        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, coordinator._enrol)
+        return coordinator
+
+    def endpoints(self) -> tuple[str, ...]:
+        """HOST:PORT of control and data, as peers dial them."""
+        port = self.listen.rpartition(":")[2]
+        return tuple(f"{host}:{port}" for host in self.config.server.advertise)
+
+    async def start(self) -> None:
+        """Recover, bind both ports, tell where in addresses.json. Raises ConfigError for a port in use."""
+        await self.engine.start()
+        tls = _Certificates(self.folder)
+        server = self.config.server
+        before = json.loads(self.folder.addresses.read_text()) if self.folder.addresses.exists() else {}
+        self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), tls.mutual())
+        self.enrol_listen = _bind(
+            self._enrol, "server.enrol_listen", _same_port(server.enrol_listen, before.get("enrol_listen")), tls.server_only()
+        )
+        await self._main.start()
+        await self._enrol.start()
+        addresses = {"listen": self.listen, "enrol_listen": self.enrol_listen}
+        write_atomic(self.folder.addresses, json.dumps(addresses).encode())
+        _log.info("serving %s on %s, invitations on %s", self.folder.run_id, self.listen, self.enrol_listen)
+
+    async def close(self) -> None:
+        """Stop listening, checkpoint, end the worker."""
+        await asyncio.gather(self._main.stop(_STOP_GRACE_S), self._enrol.stop(_STOP_GRACE_S))
+        await self.engine.close()
+        self._worker.shutdown()
+
+
+class _Certificates:
+    def __init__(self, folder: StateFolder) -> None:
+        self._ca, self._key, self._certificate = (
+            (folder.path / name).read_bytes() for name in ("ca.pem", "server.key", "server.pem")
+        )
+
+    def mutual(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([(self._key, self._certificate)], self._ca, require_client_auth=True)
+
+    def server_only(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([(self._key, self._certificate)])
+
+
+def _same_port(configured: str, before: str | None) -> str:
+    """Port 0 means: choose one, and keep it over restarts, so that peers find the coordinator again."""
+    host, _, port = configured.rpartition(":")
+    return f"{host}:{before.rpartition(':')[2]}" if port == "0" and before else configured
+
+
+def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.ServerCredentials) -> str:
+    try:
+        port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"{field}: {address} cannot be bound; is the port in use? choose another in run.toml") from error
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def serve_run(folder: StateFolder) -> None:
+    """`edit-coordinator serve`: until SIGINT, SIGTERM, or some time after the last outer step. Raises EditError."""
+    folder.lock()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    coordinator = Coordinator.open(folder)
+    try:
+        await coordinator.start()
+        await stop.wait()
+        _log.info("stopping; the same command continues the run")
+    finally:
+        await coordinator.close()

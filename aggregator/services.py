@@ -1,0 +1,255 @@
+"""The gRPC services: thin. The certificate says who calls, `editpb.convert` validates what is said, the engine decides.
+
+Owns: streams, their end, and the mapping of errors to status codes. Must not know: rounds, penalties, files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from editpb import control_pb2 as cpb
+from editpb import convert
+from editpb import data_pb2 as dpb
+from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
+from editpb.identity import Identity, from_auth_context
+from editpb.messages import PROTOCOL, ContributionHeader, Expel, Goodbye, Heartbeat, Hello, Welcome
+from editpb.status import to_status
+from torch import Tensor
+
+from aggregator.engine import Attendance, Engine
+from aggregator.status import status_reply
+from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    import grpc
+    from editpb import tensors_pb2 as tpb
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+__all__ = ["ControlService", "DataService"]
+
+_HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
+
+
+def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
+    """Who calls: a certificate of this run, in a role that may, not evicted. Raises RefusedError or EvictedError."""
+    identity = from_auth_context(context.auth_context())
+    if identity.run_id != engine.run_id:
+        raise RefusedError(f"the certificate is of run {identity.run_id}, this is {engine.run_id}")
+    if identity.role not in roles:
+        raise RefusedError(f"role {identity.role} may not do this; it needs {' or '.join(roles)}")
+    if (reason := engine.members.refusal(identity.peer_id)) is not None:
+        raise EvictedError(reason)
+    return identity
+
+
+@asynccontextmanager
+async def _answering(context: Context) -> AsyncIterator[None]:
+    """Errors raised on purpose become their status code and one line; anything else is a bug, and gRPC's UNKNOWN."""
+    try:
+        yield
+    except EditError as error:
+        code, details = to_status(error)
+        await context.abort(code, details)
+
+
+class ControlService:
+    """Control of control.proto."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
+        """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
+        async with _answering(context):
+            try:
+                identity = _admit(self._engine, context, "peer")
+                hello = await self._hello(messages)
+                attendance = self._engine.attend(identity.peer_id, hello.schema) if hello.schema is not None else None
+            except (EvictedError, RefusedError) as error:
+                yield _expel(error)
+                return
+            yield convert.coordinator_message_to_pb(self._welcome(identity))
+            if attendance is not None:
+                async for message in self._converse(attendance, messages):
+                    yield message
+
+    async def _hello(self, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
+        try:
+            first = await asyncio.wait_for(anext(messages), _HELLO_S)
+        except (TimeoutError, StopAsyncIteration):
+            raise RemoteProtocolError("the first message must be Hello") from None
+        hello = convert.peer_message_from_pb(first)
+        if not isinstance(hello, Hello):
+            raise RemoteProtocolError("the first message must be Hello")
+        if hello.protocol != PROTOCOL:
+            raise RefusedError(f"this coordinator speaks protocol {PROTOCOL}, the peer {hello.protocol}; use the same version")
+        if hello.run_id != self._engine.run_id:
+            raise RefusedError(f"this is run {self._engine.run_id}, not {hello.run_id}")
+        return hello
+
+    def _welcome(self, identity: Identity) -> Welcome:
+        return Welcome(run_id=self._engine.run_id, peer_id=identity.peer_id, config_json=self._engine.config.to_json())
+
+    async def _converse(
+        self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]
+    ) -> AsyncIterator[cpb.CoordinatorMessage]:
+        ears = asyncio.get_running_loop().create_task(self._listen(attendance, messages))
+        ears.add_done_callback(lambda _: attendance.changed.set())
+        try:
+            while attendance.expelled is None and not ears.done():
+                attendance.changed.clear()
+                yield convert.coordinator_message_to_pb(self._engine.view(attendance))
+                await attendance.changed.wait()
+            if attendance.expelled is not None:
+                yield _expel(attendance.expelled)
+        finally:
+            goodbye = ears.result() if ears.done() and not ears.cancelled() and ears.exception() is None else ""
+            fault = ears.exception() if ears.done() and not ears.cancelled() else None
+            ears.cancel()
+            reason = goodbye or (str(fault) if isinstance(fault, EditError) else "the connection broke")
+            self._engine.leave(attendance, reason, polite=bool(goodbye))
+        if fault is not None:
+            raise fault
+
+    async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]) -> str:
+        """Heartbeats, until the stream ends; returns the words of a polite goodbye, or ''. Raises RemoteProtocolError."""
+        async for message in messages:
+            match convert.peer_message_from_pb(message):
+                case Goodbye(reason):
+                    return reason or "goodbye"
+                case Heartbeat() as heartbeat:
+                    self._engine.heartbeat(attendance, heartbeat)
+                case Hello():
+                    raise RemoteProtocolError("Hello is said once")
+        return ""
+
+    async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
+        async with _answering(context):
+            _admit(self._engine, context, "operator", "observer")
+            return status_reply(self._engine, request.rounds_after)
+        raise AssertionError("unreachable: abort raises")
+
+    async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
+        async with _answering(context):
+            _admit(self._engine, context, "operator")
+            self._engine.evict(*convert.evict_request_from_pb(request))
+        return cpb.EvictReply()
+
+    async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
+        async with _answering(context):
+            _admit(self._engine, context, "operator")
+            self._engine.pause()
+        return cpb.PauseReply()
+
+    async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
+        async with _answering(context):
+            _admit(self._engine, context, "operator")
+            self._engine.resume()
+        return cpb.ResumeReply()
+
+
+def _expel(error: EvictedError | RefusedError) -> cpb.CoordinatorMessage:
+    return convert.coordinator_message_to_pb(Expel(evicted=isinstance(error, EvictedError), reason=str(error)))
+
+
+class DataService:
+    """Data of data.proto."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
+        """One fragment of a pseudo-gradient. Bad bytes are that peer's fault and touch nothing else."""
+        async with _answering(context):
+            identity = _admit(self._engine, context, "peer")
+            first = await anext(parts, None)
+            if first is None or first.WhichOneof("kind") != "header":
+                raise RemoteProtocolError("a contribution begins with its header")
+            header = self._header(identity, first.header)
+            try:
+                return await self._receive(header, parts)
+            except RemoteProtocolError as error:
+                self._engine.fault(header.peer_id, header.round_id, str(error))
+                raise
+        raise AssertionError("unreachable: abort raises")
+
+    def _header(self, identity: Identity, message: dpb.ContributionHeader) -> ContributionHeader:
+        header = convert.contribution_header_from_pb(message, self._engine.schema)
+        if header.peer_id != identity.peer_id:
+            raise RefusedError(f"the certificate is {identity.peer_id}'s, the contribution says {header.peer_id}")
+        return header
+
+    async def _receive(self, header: ContributionHeader, parts: AsyncIterator[dpb.ContributePart]) -> dpb.ContributionReceipt:
+        slot = self._engine.offer(header)
+        async for part in parts:
+            if part.WhichOneof("kind") != "chunk":
+                raise RemoteProtocolError("after the header only chunks follow")
+            slot.write(part.chunk.offset, part.chunk.data, part.chunk.crc32)
+            self._engine.progress(header.peer_id)
+        if slot.complete:
+            await self._engine.arrived(header, slot)
+        return dpb.ContributionReceipt(complete=slot.complete, received_bytes=slot.received_bytes)
+
+    async def Probe(self, request: dpb.ContributionHeader, context: Context) -> dpb.ProbeReply:
+        """How much of this contribution is here already: a broken stream resumes where it broke."""
+        async with _answering(context):
+            header = self._header(_admit(self._engine, context, "peer"), request)
+            slot = self._engine.offer(header)
+            return dpb.ProbeReply(received_bytes=slot.received_bytes, complete=slot.complete)
+        raise AssertionError("unreachable: abort raises")
+
+    async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
+        """One commit: the same bytes for everybody."""
+        async with _answering(context):
+            _admit(self._engine, context, "peer")
+            wanted = convert.update_request_from_pb(request)
+            commit = self._engine.update(wanted.run_id, wanted.outer_step)
+            yield dpb.UpdatePart(manifest=convert.update_manifest_to_pb(commit))
+            for fragment in commit.fragments:
+                if fragment.payload is not None:
+                    for chunk in make_chunks(fragment.payload.data, CHUNK_BYTES):
+                        yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk))
+
+    async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
+        async with _answering(context):
+            _admit(self._engine, context, "peer", "observer", "operator")
+            pinned = await self._engine.pin_snapshot(request.run_id)
+            return convert.snapshot_manifest_to_pb(pinned.manifest)
+        raise AssertionError("unreachable: abort raises")
+
+    async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
+        async with _answering(context):
+            _admit(self._engine, context, "peer", "observer", "operator")
+            wanted = convert.snapshot_request_from_pb(request, self._engine.schema)
+            fragment = self._engine.pinned_fragment(wanted.run_id, wanted.outer_step, wanted.fragment_id)
+            for chunk in make_chunks(fragment.numpy().data, CHUNK_BYTES, start=wanted.offset):
+                yield chunk
+
+    async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
+        """The founder's initial parameters."""
+        async with _answering(context):
+            identity = _admit(self._engine, context, "peer")
+            first = await anext(parts, None)
+            if first is None or first.WhichOneof("kind") != "header":
+                raise RemoteProtocolError("founding begins with its header")
+            header = convert.found_header_from_pb(first.header)
+            schema = self._engine.check_founder(identity.peer_id, header)
+            buffers = [Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in schema.fragments]
+            async for part in parts:
+                if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id >= len(buffers):
+                    raise RemoteProtocolError("after the header only chunks of the schema's fragments follow")
+                buffers[part.chunk.fragment_id].take(part.chunk.chunk)
+                self._engine.progress(identity.peer_id)
+            theta = [_fp32(buffer.finish()) for buffer in buffers]
+            await self._engine.found(identity.peer_id, schema, theta, header.digest)
+        return dpb.FoundReply()
+
+
+def _fp32(data: bytearray) -> Tensor:
+    """Little-endian fp32 bytes as a flat tensor that shares them."""
+    return torch.frombuffer(data, dtype=torch.float32)

@@ -1,0 +1,84 @@
+"""What an operator sees: the engine's state as a StatusReply. Owns the mapping; decides and changes nothing."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+from editpb import control_pb2 as pb
+from editpb import convert
+
+from aggregator.engine import Engine
+from aggregator.membership import Member
+from aggregator.metrics import RoundReport
+
+__all__ = ["peak_memory_bytes", "status_reply"]
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def status_reply(engine: Engine, rounds_after: int) -> pb.StatusReply:
+    """The run as it stands; `rounds_after`: only rounds with a larger id."""
+    machine, now = engine.machine, engine.clock.monotonic()
+    deadline = machine.deadline if machine is not None else None
+    return pb.StatusReply(
+        run_id=engine.run_id,
+        view=convert.view_to_pb(engine.view(None)),
+        members=_members(engine, now),
+        rounds=[_round(report) for report in engine.metrics.rounds if report.round_id > rounds_after],
+        outer_steps=engine.config.sync.outer_steps,
+        parameters=engine.outer.schema.numel if engine.outer is not None else 0,
+        peak_memory_bytes=peak_memory_bytes(),
+        expected=sorted(machine.expected) if machine is not None else [],
+        arrived=sorted(machine.arrived) if machine is not None else [],
+        deadline_in_s=deadline - now if deadline is not None else -1.0,
+    )
+
+
+def _members(engine: Engine, now: float) -> list[pb.MemberStatus]:
+    seen = engine.membership.members
+    rows = []
+    for identity in engine.members.all():
+        member = seen.get(identity.peer_id)
+        if identity.role != "peer" and member is None:
+            continue
+        rows.append(
+            _member(identity.peer_id, identity.role, member, now, engine)
+            if member is not None
+            else pb.MemberStatus(peer_id=identity.peer_id, role=identity.role, state="invited", reason="never attended")
+        )
+    return rows
+
+
+def _member(peer_id: str, role: str, member: Member, now: float, engine: Engine) -> pb.MemberStatus:
+    return pb.MemberStatus(
+        peer_id=peer_id,
+        role=role,
+        state=member.state.value,
+        reason=member.reason,
+        silent_s=max(0.0, now - member.last_seen),
+        heartbeat=convert.heartbeat_to_pb(member.heartbeat) if member.heartbeat is not None else None,
+        contributions=member.contributions,
+        rejections=member.rejections,
+        absences=member.absences,
+        deadline_s=(engine.machine.expected_s(peer_id) or 0.0) if engine.machine is not None else 0.0,
+    )
+
+
+def _round(report: RoundReport) -> pb.RoundStatus:
+    return pb.RoundStatus(
+        round_id=report.round_id,
+        outer_step=report.outer_step,
+        committed=report.committed,
+        reason=report.reason,
+        seconds=report.seconds,
+        bytes_in=report.bytes_in,
+        bytes_out=report.bytes_out,
+        fragments=[convert.fragment_verdicts_to_pb(fragment) for fragment in report.fragments],
+        missing=report.missing,
+        digest=report.digest,
+    )

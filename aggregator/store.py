@@ -1,0 +1,233 @@
+"""The outer state on disk: founding, journal, checkpoints, recovery, and the published updates that latecomers still need.
+
+Owns: the order in which they are written, so that a SIGKILL between any two writes loses no committed step. Runs in the worker
+thread. Must not know: rounds, peers, the event loop.
+
+A checkpoint carries the last published update as well: a peer whose contribution was in doubt when the process died can then
+still learn that it was merged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aggregator import checkpoint
+from aggregator.journal import CommittedRound, Disk, Journal, replay_segments
+from aggregator.state_folder import StateFolder
+from edit.config import RunConfig, StorageConfig
+from edit.errors import ConfigError, EditError, StorageError
+from edit.merge import Merged
+from edit.outer import fragment_hash
+from edit.outer_state import OuterState
+from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
+from edit.schema import Schema
+
+__all__ = ["Store", "export_parameters", "fragment_hashes", "load_outer"]
+
+_log = logging.getLogger(__name__)
+
+
+class Store:
+    """One run's outer state in `folder`. disk: injected for tests."""
+
+    def __init__(self, folder: Path, config: StorageConfig, run_id: str, disk: Disk | None = None) -> None:
+        self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
+        self._journal: Journal | None = None
+        self._updates: OrderedDict[int, Commit] = OrderedDict()
+
+    # ---- the published updates ---------------------------------------------------------------------------------------------
+
+    @property
+    def oldest_update(self) -> int:
+        """The smallest outer step an update is kept TO; 0 when none is."""
+        return next(iter(self._updates), 0)
+
+    def update(self, outer_step: int) -> Commit | None:
+        """The published update to this outer step, if it is kept."""
+        return self._updates.get(outer_step)
+
+    def publish(self, commit: Commit) -> None:
+        """Keep this update for the peers, and forget the oldest beyond the configured number."""
+        self._updates[commit.outer_step] = commit
+        while len(self._updates) > self._config.keep_updates:
+            self._updates.popitem(last=False)
+
+    # ---- writing -----------------------------------------------------------------------------------------------------------
+
+    def found(self, outer: OuterState) -> None:
+        """The first state of the run. Raises StorageError; then the run is not founded."""
+        self.checkpoint(outer)
+
+    def append_fragment(self, round_id: int, outer_step: int, merged: Merged) -> None:
+        """One merged fragment of the round that advances TO outer_step. Raises StorageError."""
+        self._open_journal().append_fragment(round_id, outer_step, merged)
+
+    def append_commit(self, round_id: int, outer_step: int, reason: str) -> None:
+        """The round is committed when this returns; it is on disk. Raises StorageError."""
+        self._open_journal().append_commit(round_id, outer_step, reason)
+
+    def checkpoint(self, outer: OuterState) -> None:
+        """Write the whole state and begin a new journal segment. Raises StorageError; the journal before it goes on."""
+        if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
+            return
+        last = self._updates.get(outer.outer_step)
+        metadata = {
+            **outer.metadata(),
+            "run_id": self._run_id,
+            "schema": outer.schema.to_json(),
+            "last_commit": _commit_to_json(last) if last is not None else None,
+        }
+        tensors = {**outer.to_tensors(), **(_payload_tensors(last) if last is not None else {})}
+        checkpoint.save(self._folder, tensors, metadata, keep=self._config.keep_checkpoints)
+        journal = Journal.create(checkpoint.segment_of(self._folder, outer.outer_step), outer.outer_step, self._disk)
+        if self._journal is not None:
+            self._journal.close()
+        self._journal = journal
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _open_journal(self) -> Journal:
+        if self._journal is None:
+            raise StorageError(f"{self._folder}: the journal is not open")
+        return self._journal
+
+    # ---- reading -----------------------------------------------------------------------------------------------------------
+
+    def recover(self, config: RunConfig) -> OuterState | None:
+        """The state of the last commit, bit for bit, or None for a run that was never founded.
+
+        Raises StorageError for damage that loses a committed step, ConfigError when the folder is another run's.
+        """
+        loaded = _load(self._folder, config, self._run_id)
+        if loaded is None:
+            return None
+        outer, base, commits = loaded
+        for commit in commits:
+            self.publish(commit)
+        segment = checkpoint.segment_of(self._folder, base)
+        if segment.exists():
+            self._journal = Journal.open(segment, base, self._disk)
+            if self._journal.cut is not None:
+                _log.warning("%s: cut off %d bytes: %s", segment, self._journal.cut.cut_bytes, self._journal.cut.reason)
+        else:
+            self._journal = Journal.create(segment, base, self._disk)
+        return outer
+
+
+def load_outer(folder: StateFolder) -> OuterState:
+    """The outer state of the last commit, read without touching the folder. Raises ConfigError when the run has none yet."""
+    loaded = _load(folder.outer, folder.config(), folder.run_id)
+    if loaded is None:
+        raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
+    return loaded[0]
+
+
+def _load(folder: Path, config: RunConfig, run_id: str) -> tuple[OuterState, int, list[Commit]] | None:
+    """(state, base of the newest journal segment, the commits of that segment and the checkpoint's last one)."""
+    recovered = checkpoint.recover(folder)
+    if recovered is None:
+        return None
+    for note in recovered.notes:
+        _log.warning("%s", note)
+    metadata = recovered.metadata
+    if metadata.get("run_id") != run_id:
+        raise ConfigError(f"{recovered.path}: belongs to run {metadata.get('run_id')}, not {run_id}")
+    try:
+        outer = OuterState.restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
+        last = _commit_from_json(metadata["last_commit"], recovered.tensors) if metadata["last_commit"] else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
+    commits = [last] if last is not None else []
+    for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
+        commits = [*commits, _apply(outer, committed)][-config.storage.keep_updates :]
+    return outer, max([recovered.outer_step, *(base for base, _ in recovered.segments)]), commits
+
+
+def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
+    """Replay one journalled round through the same code that committed it."""
+    try:
+        return outer.commit(committed.round_id, committed.reason, [outer.stage(merged) for merged in committed.fragments])
+    except EditError as error:
+        raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error
+
+
+def fragment_hashes(fragments: Sequence[Tensor]) -> tuple[bytes, ...]:
+    """SHA-256 of each fragment's fp32 little-endian bytes."""
+    return tuple(fragment_hash(fragment) for fragment in fragments)
+
+
+def export_parameters(folder: StateFolder, out: Path) -> tuple[int, str]:
+    """Write theta by tensor name to a safetensors file; returns (outer step, digest). Raises ConfigError, StorageError."""
+    outer = load_outer(folder)
+    named: dict[str, Tensor] = {}
+    for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
+        parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
+        named |= {t.name: part.view(t.shape).clone() for t, part in zip(fragment.tensors, parts, strict=True)}
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        save_file(named, temporary, {"run_id": folder.run_id, "outer_step": str(outer.outer_step), "digest": outer.digest})
+        temporary.replace(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    return outer.outer_step, outer.digest
+
+
+def _payload_tensors(commit: Commit) -> dict[str, Tensor]:
+    payloads = ((f.fragment_id, f.payload) for f in commit.fragments if f.payload is not None)
+    return {f"update.{i}": torch.from_numpy(np.frombuffer(bytearray(p.data), np.uint8)) for i, p in payloads}
+
+
+def _commit_to_json(commit: Commit) -> dict[str, Any]:
+    return {
+        "outer_step": commit.outer_step,
+        "round_id": commit.round_id,
+        "digest": commit.digest,
+        "reason": commit.reason,
+        "fragments": [
+            {
+                "payload": [f.payload.codec, f.payload.numel] if f.payload is not None else None,
+                "verdicts": [[v.peer_id, v.verdict.value, v.norm, v.weight] for v in f.verdicts],
+                "merged_norm": f.merged_norm,
+                "clip": f.clip,
+            }
+            for f in commit.fragments
+        ],
+    }
+
+
+def _commit_from_json(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Commit:
+    def payload(i: int, written: Sequence[Any] | None) -> EncodedTensor | None:
+        return EncodedTensor(written[0], written[1], tensors[f"update.{i}"].numpy().tobytes()) if written else None
+
+    return Commit(
+        outer_step=data["outer_step"],
+        round_id=data["round_id"],
+        digest=data["digest"],
+        reason=data["reason"],
+        fragments=tuple(
+            FragmentCommit(
+                fragment_id=i,
+                payload=payload(i, f["payload"]),
+                verdicts=tuple(
+                    PeerVerdict(peer_id=peer, verdict=Verdict(word), norm=norm, weight=weight)
+                    for peer, word, norm, weight in f["verdicts"]
+                ),
+                merged_norm=f["merged_norm"],
+                clip=f["clip"],
+            )
+            for i, f in enumerate(data["fragments"])
+        ),
+    )
