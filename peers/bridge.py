@@ -75,7 +75,14 @@ class Bridge:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a background task. Should it fail, every later wait of the main thread raises its exception."""
-        self._open_loop().call_soon_threadsafe(self._start, coroutine)
+        self._open_loop().call_soon_threadsafe(self.start, coroutine)
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """As `spawn`, from the loop's own thread."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
 
     def change(self, mutate: Callable[[], _T]) -> _T:
         """Change shared state under the lock, then wake the main thread's wait."""
@@ -122,11 +129,6 @@ class Bridge:
         if self._loop is None:
             raise LocalProtocolError("the bridge is not open")
         return self._loop
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

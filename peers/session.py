@@ -33,9 +33,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from editpb.messages import Expel, RunPhase, View, Welcome
+
 from edit.errors import LocalProtocolError
 
-__all__ = ["Decision", "Expel", "Link", "Phase", "Session", "View", "Welcome"]
+__all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Session"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
 
@@ -48,17 +50,6 @@ class Link(Enum):
     WELCOMED = "welcomed"
     ATTENDING = "attending"
     EXPELLED = "expelled"
-
-
-class Phase(Enum):
-    """What the coordinator is doing."""
-
-    FOUNDING = "founding"
-    GATHERING = "gathering"
-    COLLECTING = "collecting"
-    COMMITTING = "committing"
-    PAUSED = "paused"
-    FINISHED = "finished"
 
 
 class Decision(Enum):
@@ -74,39 +65,20 @@ class Decision(Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """The coordinator's first message. found: this peer is to send its initial parameters."""
+@dataclass(frozen=True, slots=True, order=True)
+class Asked:
+    """When this peer was asked to found the run: in which connection, by which view."""
 
-    run_id: str
-    peer_id: str
-    config_json: str
-    found: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The run as it stands; see View in control.proto. Always whole."""
-
+    connection: int
     sequence: int
-    phase: Phase
-    outer_step: int
-    round_id: int = 0
-    digest: str = ""
-    oldest_update: int = 0
-    last_round_id: int = 0
-    last_committed: bool = False
-    last_reason: str = ""
-    heal: str = ""
-    found: bool = False
+
+    def settled(self) -> Asked:
+        """Newer than every question of the same connection."""
+        return Asked(self.connection, 1 << 64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expel:
-    """The coordinator's last message: evicted by the operator, or refused."""
-
-    evicted: bool
-    reason: str
+NEVER = Asked(-1, 0)
+HAS_PARAMETERS = Asked(1 << 64, 0)
 
 
 class Session:
@@ -132,6 +104,11 @@ class Session:
         return self._link
 
     @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats."""
+        return self._heartbeat_s
+
+    @property
     def connections(self) -> int:
         """Welcomes so far: tells one connection from the next."""
         return self._connections
@@ -151,11 +128,24 @@ class Session:
         return self._expel
 
     @property
-    def found(self) -> bool:
-        """Whether this peer is asked, now, to found the run."""
-        if self.view is not None:
-            return self.view.found and self.view.phase is Phase.FOUNDING
-        return self._link is Link.WELCOMED and self._welcome is not None and self._welcome.found
+    def under_way(self) -> bool:
+        """Whether training may start: a round is or was open, so all peers start together."""
+        view = self.view
+        return view is not None and (
+            view.outer_step > 0 or view.phase in (RunPhase.COLLECTING, RunPhase.COMMITTING, RunPhase.FINISHED)
+        )
+
+    def founding(self, answered: Asked) -> Asked | None:
+        """What founding asks of this peer: HAS_PARAMETERS (nothing more), a question newer than `answered`, or None (wait)."""
+        view, welcome = self.view, self._welcome
+        if view is not None:
+            if view.phase is not RunPhase.FOUNDING:
+                return HAS_PARAMETERS
+            asked = Asked(self._connections, view.sequence) if view.found else None
+        else:
+            chosen = self._link is Link.WELCOMED and welcome is not None and welcome.found
+            asked = Asked(self._connections, 0) if chosen else None
+        return asked if asked is not None and asked > answered else None
 
     def configure(self, heartbeat_s: float) -> None:
         """Take the heartbeat interval (seconds) of the run's configuration."""
@@ -185,6 +175,8 @@ class Session:
             return f"a View while {self._link.value}"
         if self._view is None or view.sequence >= self._view.sequence:
             self._link, self._view = Link.ATTENDING, view
+            if not view.heal:
+                self._healed_at = -1
         return None
 
     def expelled(self, expel: Expel) -> None:
@@ -225,11 +217,15 @@ class Session:
         if (
             view is None
             or view.outer_step != outer_step
-            or view.phase is not Phase.COLLECTING
+            or view.phase is not RunPhase.COLLECTING
             or _heal_due(view, self._healed_at)
         ):
             return 0
         return view.round_id if view.round_id > after else 0
+
+    def takes(self, round_id: int) -> bool:
+        """Whether sending to round `round_id` is still worth trying; so it is while offline."""
+        return self._expel is None and (self.view is None or self.view.round_id == round_id)
 
     def decide(self, outer_step: int, contributed: int, now: float) -> tuple[Decision, str]:
         """What became of the attempt to advance from `outer_step`, having contributed to round `contributed` (0: none)."""
@@ -256,7 +252,7 @@ def _decide(view: View, outer_step: int, contributed: int, healed_at: int) -> tu
         if outer_step + 1 >= view.oldest_update:
             return Decision.COMMITTED, f"the run is at outer step {view.outer_step}"
         return Decision.BEHIND, f"update {outer_step + 1} is no longer kept; the oldest is {view.oldest_update}"
-    if view.phase is Phase.FINISHED:
+    if view.phase is RunPhase.FINISHED:
         return Decision.FINISHED, f"the run finished at outer step {view.outer_step}"
     if contributed and view.last_round_id >= contributed:
         return Decision.ABORTED, view.last_reason or f"round {contributed} was lost"

@@ -100,8 +100,8 @@ def test_a_raising_signal_handler_ends_a_wait() -> None:
     with Bridge() as bridge:
         before = signal.signal(signal.SIGUSR1, stop)
         try:
-            bridge.post(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
             with pytest.raises(KeyboardInterrupt):
+                bridge.post(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
                 bridge.wait(lambda: None, timeout=10)
         finally:
             signal.signal(signal.SIGUSR1, before)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from editpb.messages import Expel, RunPhase, View, Welcome
 
 from edit.errors import LocalProtocolError
-from peers.session import Decision, Expel, Link, Phase, Session, View, Welcome
+from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Link, Session
 
 WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=False)
 CHOSEN = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=True)
 
 
-def view(outer_step: int = 5, *, phase: Phase = Phase.COLLECTING, sequence: int = 1, **rest: object) -> View:
+def view(outer_step: int = 5, *, phase: RunPhase = RunPhase.COLLECTING, sequence: int = 1, **rest: object) -> View:
     return View(sequence=sequence, phase=phase, outer_step=outer_step, **rest)  # type: ignore[arg-type]
 
 
@@ -33,21 +34,21 @@ TABLE = [
     (view(round_id=R), R, Decision.WAIT, "collecting"),
     (view(round_id=R), 0, Decision.WAIT, "collecting"),
     (view(round_id=R + 3), 0, Decision.WAIT, "collecting"),
-    (view(phase=Phase.COMMITTING, round_id=R), R, Decision.WAIT, "committing"),
-    (view(phase=Phase.GATHERING), R, Decision.WAIT, "gathering"),
-    (view(phase=Phase.PAUSED), 0, Decision.WAIT, "paused"),
+    (view(phase=RunPhase.COMMITTING, round_id=R), R, Decision.WAIT, "committing"),
+    (view(phase=RunPhase.GATHERING), R, Decision.WAIT, "gathering"),
+    (view(phase=RunPhase.PAUSED), 0, Decision.WAIT, "paused"),
     (view(6, oldest_update=6), R, Decision.COMMITTED, "outer step 6"),
     (view(6, oldest_update=6), 0, Decision.COMMITTED, "outer step 6"),
     (view(9, oldest_update=6), R, Decision.COMMITTED, "outer step 9"),
     (view(9, oldest_update=7), R, Decision.BEHIND, "oldest is 7"),
-    (view(6, phase=Phase.FINISHED, oldest_update=6), R, Decision.COMMITTED, "outer step 6"),
-    (view(phase=Phase.FINISHED), R, Decision.FINISHED, "finished"),
-    (view(phase=Phase.FINISHED), 0, Decision.FINISHED, "finished"),
+    (view(6, phase=RunPhase.FINISHED, oldest_update=6), R, Decision.COMMITTED, "outer step 6"),
+    (view(phase=RunPhase.FINISHED), R, Decision.FINISHED, "finished"),
+    (view(phase=RunPhase.FINISHED), 0, Decision.FINISHED, "finished"),
     (view(4), R, Decision.BEHIND, "at outer step 4"),
     (view(heal="digest differs"), R, Decision.BEHIND, "digest differs"),
     (view(6, heal="digest differs", oldest_update=6), 0, Decision.BEHIND, "digest differs"),
     (view(round_id=R + 1, last_round_id=R, last_reason="too few"), R, Decision.ABORTED, "too few"),
-    (view(phase=Phase.GATHERING, last_round_id=R), R, Decision.ABORTED, "was lost"),
+    (view(phase=RunPhase.GATHERING, last_round_id=R), R, Decision.ABORTED, "was lost"),
     (view(round_id=R + 1, last_round_id=R, last_reason="too few"), R + 1, Decision.WAIT, "collecting"),
     (view(round_id=2_000_001), R, Decision.ABORTED, "round 2000001 is open"),
     (view(round_id=R + 1, last_round_id=R, last_reason="too few"), 0, Decision.WAIT, "collecting"),
@@ -80,7 +81,7 @@ def test_an_expelled_peer_stays_expelled(expel: Expel, decision: Decision) -> No
 def test_every_state_answers_every_question() -> None:
     """No combination of phase, step, rounds and heal is without an answer, and only a newer step counts as committed."""
     steps, rounds = (4, 5, 6, 9), (0, R - 1, R, R + 1)
-    for phase, step, open_round, last, heal, mine in itertools.product(Phase, steps, rounds, rounds, ("", "bad"), (0, R)):
+    for phase, step, open_round, last, heal, mine in itertools.product(RunPhase, steps, rounds, rounds, ("", "bad"), (0, R)):
         seen = view(step, phase=phase, round_id=open_round, last_round_id=last, heal=heal, oldest_update=6)
         decision, reason = attending(seen).decide(5, mine, now=0.0)
         assert reason
@@ -150,6 +151,14 @@ def test_a_heal_is_obeyed_once() -> None:
     assert session.decide(5, 0, now=0.0) == (Decision.BEHIND, "still differs")
 
 
+def test_a_heal_after_an_all_clear_counts_even_at_the_same_sequence() -> None:
+    session = attending(view(heal="digest differs", sequence=3))
+    session.healed()
+    session.viewed(view(sequence=3))
+    session.viewed(view(heal="differs again", sequence=3))
+    assert session.decide(5, 0, now=0.0) == (Decision.BEHIND, "differs again")
+
+
 def test_cut_off_only_after_two_heartbeats() -> None:
     session = attending(view(round_id=R))
     session.down(10.0)
@@ -181,7 +190,7 @@ def test_open_round_asks_for_the_step_the_phase_and_a_newer_round() -> None:
     assert attending(view(round_id=R)).open_round(5, after=R) == 0
     assert attending(view(round_id=R)).open_round(4) == 0
     assert attending(view(round_id=R)).open_round(6) == 0
-    assert attending(view(phase=Phase.PAUSED, round_id=R)).open_round(5) == 0
+    assert attending(view(phase=RunPhase.PAUSED, round_id=R)).open_round(5) == 0
     offline = attending(view(round_id=R))
     offline.down(0.0)
     assert offline.open_round(5) == 0
@@ -190,15 +199,57 @@ def test_open_round_asks_for_the_step_the_phase_and_a_newer_round() -> None:
 def test_founding_follows_the_newest_word() -> None:
     session = Session(lambda: 0.5, 0.0)
     session.dialled()
-    assert not session.found
+    assert session.founding(NEVER) is None
     session.welcomed(CHOSEN)
-    assert session.found
-    session.viewed(view(0, phase=Phase.FOUNDING, found=False))
-    assert not session.found
-    session.viewed(view(0, phase=Phase.FOUNDING, found=True, sequence=2))
-    assert session.found
-    session.viewed(view(0, phase=Phase.GATHERING, found=True, sequence=3))
-    assert not session.found
+    first = session.founding(NEVER)
+    assert first == Asked(1, 0)
+    assert session.founding(Asked(1, 0)) is None
+    session.viewed(view(0, phase=RunPhase.FOUNDING, found=False))
+    assert session.founding(NEVER) is None
+    session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=2))
+    assert session.founding(Asked(1, 0)) == Asked(1, 2)
+    assert session.founding(Asked(1, 0).settled()) is None
+    session.viewed(view(0, phase=RunPhase.GATHERING, found=True, sequence=3))
+    assert session.founding(Asked(1, 0).settled()) is HAS_PARAMETERS
+
+
+def test_founding_is_asked_again_over_a_new_connection() -> None:
+    session = Session(lambda: 0.5, 0.0)
+    session.dialled()
+    session.welcomed(CHOSEN)
+    session.down(1.0)
+    assert session.founding(NEVER) is None
+    session.dialled()
+    session.welcomed(CHOSEN)
+    assert session.founding(Asked(1, 0).settled()) == Asked(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (view(0, phase=RunPhase.FOUNDING), False),
+        (view(0, phase=RunPhase.GATHERING), False),
+        (view(0, phase=RunPhase.PAUSED), False),
+        (view(0, round_id=R), True),
+        (view(0, phase=RunPhase.COMMITTING), True),
+        (view(0, phase=RunPhase.FINISHED), True),
+        (view(3, phase=RunPhase.GATHERING), True),
+        (view(3, phase=RunPhase.PAUSED), True),
+    ],
+)
+def test_training_starts_with_the_first_round_or_in_a_run_under_way(seen: View, expected: bool) -> None:
+    assert attending(seen).under_way is expected
+
+
+def test_a_round_takes_bytes_until_a_view_or_an_expel_says_otherwise() -> None:
+    session = attending(view(round_id=R))
+    assert session.takes(R) and not session.takes(R - 1)
+    session.viewed(view(phase=RunPhase.COMMITTING, round_id=R, sequence=2))
+    assert session.takes(R)
+    session.down(1.0)
+    assert session.takes(R)
+    session.expelled(Expel(evicted=True, reason="x"))
+    assert not session.takes(R)
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])

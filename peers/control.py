@@ -1,0 +1,189 @@
+"""The control connection: attends the run for as long as the process lives, over any number of streams.
+
+Owns: Hello, heartbeats, the reader of the coordinator's messages, reconnection with the session's delays, Goodbye. Hands what
+it hears to the session and decides nothing itself. Must not know: the data plane, torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import grpc
+from editpb import control_pb2, control_pb2_grpc
+from editpb.convert import coordinator_message_from_pb, peer_message_to_pb
+from editpb.messages import Expel, Goodbye, Heartbeat, Hello, View, Welcome
+from editpb.status import from_rpc
+
+from edit.config import RunConfig
+from edit.errors import ConfigError, EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
+from peers.bridge import Bridge
+from peers.dial import Dial, Traffic, handshake_refusal
+from peers.session import Session
+
+__all__ = ["Attendance", "Report"]
+
+ANSWER_S = 10.0
+GOODBYE_S = 1.0
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb2.CoordinatorMessage]
+
+
+@dataclass(slots=True)
+class Report:
+    """What this peer says of itself: the main thread replaces `heartbeat`, the data plane counts `traffic`."""
+
+    heartbeat: Heartbeat
+    traffic: Traffic
+
+    def current(self) -> Heartbeat:
+        """The heartbeat of this moment."""
+        return dataclasses.replace(self.heartbeat, bytes_sent=self.traffic.sent, bytes_received=self.traffic.received)
+
+
+class Attendance:
+    """Keeps the Attend stream alive until the coordinator expels this peer or `goodbye` is called.
+
+    changed: called on the loop's thread after every message and every loss of the connection. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        dial: Dial,
+        session: Session,
+        bridge: Bridge,
+        hello: Hello,
+        report: Report,
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dial = dial
+        self._session = session
+        self._bridge = bridge
+        self._hello = hello
+        self._report = report
+        self._changed = changed
+        self._clock = clock
+        self._nudge = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._left = asyncio.Event()
+        self._said = ""
+
+    async def run(self) -> None:
+        """Attend for ever; returns after an Expel or a Goodbye."""
+        try:
+            while not self._leaving.is_set():
+                reason = await self._attempt()
+                delay = self._session.reconnect_delay()
+                if delay is None or self._leaving.is_set():
+                    return
+                self._say(f"{self._dial.endpoint}: {reason}; trying again")
+                self._dial.rotate()
+                await _first(self._leaving.wait(), within_s=delay)
+        finally:
+            self._left.set()
+
+    def nudge(self) -> None:
+        """Send a heartbeat now (loop's thread)."""
+        self._nudge.set()
+
+    async def goodbye(self) -> None:
+        """Leave politely: the coordinator need not wait for this peer's lease. Bounded in time."""
+        self._leaving.set()
+        await _first(self._left.wait(), within_s=2 * GOODBYE_S)
+
+    async def _attempt(self) -> str:
+        self._tell(self._session.dialled)
+        channel = self._dial.channel()
+        try:
+            await self._converse(control_pb2_grpc.ControlStub(channel).Attend())
+        except grpc.aio.AioRpcError as error:
+            return self._refused(error)
+        except (EditError, asyncio.InvalidStateError) as error:
+            return str(error)
+        except TimeoutError:
+            return f"no answer within {ANSWER_S:g} s"
+        finally:
+            self._tell(lambda: self._session.down(self._clock()))
+            await channel.close()
+
+    async def _converse(self, call: _Call) -> NoReturn:
+        speaker: asyncio.Task[None] | None = None
+        try:
+            await call.write(peer_message_to_pb(self._hello))
+            async with asyncio.timeout(ANSWER_S):
+                self._hear(await call.read())
+            self._say(f"{self._dial.endpoint}: connected")
+            speaker = asyncio.create_task(self._speak(call))
+            while True:
+                self._hear(await call.read())
+        finally:
+            if speaker is not None:
+                speaker.cancel()
+                await asyncio.wait([speaker])
+            call.cancel()
+
+    async def _speak(self, call: _Call) -> None:
+        """Heartbeats until the stream breaks (the reader hears of it too), then Goodbye when leaving."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while not self._leaving.is_set():
+                self._nudge.clear()
+                await call.write(peer_message_to_pb(self._bridge.read(self._report.current)))
+                await _first(self._nudge.wait(), self._leaving.wait(), within_s=self._session.heartbeat_s)
+            await call.write(peer_message_to_pb(Goodbye("the peer was told to stop")))
+            await call.done_writing()
+            await asyncio.wait([asyncio.ensure_future(call.code())], timeout=GOODBYE_S)
+            call.cancel()
+
+    def _hear(self, message: object) -> None:
+        if not isinstance(message, control_pb2.CoordinatorMessage):
+            raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
+        heard = coordinator_message_from_pb(message)
+        if isinstance(heard, Welcome):
+            wrong = self._tell(lambda: self._session.welcomed(heard))
+            with contextlib.suppress(ConfigError):  # the main thread reads it too, and tells the user
+                self._session.configure(RunConfig.from_json(heard.config_json).membership.heartbeat_s)
+        elif isinstance(heard, View):
+            wrong = self._tell(lambda: self._session.viewed(heard))
+        else:
+            wrong = self._tell(lambda: self._session.expelled(heard))
+        if wrong is not None:
+            raise RemoteProtocolError(wrong)
+
+    def _refused(self, error: grpc.aio.AioRpcError) -> str:
+        """The reason of a failed stream. A refusal for good ends the session; before the first Welcome a misfit is one too."""
+        blame = from_rpc(error)
+        reason = handshake_refusal(str(blame)) or str(blame)
+        misfit = isinstance(blame, RemoteProtocolError) or reason != str(blame)
+        if isinstance(blame, (EvictedError, RefusedError)) or (misfit and self._session.welcome is None):
+            self._tell(lambda: self._session.expelled(Expel(isinstance(blame, EvictedError), reason)))
+        return reason
+
+    def _tell(self, event: Callable[[], _T]) -> _T:
+        try:
+            return self._bridge.change(event)
+        finally:
+            self._changed()
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            _log.info(line)
+
+
+async def _first(*waits: Coroutine[Any, Any, object], within_s: float) -> None:
+    """Wait until one of `waits` is over, at most `within_s` seconds; the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    try:
+        await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

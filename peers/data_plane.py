@@ -1,0 +1,210 @@
+"""The data connection: contributions up; updates, snapshots and the founder's parameters down and up.
+
+Owns: the calls, resuming a broken stream where it broke, bounded retries, the count of bytes. What arrives is checked by
+`peers.assembly` and `editpb.convert`. Must not know: rounds and outcomes (it is told whether a transfer is still wanted), the
+control connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from editpb import data_pb2, data_pb2_grpc
+from editpb.convert import (
+    contribution_header_to_pb,
+    found_header_to_pb,
+    make_chunks,
+    received_from_pb,
+    snapshot_manifest_from_pb,
+    snapshot_request_to_pb,
+    update_request_to_pb,
+)
+from editpb.messages import ContributionHeader, FoundHeader, Received, SnapshotManifest, SnapshotRequest, UpdateRequest
+from editpb.status import from_rpc
+from google.protobuf.message import Message
+from torch import Tensor
+
+from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
+from edit.outer import combine
+from edit.records import Commit, Snapshot
+from edit.schema import FragmentSpec, Schema
+from peers.assembly import SnapshotFragment, UpdateAssembly
+from peers.dial import Dial, Traffic
+
+__all__ = ["DataPlane", "Wanted"]
+
+FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
+DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
+SNAPSHOT_TRIES = 5
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Part = TypeVar("_Part", bound=Message)
+Wanted = Callable[[], bool]
+
+
+class DataPlane:
+    """The data calls of one peer, all on the loop's thread. `wanted` is asked before each further try.
+
+    All raise: TransportError once not `wanted`; RefusedError; RemoteProtocolError when the coordinator's bytes were wrong three
+    times; StaleError when what was asked for is over (the round closed, the update no longer kept).
+    """
+
+    def __init__(self, dial: Dial, run_id: str, traffic: Traffic) -> None:
+        self._dial = dial
+        self._run_id = run_id
+        self._traffic = traffic
+        self._channel: grpc.aio.Channel | None = None
+        self._endpoint = ""
+        self._retired: list[grpc.aio.Channel] = []  # other endpoints' connections; calls may still use them
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in [*self._retired, self._channel]:
+            if channel is not None:
+                await channel.close()
+
+    async def contribute(self, header: ContributionHeader, data: memoryview, wanted: Wanted) -> None:
+        """Send one fragment; returns once the coordinator has all of it. A broken stream goes on where it broke."""
+        message, resuming = contribution_header_to_pb(header), False
+
+        async def attempt() -> None:
+            nonlocal resuming
+            held = await self._probe(message) if resuming else Received(0, False)
+            resuming = True
+            if held.complete:
+                return
+            parts = self._contribution(message, data, held.received_bytes)
+            receipt = received_from_pb(self._down(await self._stub().Contribute(parts)), header.total_bytes)
+            if not receipt.complete:
+                raise TransportError(f"the stream ended after {receipt.received_bytes} of {header.total_bytes} bytes")
+
+        await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted)
+
+    async def update(self, outer_step: int, schema: Schema, wanted: Wanted) -> Commit:
+        """The update that led to `outer_step`."""
+
+        async def attempt() -> Commit:
+            request = self._up(update_request_to_pb(UpdateRequest(self._run_id, outer_step)))
+            call = self._stub().FetchUpdate(request)
+            assembly: UpdateAssembly | None = None
+            try:
+                async for part in call:
+                    self._down(part)
+                    if assembly is None:
+                        assembly = UpdateAssembly(part, schema, outer_step)
+                    else:
+                        assembly.take(part)
+            finally:
+                call.cancel()
+            if assembly is None:
+                raise RemoteProtocolError("an empty update")
+            return assembly.finish()
+
+        return await _retrying(f"update {outer_step}", attempt, wanted)
+
+    async def snapshot(self, schema: Schema, wanted: Wanted) -> Snapshot:
+        """The outer parameters of the latest commit, verified against the hashes and the digest of their manifest."""
+
+        for _ in range(SNAPSHOT_TRIES):
+            manifest = await _retrying("snapshot", lambda: self._describe(schema), wanted)
+            try:
+                fragments = [await self._snapshot_fragment(manifest, fragment, wanted) for fragment in schema.fragments]
+            except StaleError as error:
+                _log.info("the snapshot of outer step %d is gone (%s); taking a newer one", manifest.outer_step, error)
+            else:
+                return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
+        raise TransportError("snapshots are gone before they are read; this link is too slow for the run")
+
+    async def _describe(self, schema: Schema) -> SnapshotManifest:
+        request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
+        manifest = snapshot_manifest_from_pb(self._down(await self._stub().DescribeSnapshot(request)), schema)
+        if combine(manifest.fragment_sha256) != manifest.digest:
+            raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
+        return manifest
+
+    async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
+        """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""
+        header = FoundHeader(run_id=self._run_id, schema_hash=schema.schema_hash, digest=digest)
+
+        async def parts() -> AsyncIterator[data_pb2.FoundPart]:
+            yield self._up(data_pb2.FoundPart(header=found_header_to_pb(header)))
+            for fragment, theta in zip(schema.fragments, fragments, strict=True):
+                for chunk in make_chunks(theta.numpy().data):
+                    part = data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk)
+                    yield self._up(data_pb2.FoundPart(chunk=part))
+
+        async def attempt() -> None:
+            self._down(await self._stub().Found(parts()))
+
+        await _retrying("founding", attempt, wanted)
+
+    async def _snapshot_fragment(self, manifest: SnapshotManifest, fragment: FragmentSpec, wanted: Wanted) -> Tensor:
+        into = SnapshotFragment(fragment, manifest.fragment_sha256[fragment.fragment_id])
+
+        async def attempt() -> Tensor:
+            request = SnapshotRequest(
+                run_id=self._run_id, outer_step=manifest.outer_step, fragment_id=fragment.fragment_id, offset=into.received
+            )
+            call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)))
+            try:
+                async for chunk in call:
+                    into.take(self._down(chunk))
+                return into.finish()
+            except RemoteProtocolError:
+                into.clear()
+                raise
+            finally:
+                call.cancel()
+
+        return await _retrying(f"snapshot of fragment {fragment.name}", attempt, wanted)
+
+    async def _probe(self, header: data_pb2.ContributionHeader) -> Received:
+        reply = self._down(await self._stub().Probe(self._up(header)))
+        held = received_from_pb(reply, header.total_bytes)
+        _log.info("fragment %d: %d of %d bytes have arrived", header.fragment_id, held.received_bytes, header.total_bytes)
+        return held
+
+    async def _contribution(
+        self, header: data_pb2.ContributionHeader, data: memoryview, start: int
+    ) -> AsyncIterator[data_pb2.ContributePart]:
+        yield self._up(data_pb2.ContributePart(header=header))
+        for chunk in make_chunks(data, start=start):
+            yield self._up(data_pb2.ContributePart(chunk=chunk))
+
+    def _stub(self) -> data_pb2_grpc.DataStub:
+        if self._channel is None or self._endpoint != self._dial.endpoint:
+            self._retired += [self._channel] if self._channel is not None else []
+            self._channel, self._endpoint = self._dial.channel(), self._dial.endpoint
+        return data_pb2_grpc.DataStub(self._channel)
+
+    def _up(self, message: _Part) -> _Part:
+        self._traffic.sent += message.ByteSize()
+        return message
+
+    def _down(self, message: _Part) -> _Part:
+        self._traffic.received += message.ByteSize()
+        return message
+
+
+async def _retrying(what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wanted) -> _T:
+    failures, damaged = 0, 0
+    while True:
+        try:
+            return await attempt()
+        except grpc.aio.AioRpcError as error:
+            blame: EditError = from_rpc(error)
+        except (TransportError, RemoteProtocolError) as error:
+            blame = error
+        if isinstance(blame, RemoteProtocolError):
+            damaged += 1
+        if not isinstance(blame, (TransportError, RemoteProtocolError)) or damaged >= DAMAGED_TRIES:
+            raise blame
+        failures += 1
+        if failures >= TRIES or not wanted():
+            raise blame
+        _log.info("%s: %s; trying again", what, blame)
+        await asyncio.sleep(min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 10)))
