@@ -1,7 +1,7 @@
 """Merging one fragment: measure, judge, weigh, average in peer_id order, clip; or roll back.
 
-Owns: the numbers of one fragment of one round (ALGORITHMS section 2, steps 2 to 8). Pure: it changes no state. Norms are taken of
-what was decoded, never believed; a contribution of weight 0 never touches the sum. Must not know: rounds, carriers, optimizers.
+Owns: the numbers of one fragment of one round (ALGORITHMS section 2, steps 2 to 8). Pure: it changes no state. Norms are
+taken of what was decoded, never believed; weight 0 never touches the sum. Must not know: rounds, carriers, optimizers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edit.records import EncodedTensor, PeerVerdict, Verdict
 
 __all__ = ["Measured", "Merged", "measure", "merge", "norm"]
 
-_ROW = 1024  # squares are summed in fp32 by rows of so many, each by one thread, and in fp64 over the rows
+_ROW = 1024  # norms of rows of so many are taken in fp32, each by one thread; their squares are summed in fp64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,12 @@ def norm(flat: Tensor) -> float:
 
 
 def _norm(pieces: Iterable[Tensor]) -> float:
-    total, scratch = 0.0, torch.empty(0, dtype=torch.float32)
+    total = 0.0
     for piece in pieces:
-        if scratch.numel() < piece.numel():
-            scratch = torch.zeros(-(-piece.numel() // _ROW) * _ROW, dtype=torch.float32)
-        scratch[piece.numel() :] = 0
-        torch.mul(piece, piece, out=scratch[: piece.numel()])
-        total += float(scratch.view(-1, _ROW).sum(dim=1).sum(dtype=torch.float64))
+        whole = piece.numel() - piece.numel() % _ROW
+        rows = torch.linalg.vector_norm(piece[:whole].view(-1, _ROW), dim=1).double()
+        tail = torch.linalg.vector_norm(piece[whole:]).double()
+        total += float(rows.mul_(rows).sum() + tail.mul_(tail))
     return math.sqrt(total)
 
 

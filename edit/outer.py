@@ -77,7 +77,7 @@ _RULES: Mapping[str, Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[s
 
 def fragment_hash(fragment: Tensor) -> bytes:
     """SHA-256 of a flat fp32 tensor's little-endian bytes."""
-    return hashlib.sha256(memoryview(fragment.detach().contiguous().numpy())).digest()
+    return hashlib.sha256(fragment.detach().contiguous().numpy().data).digest()
 
 
 def combine(hashes: Iterable[bytes]) -> str:

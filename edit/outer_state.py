@@ -1,8 +1,8 @@
 """The outer state of a run: theta, the outer optimizer's state, the downlink's residual and the norm statistics, per fragment.
 
 Owns: these four and the only way they change: reduce (pure) -> stage (pure) -> commit (all fragments at once). Tensors are
-replaced, never written into, so whoever holds old ones may go on reading. The same Merged values in the same order give the same
-bits, which is what a journal replays. Must not know: rounds, disks, carriers, time.
+replaced, never written into, so whoever holds old ones may go on reading. The same Merged values in the same order give the
+same bits, which is what a journal replays. Must not know: rounds, disks, carriers, time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a codec is: four lines of protocol, and everything that follows from them.
 
-Owns: the Codec protocol, decoding in cache-sized pieces, views of byte buffers. Must not know: any one format, peers, residuals.
+Owns: the Codec protocol, decoding in cache-sized pieces, views of byte buffers. Must not know: one format, peers, residuals.
 All formats are little-endian, as every machine that torch is built for here; another byte order is refused (`codec()`).
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from edit.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["PIECE", "Buffer", "Codec", "flat_fp32", "view"]
+__all__ = ["PIECE", "Buffer", "Codec", "flat_fp32", "new_buffer", "view"]
 
 Buffer = bytes | bytearray | memoryview
 
-PIECE = 1 << 18  # elements decoded at a time: 1 MiB of fp32 stays in the cache between two operations on it
+PIECE = 1 << 17  # elements handled at a time: 512 KiB of fp32 stay in the cache from one operation on them to the next
 
 
 class Codec(Protocol):
@@ -34,14 +34,15 @@ class Codec(Protocol):
         """Exact number of bytes that encode `numel` elements."""
         ...
 
-    def encode(self, flat: Tensor) -> bytearray:
-        """Encode a flat fp32 CPU tensor. The same input gives the same bytes; non-finite input decodes to non-finite."""
+    def encode(self, flat: Tensor) -> memoryview:
+        """Encode a flat fp32 CPU tensor into new memory. Same input, same bytes; what is not finite decodes to not finite."""
         ...
 
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
         """Decode PIECE elements at a time, in order (the last piece may be shorter).
 
-        A piece is fp32, only to be read, and valid until the next one. The length of `data` has been checked.
+        A piece is fp32 and valid until the next one. That of a lossless codec may be `data` itself and is only to be read; any
+        other is scratch that the caller may overwrite. The length of `data` has been checked.
         """
         ...
 
@@ -63,9 +64,10 @@ class Codec(Protocol):
     def decode_add(self, data: Buffer, out: Tensor, weight: float) -> None:
         """out += weight * decode(data), in place, rounded after the product and after the sum. Raises as `decode`."""
         pieces = self.decode_pieces(data, out.numel())
-        scratch = torch.empty(min(PIECE, out.numel()), dtype=torch.float32)
+        scratch = torch.empty(min(PIECE, out.numel()) if self.lossless else 0, dtype=torch.float32)
         for i, piece in enumerate(pieces):
-            out[i * PIECE : (i + 1) * PIECE].add_(torch.mul(piece, weight, out=scratch[: piece.numel()]))
+            weighted = torch.mul(piece, weight, out=scratch[: piece.numel()]) if self.lossless else piece.mul_(weight)
+            out[i * PIECE : (i + 1) * PIECE].add_(weighted)
 
 
 def flat_fp32(flat: Tensor) -> Tensor:
@@ -73,6 +75,11 @@ def flat_fp32(flat: Tensor) -> Tensor:
     if flat.ndim != 1 or flat.dtype != torch.float32 or flat.device.type != "cpu":
         raise LocalProtocolError(f"a codec takes a flat fp32 CPU tensor, not {list(flat.shape)} {flat.dtype} on {flat.device}")
     return flat.detach().contiguous()
+
+
+def new_buffer(size: int) -> memoryview:
+    """`size` writable bytes of arbitrary contents, from torch's allocator: a bytearray would clear its memory first."""
+    return memoryview(torch.empty(size, dtype=torch.uint8).numpy())
 
 
 def view(data: Buffer, dtype: torch.dtype, count: int, offset: int, spare: bytearray) -> Tensor:

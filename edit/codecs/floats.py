@@ -1,7 +1,7 @@
 """fp32, bf16, fp16: each element as a raw little-endian float, nothing else.
 
-Rounding is to nearest even. NaN and Inf come out as such. fp16 turns what exceeds 65504 into Inf: for a contribution a NONFINITE
-verdict, for an update a rollback; bf16 has the range of fp32.
+Rounding is to nearest even. NaN and Inf come out as such. fp16 turns what exceeds 65504 into Inf: a NONFINITE verdict for a
+contribution, a rollback for an update. bf16 has the range of fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, view
+from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
 
 __all__ = ["RawFloat"]
 
@@ -28,10 +28,10 @@ class RawFloat(Codec):
         """Element size times `numel`."""
         return numel * self._dtype.itemsize
 
-    def encode(self, flat: Tensor) -> bytearray:
+    def encode(self, flat: Tensor) -> memoryview:
         """Round each element."""
         flat = flat_fp32(flat)
-        data = bytearray(self.encoded_size(flat.numel()))
+        data = new_buffer(self.encoded_size(flat.numel()))
         view(data, self._dtype, flat.numel(), 0, bytearray()).copy_(flat)
         return data
 

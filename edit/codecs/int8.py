@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, view
+from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
 
 __all__ = ["BLOCK", "BlockInt8"]
 
@@ -31,28 +31,19 @@ class BlockInt8(Codec):
         """One byte per element and four per block."""
         return numel + 4 * _blocks(numel)
 
-    def encode(self, flat: Tensor) -> bytearray:
+    def encode(self, flat: Tensor) -> memoryview:
         """Quantise; see the module's docstring."""
         flat = flat_fp32(flat)
-        numel = flat.numel()
-        data = bytearray(self.encoded_size(numel))
+        numel, whole = flat.numel(), flat.numel() // BLOCK * BLOCK
+        data = new_buffer(self.encoded_size(numel))
         scales = view(data, torch.float32, _blocks(numel), 0, bytearray())
         values = view(data, torch.int8, numel, 4 * _blocks(numel), bytearray())
-        scratch = torch.empty(min(PIECE, _blocks(numel) * BLOCK), dtype=torch.float32)
-        for start in range(0, numel, PIECE):
-            part = flat[start : start + PIECE]
-            rows, filled = _blocks(part.numel()), part.numel()
-            work = scratch[: rows * BLOCK]
-            torch.abs(part, out=work[:filled])
-            work[filled:] = 0
-            absmax = work.view(rows, BLOCK).amax(dim=1)
-            scale, inverse = _scales(absmax)
-            scales[start // BLOCK : start // BLOCK + rows] = scale
-            work[:filled].copy_(part)
-            work.view(rows, BLOCK).mul_(inverse.unsqueeze(1))
-            if not bool(scale.isfinite().all()):
-                work.nan_to_num_(0.0, 0.0, 0.0)  # a NaN has no integer; the block's scale says what it was
-            values[start : start + filled] = work[:filled].round_()
+        _quantise(flat[:whole].view(-1, BLOCK), scales[: whole // BLOCK], values[:whole].view(-1, BLOCK))
+        if whole < numel:
+            last, quantised = torch.zeros(1, BLOCK), torch.empty(1, BLOCK, dtype=torch.int8)
+            last[0, : numel - whole] = flat[whole:]
+            _quantise(last, scales[-1:], quantised)
+            values[whole:] = quantised[0, : numel - whole]
         return data
 
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
@@ -74,9 +65,21 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def _scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """(scale, 1 / scale) per block; (0, 0) for tiny blocks, (NaN, 0) for those that are not finite."""
-    tiny, finite = absmax < _TINY, absmax.isfinite()
-    scale = (absmax / _LARGEST).masked_fill_(tiny, 0.0).masked_fill_(~finite, torch.nan)
-    inverse = (_LARGEST / absmax).masked_fill_(tiny | ~finite, 0.0)
-    return scale, inverse
+def _quantise(blocks: Tensor, scales: Tensor, values: Tensor) -> None:
+    """Fill `scales` [rows] and int8 `values` [rows, BLOCK] from fp32 `blocks` [rows, BLOCK]."""
+    rows, step = blocks.shape[0], PIECE // BLOCK
+    scratch = torch.empty(min(step, rows), BLOCK)
+    bits = scratch.view(torch.int32)
+    for start in range(0, rows, step):
+        part = blocks[start : start + step]
+        work, absmax = scratch[: part.shape[0]], scales[start : start + step]
+        torch.abs(part, out=work)
+        # Floats >= 0 sort as their bits do, NaN last; torch finds the largest integer twice as fast as the largest float.
+        torch.amax(bits[: part.shape[0]], 1, out=absmax.view(torch.int32))
+        torch.mul(part, (_LARGEST / absmax).unsqueeze(1), out=work)
+        values[start : start + step].copy_(work.round_())
+    tiny, broken = scales < _TINY, ~scales.isfinite()
+    scales.div_(_LARGEST)
+    if bool((tiny | broken).any()):
+        values[tiny | broken] = 0  # what stands there came from 0 * Inf or NaN
+        scales.masked_fill_(tiny, 0.0).masked_fill_(broken, torch.nan)
