@@ -306,10 +306,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(
-            0 < len(self.name) <= 64 and all(c.isalnum() or c in "-_." for c in self.name),
+            0 < len(self.name) <= 55 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in self.name),
             "name",
             self.name,
-            "must be 1 to 64 letters, digits, '-', '_' or '.'",
+            "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'",
         )
         _within("seed", self.seed, 0, 2**63 - 1)
 

@@ -1,0 +1,163 @@
+"""Keys and certificates as values: the run's authority signs, everybody else is signed. P-256 only.
+
+Owns: what stands in a certificate (SAN, key usage, lifetime) and which key is accepted. Must not know: files, members,
+invitations.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from editpb.identity import Identity
+
+from edit.errors import ConfigError, RemoteProtocolError
+
+__all__ = ["CA_LIFETIME_S", "Issuer", "key_pem", "make_ca", "names_of", "new_key", "public_der", "public_key_of"]
+
+CA_LIFETIME_S = 10 * 365 * 86400.0
+MAX_CSR_BYTES = 4096
+_HOST = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
+_BACKDATE = timedelta(hours=1)  # members' clocks may be slow
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """A fresh P-256 key."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """PKCS#8 PEM, not encrypted: the file's mode protects it."""
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def public_der(key: ec.EllipticCurvePublicKey) -> bytes:
+    """What two keys are compared by."""
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:
+    """The public key of a PKCS#10 request; its names and extensions are ignored.
+
+    Raises RemoteProtocolError: damaged, signature wrong (no proof that the sender holds the key), or not P-256.
+    """
+    if not 0 < len(csr_der) <= MAX_CSR_BYTES:
+        raise RemoteProtocolError(f"a certificate request of {len(csr_der)} bytes; 1 to {MAX_CSR_BYTES} are allowed")
+    try:
+        request = x509.load_der_x509_csr(csr_der)
+        key, signed = request.public_key(), request.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise RemoteProtocolError("the certificate request is damaged") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise RemoteProtocolError("the certificate request's key is not P-256")
+    if not signed:
+        raise RemoteProtocolError("the certificate request is not signed with its own key")
+    return key
+
+
+def make_ca(run_id: str, now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """A run's authority: key and self-signed certificate, which may sign members but no further authorities."""
+    key, name = new_key(), _name(f"{run_id[:60]} CA")
+    certificate = (
+        _dated(x509.CertificateBuilder(), now, CA_LIFETIME_S)
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(sign_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return key, certificate
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """Signs for one run."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    @property
+    def der(self) -> bytes:
+        """The authority's certificate."""
+        return self.certificate.public_bytes(serialization.Encoding.DER)
+
+    def issue(
+        self,
+        identity: Identity,
+        public_key: ec.EllipticCurvePublicKey,
+        *,
+        lifetime_s: float,
+        now: float,
+        server_names: Sequence[str] = (),
+    ) -> x509.Certificate:
+        """A certificate for `identity`. With server_names (hosts and addresses) it may only serve, without only call.
+
+        It never outlives the authority. Raises ConfigError as `names_of`, and when the authority has expired.
+        """
+        purpose = ExtendedKeyUsageOID.SERVER_AUTH if server_names else ExtendedKeyUsageOID.CLIENT_AUTH
+        authority = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        lifetime_s = min(lifetime_s, self.certificate.not_valid_after_utc.timestamp() - now)
+        if lifetime_s <= 0:
+            raise ConfigError("the run's authority has expired; make a new run")
+        return (
+            _dated(x509.CertificateBuilder(), now, lifetime_s)
+            .subject_name(_name(identity.peer_id))
+            .issuer_name(self.certificate.subject)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(sign_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
+            .add_extension(x509.SubjectAlternativeName(names_of(identity, server_names)), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+
+
+def names_of(identity: Identity, server_names: Sequence[str] = ()) -> list[x509.GeneralName]:
+    """What a certificate's SAN holds. Raises ConfigError for a server's name that is neither host name nor address."""
+    return [x509.UniformResourceIdentifier(identity.uri), *(_server_name(name) for name in server_names)]
+
+
+def _server_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        if len(name) > 253 or _HOST.fullmatch(name) is None:
+            raise ConfigError(f"server.advertise: {name!r} is neither a host name nor an address") from None
+        return x509.DNSName(name)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _dated(builder: x509.CertificateBuilder, now: float, lifetime_s: float) -> x509.CertificateBuilder:
+    start = datetime.fromtimestamp(now, UTC)
+    return builder.not_valid_before(start - _BACKDATE).not_valid_after(start + timedelta(seconds=lifetime_s))
+
+
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,181 @@
+"""The peer's folder: who it is, its key, its certificate, the authority it trusts, where the coordinator listens.
+
+Owns: identity.json, peer.key (0600), peer.pem, ca.pem, and what is wrong with them. identity.json is written last: a folder
+without it is not enrolled, and its key is only a key. Must not know: invitations, calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from editpb.identity import Identity, from_certificate
+from editpb.invitation import MAX_ENDPOINTS, is_endpoint
+
+from edit.errors import ConfigError, RefusedError, StorageError
+
+__all__ = ["Enrolled", "Home", "certificate_fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolled:
+    """What a peer needs to dial: who it is, HOST:PORT of control and data, and its credentials (mutual TLS)."""
+
+    identity: Identity
+    endpoints: tuple[str, ...]
+    credentials: grpc.ChannelCredentials
+
+    @property
+    def run_id(self) -> str:
+        return self.identity.run_id
+
+
+class Home:
+    """One peer's folder. Nothing is read or written before a method is called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity, self._key = path / "identity.json", path / "peer.key"
+        self._certificate, self._ca = path / "peer.pem", path / "ca.pem"
+
+    def identity(self) -> Identity | None:
+        """Who this folder belongs to; None when no invitation was redeemed in it. Raises ConfigError when it is damaged."""
+        return self._read_identity()[0] if self._identity.exists() else None
+
+    def load(self, now: float | None = None) -> Enrolled:
+        """Everything, checked against one another. now: unix seconds; an expired certificate is an error then.
+
+        Raises ConfigError of one line that says how to mend it.
+        """
+        if not self._identity.exists():
+            raise ConfigError(f"no invitation redeemed in {self.path}; run: edit-peer join INVITATION --home {self.path}")
+        identity, endpoints = self._read_identity()
+        self._check_private()
+        ca, certificate, key = (_read(path) for path in (self._ca, self._certificate, self._key))
+        mend = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
+        try:
+            own, authority = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificate(ca)
+        except ValueError as error:
+            raise ConfigError(f"{self._certificate} or {self._ca} is damaged; {mend}") from error
+        fault = certificate_fault(own, authority, identity, _load_key(self._key, key))
+        if fault is not None:
+            raise ConfigError(f"{self._certificate}: {fault}; {mend}")
+        if now is not None and own.not_valid_after_utc.timestamp() <= now:
+            day = own.not_valid_after_utc.date().isoformat()
+            raise ConfigError(f"{self._certificate}: expired on {day}; {mend}")
+        return Enrolled(identity, endpoints, grpc.ssl_channel_credentials(ca, key, certificate))
+
+    def make_key(self) -> ec.EllipticCurvePrivateKey:
+        """This folder's key: the one that is there, so that joining can be retried, else a new one (P-256, 0600).
+
+        Raises ConfigError (damaged, readable by others), StorageError.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be created ({error.strerror})") from error
+        if not self._key.exists():
+            key = ec.generate_private_key(ec.SECP256R1())
+            pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+            _write(self._key, pem, 0o600)
+        self._check_private()
+        return _load_key(self._key, _read(self._key))
+
+    def store(self, identity: Identity, endpoints: Sequence[str], certificate_der: bytes, ca_der: bytes) -> None:
+        """Keep what an invitation was redeemed for; identity.json last. Raises StorageError."""
+        _write(self._ca, _pem(ca_der))
+        _write(self._certificate, _pem(certificate_der))
+        values = {
+            "run_id": identity.run_id,
+            "peer_id": identity.peer_id,
+            "role": identity.role,
+            "endpoints": list(endpoints),
+        }
+        _write(self._identity, json.dumps(values, indent=1).encode())
+
+    def _read_identity(self) -> tuple[Identity, tuple[str, ...]]:
+        try:
+            values: Any = json.loads(_read(self._identity))
+            identity = Identity(str(values["run_id"]), str(values["role"]), str(values["peer_id"]))
+            endpoints = tuple(str(each) for each in values["endpoints"])
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
+            raise ConfigError(f"{self._identity}: is damaged; delete it and join again ({error})") from error
+        if not 1 <= len(endpoints) <= MAX_ENDPOINTS or not all(is_endpoint(each) for each in endpoints):
+            raise ConfigError(f"{self._identity}: endpoints must be 1 to {MAX_ENDPOINTS} of HOST:PORT")
+        return identity, endpoints
+
+    def _check_private(self) -> None:
+        try:
+            mode = self._key.stat().st_mode & 0o777
+        except OSError as error:
+            raise ConfigError(f"{self._key}: cannot be read ({error.strerror})") from error
+        if mode & 0o077:
+            raise ConfigError(f"{self._key}: others can read this key (mode {mode:04o}); run: chmod 600 {self._key}")
+
+
+def certificate_fault(
+    certificate: x509.Certificate, authority: x509.Certificate, identity: Identity, key: ec.EllipticCurvePrivateKey
+) -> str | None:
+    """What is wrong with a member's certificate, or None: signed by `authority`, for `identity`, for `key`."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+        named, public = from_certificate(certificate), certificate.public_key()
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return "the certificate is not signed by the run's authority"
+    except RefusedError as error:
+        return str(error)
+    if named != identity:
+        return f"the certificate is for {named.uri}, not {identity.uri}"
+    if public != key.public_key():
+        return "the certificate is for another key than peer.key"
+    return None
+
+
+def _load_key(path: Path, pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{path}: is not a private key; delete it and join with a new invitation") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path}: is not a P-256 key; delete it and join with a new invitation")
+    return key
+
+
+def _pem(der: bytes) -> bytes:
+    return x509.load_der_x509_certificate(der).public_bytes(serialization.Encoding.PEM)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); join again") from error
+
+
+def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replace a file so that a crash leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
