@@ -8,10 +8,10 @@ Rules
  1. A round is one attempt to advance from outer step t to t + 1, all fragments. Round ids strictly increase. After a commit
     or an abort the next round opens in the same call.
  2. READY peers are live and last reported outer step t, or t - 1: that one was told of the commit that led to t and applies
-    it at its next step boundary. A peer whose last report is older is hung or takes a snapshot; nobody waits for it. A round
-    opens with one ready peer (the first outer step: `start_peers`) and EXPECTS all that are ready at that moment, whether
-    they were part of the last commit or not: a slower peer that missed one round would miss all of them otherwise, and the
-    fastest peer would train alone.
+    it at its next step boundary. A contribution to t reports t, too. A peer whose last report is older is hung or takes a
+    snapshot; nobody waits for it. A round opens with one ready peer (the first outer step: `start_peers`) and EXPECTS all
+    that are ready at that moment, whether they were part of the last commit or not: a slower peer that missed one round would
+    miss all of them otherwise, and the fastest peer would train alone.
  3. A round that opened out of GATHERING (start, restart, everybody lost) also expects those who report t within floor_s of
     its opening: the run is still assembling. Any other latecomer is OPTIONAL: what it delivers before the close counts, but
     nobody waits for it. It is expected from the next round on.
@@ -234,6 +234,8 @@ class RoundMachine:
             return [refusal]
         if self._round:
             self._round.offered.add(event.peer_id)
+        if event.peer_id in self._live:  # rounds may be shorter than the time between two reports
+            self._live[event.peer_id] = event.outer_step
         return []
 
     def _arrived(self, event: Arrived, now: float) -> list[Effect]:
@@ -337,7 +339,8 @@ class RoundMachine:
         if current.quorum_at is None:
             return ""
         if not current.missing:
-            return f"all {len(current.complete)} contributors in{current.without()}"
+            present = len(current.complete)
+            return f"{f'all {present} contributors' if present > 1 else 'the only contributor'} in{current.without()}"
         if now >= current.deadline:
             return f"deadline: {current.tally()}"
         return f"grace over: {current.tally()}" if now >= self._grace_over(current) else ""
