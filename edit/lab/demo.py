@@ -65,6 +65,7 @@ class Outside:
 
     programs: Programs = field(default_factory=Programs)
     connect: Callable[[Path], RunView] = open_observer
+    evaluator: Callable[[RunConfig, Path], Evaluator] = Evaluator
     unix: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
     pause: Callable[[], None] = lambda: time.sleep(0.2)
@@ -161,7 +162,7 @@ class Demo:
 
     def follow(self) -> None:
         """Until the last outer step is committed, the lone peer is done and the peers have left."""
-        evaluator = Evaluator(RunConfig.from_toml(self._folder.run_toml), self._folder.data / "validation")
+        evaluator = self._outside.evaluator(RunConfig.from_toml(self._folder.run_toml), self._folder.data / "validation")
         self._measurer = Measurer(evaluator, self._recorder)
         self._run = self._outside.connect(self._folder.state)
         self._open.callback(self._run.close)
