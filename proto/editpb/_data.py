@@ -133,7 +133,7 @@ def _fragment_update_to_pb(fragment: FragmentCommit) -> dpb.FragmentUpdate:
         fragment_id=fragment.fragment_id,
         codec=codec_to_pb(payload.codec),
         numel=payload.numel,
-        total_bytes=len(payload.data),
+        total_bytes=memoryview(payload.data).nbytes,
         verdicts=verdicts,
     )
 
@@ -167,7 +167,7 @@ def _fragment_update_from_pb(message: dpb.FragmentUpdate, fragment: FragmentSpec
     return msg.FragmentUpdate(commit=commit, codec=codec, numel=message.numel, total_bytes=total)
 
 
-def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | None]) -> Commit:
+def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | memoryview | None]) -> Commit:
     """The commit, once the bytes of every fragment are there; None for each that was rolled back."""
     if len(payloads) != len(manifest.fragments):
         fail(f"{len(payloads)} payloads for {len(manifest.fragments)} fragments")
@@ -180,11 +180,11 @@ def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | b
     )
 
 
-def _with_payload(update: msg.FragmentUpdate, data: bytes | bytearray | None) -> FragmentCommit:
+def _with_payload(update: msg.FragmentUpdate, data: bytes | bytearray | memoryview | None) -> FragmentCommit:
     if update.codec is None and data is None:
         return update.commit
-    if update.codec is None or data is None or len(data) != update.total_bytes:
-        got = "no" if data is None else len(data)
+    if update.codec is None or data is None or memoryview(data).nbytes != update.total_bytes:
+        got = "no" if data is None else memoryview(data).nbytes
         fail(f"fragment {update.commit.fragment_id}: {got} bytes where {update.total_bytes} were announced")
     return dataclasses.replace(update.commit, payload=EncodedTensor(update.codec, update.numel, data))
 

@@ -1,0 +1,391 @@
+"""Records survive the wire; whatever else arrives is a RemoteProtocolError of one line, before memory is taken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from editpb import control_pb2 as cpb
+from editpb import convert, limits
+from editpb import data_pb2 as dpb
+from editpb import messages as msg
+from editpb import tensors_pb2 as tpb
+from google.protobuf.message import DecodeError, Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edit.codecs import codec_names
+from edit.errors import RemoteProtocolError
+from edit.schema import FragmentSpec, Schema, TensorSpec
+from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
+
+Reader = Callable[[Any], object]
+
+READERS: list[tuple[type[Message], Reader]] = [
+    (tpb.Schema, convert.schema_from_pb),
+    (tpb.Chunk, convert.checked),
+    (cpb.PeerMessage, convert.peer_message_from_pb),
+    (cpb.CoordinatorMessage, convert.coordinator_message_from_pb),
+    (cpb.FragmentVerdicts, convert.fragment_verdicts_from_pb),
+    (cpb.EvictRequest, convert.evict_request_from_pb),
+    (dpb.ContributionHeader, convert.contribution_header_from_pb),
+    (dpb.ContributionHeader, lambda m: convert.contribution_header_from_pb(m, SCHEMA)),
+    (dpb.ProbeReply, lambda m: convert.received_from_pb(m, 99)),
+    (dpb.ContributionReceipt, lambda m: convert.received_from_pb(m, 99)),
+    (dpb.UpdateRequest, convert.update_request_from_pb),
+    (dpb.UpdateManifest, lambda m: convert.update_manifest_from_pb(m, SCHEMA, 1)),
+    (dpb.SnapshotManifest, convert.snapshot_manifest_from_pb),
+    (dpb.SnapshotManifest, lambda m: convert.snapshot_manifest_from_pb(m, SCHEMA)),
+    (dpb.SnapshotRequest, lambda m: convert.snapshot_request_from_pb(m, SCHEMA)),
+    (dpb.FoundHeader, convert.found_header_from_pb),
+]
+HEARTBEAT = msg.Heartbeat(
+    state=msg.PeerState.TRAINING,
+    outer_step=4,
+    digest=DIGEST,
+    inner_steps=120,
+    round_inner_steps=7,
+    loss=2.5,
+    tokens_per_s=900.0,
+)
+VIEW = msg.View(
+    sequence=9, phase=msg.RunPhase.COLLECTING, outer_step=4, round_id=1_000_002, digest=DIGEST, last_reason="deadline"
+)
+
+
+def expect_refusal(reader: Reader, message: Message) -> str:
+    with pytest.raises(RemoteProtocolError) as caught:
+        reader(message)
+    text = str(caught.value)
+    assert text.isprintable() and 0 < len(text) < 2000
+    return text
+
+
+def changed(message: Message, **fields: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name, value in fields.items():
+        setattr(copy, name, value)
+    return copy
+
+
+# ---- nothing but RemoteProtocolError -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "reader"), READERS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_message_is_taken_or_refused(kind: type[Message], reader: Reader, data: st.DataObject) -> None:
+    message = kind(**data.draw(messages(kind.DESCRIPTOR)))
+    try:
+        reader(message)
+    except RemoteProtocolError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(("kind", "reader"), READERS)
+@given(raw=st.binary(max_size=80))
+@settings(deadline=None, max_examples=60)
+def test_any_bytes_are_refused_by_the_parser_or_by_the_converter(kind: type[Message], reader: Reader, raw: bytes) -> None:
+    try:
+        reader(parse(kind, raw))
+    except (DecodeError, RemoteProtocolError) as error:
+        assert str(error)
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_codec_on_the_wire_is_implemented_and_every_implementation_may_travel() -> None:
+    on_the_wire = {value for name, value in tpb.CodecId.items() if name != "CODEC_ID_UNSPECIFIED"}
+    assert set(convert.CODEC_IDS) == set(codec_names())
+    assert set(convert.CODEC_IDS.values()) == on_the_wire
+    assert len(set(convert.CODEC_IDS.values())) == len(convert.CODEC_IDS)
+    assert [convert.codec_from_pb(convert.codec_to_pb(name)) for name in codec_names()] == list(codec_names())
+
+
+_SHAPES = st.lists(st.integers(1, 9), max_size=8).map(tuple)
+
+
+@given(shapes=st.lists(st.lists(_SHAPES, min_size=1, max_size=3), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_a_schema_survives(shapes: list[list[tuple[int, ...]]]) -> None:
+    schema = Schema(
+        tuple(
+            FragmentSpec(
+                fragment_id=i,
+                name=f"part {i}",
+                tensors=tuple(TensorSpec(name=f"{i}.{j}", shape=shape) for j, shape in enumerate(part)),
+            )
+            for i, part in enumerate(shapes)
+        )
+    )
+    received = convert.schema_from_pb(parse(tpb.Schema, convert.schema_to_pb(schema).SerializeToString()))  # type: ignore[arg-type]
+    assert received == schema and received.schema_hash == schema.schema_hash
+
+
+def one_tensor(**fields: Any) -> tpb.Schema:
+    return tpb.Schema(fragments=[tpb.FragmentSpec(name="f", tensors=[tpb.TensorSpec(**{"name": "t", "shape": [2], **fields})])])
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (tpb.Schema(), "no tensors"),
+        (tpb.Schema(fragments=[tpb.FragmentSpec(name="f")]), "without any"),
+        (tpb.Schema(fragments=[tpb.FragmentSpec()] * (limits.MAX_FRAGMENTS + 1)), "more than 65536"),
+        (tpb.Schema(fragments=[tpb.FragmentSpec(tensors=[tpb.TensorSpec()] * (limits.MAX_TENSORS + 1))]), "more than 1048576"),
+        (one_tensor(name=""), "name is empty"),
+        (one_tensor(name="x" * 513), "more than 512"),
+        (one_tensor(name="a\x1b[2Jb"), "control characters"),
+        (one_tensor(shape=[1] * 9), "more than 8"),
+        (one_tensor(shape=[0]), "not 1 to"),
+        (one_tensor(shape=[1 << 63]), "not 1 to"),
+        (one_tensor(shape=[1 << 30, 1 << 30]), "elements in tensor t"),
+        (tpb.Schema(fragments=[tpb.FragmentSpec(name="f", tensors=[tpb.TensorSpec(name="t")] * 2)]), "named twice"),
+        (
+            tpb.Schema(
+                fragments=[tpb.FragmentSpec(name="f", tensors=[tpb.TensorSpec(name=str(i), shape=[1 << 40]) for i in range(2)])]
+            ),
+            "elements in a schema",
+        ),
+    ],
+)
+def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
+    assert reason in expect_refusal(convert.schema_from_pb, message)
+
+
+# ---- control -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        msg.Hello(run_id=RUN, schema=SCHEMA, software="edit 0.1"),
+        msg.Hello(run_id=RUN),
+        HEARTBEAT,
+        dataclasses.replace(HEARTBEAT, state=msg.PeerState.STARTING, digest="", loss=math.inf),
+        msg.Goodbye("stopped by the user"),
+    ],
+)
+def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
+    raw = convert.peer_message_to_pb(value).SerializeToString()
+    assert convert.peer_message_from_pb(parse(cpb.PeerMessage, raw)) == value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', found=True),
+        VIEW,
+        *(dataclasses.replace(VIEW, phase=phase, heal="digest differs", last_committed=True) for phase in msg.RunPhase),
+        msg.Expel(True, "key lost"),
+    ],
+)
+def test_what_the_coordinator_says_survives(value: msg.Welcome | msg.View | msg.Expel) -> None:
+    raw = convert.coordinator_message_to_pb(value).SerializeToString()
+    assert convert.coordinator_message_from_pb(parse(cpb.CoordinatorMessage, raw)) == value  # type: ignore[arg-type]
+
+
+def test_a_heartbeat_without_a_loss_yet_survives_and_its_json_has_null() -> None:
+    starting = msg.Heartbeat(state=msg.PeerState.STARTING)
+    received = convert.heartbeat_from_pb(convert.heartbeat_to_pb(starting))
+    assert math.isnan(received.loss)
+    assert received.as_json()["loss"] is None and received.as_json()["state"] == "starting"
+
+
+def test_own_reasons_are_made_one_bounded_line_before_they_are_sent() -> None:
+    sent = convert.coordinator_message_to_pb(msg.Expel(False, "two\nlines \x1b[0m" + "x" * 9000))
+    received = convert.coordinator_message_from_pb(sent)
+    assert isinstance(received, msg.Expel)
+    assert received.reason.startswith("two lines  [0mxxx") and len(received.reason) == limits.MAX_TEXT_CHARS
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"state": 0}, "peer_state 0"),
+        ({"state": 77}, "peer_state 77"),
+        ({"outer_step": 1 << 60}, "outer_step"),
+        ({"digest": DIGEST.upper()}, "not a SHA-256"),
+        ({"digest": "0"}, "not a SHA-256"),
+        ({"step_s": math.nan}, "step_s"),
+        ({"tokens_per_s": -1.0}, "tokens_per_s"),
+        ({"bytes_sent": (1 << 64) - 1}, "bytes_sent"),
+    ],
+)
+def test_a_wrong_heartbeat_is_refused(fields: dict[str, Any], reason: str) -> None:
+    assert reason in expect_refusal(convert.heartbeat_from_pb, changed(convert.heartbeat_to_pb(HEARTBEAT), **fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "reader", "reason"),
+    [
+        (cpb.PeerMessage(), convert.peer_message_from_pb, "without content"),
+        (cpb.CoordinatorMessage(), convert.coordinator_message_from_pb, "without content"),
+        (cpb.Hello(protocol=2, run_id=RUN), convert.hello_from_pb, "speaks protocol 2"),
+        (cpb.Hello(protocol=1, run_id="../run"), convert.hello_from_pb, "run_id"),
+        (cpb.Hello(protocol=1, run_id=RUN, software="x" * 4097), convert.hello_from_pb, "software"),
+        (cpb.View(phase=0), convert.view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
+        (cpb.Welcome(run_id=RUN, peer_id="a" * 65), convert.welcome_from_pb, "peer_id"),
+        (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), convert.welcome_from_pb, "config_json"),
+        (cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict()] * 65537), convert.fragment_verdicts_from_pb, "more than 65536"),
+        (
+            cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="ok")] * 2),
+            convert.fragment_verdicts_from_pb,
+            "two verdicts",
+        ),
+        (cpb.FragmentVerdicts(clip=1.5), convert.fragment_verdicts_from_pb, "clip"),
+        (cpb.FragmentVerdicts(merged_norm=-1), convert.fragment_verdicts_from_pb, "merged_norm"),
+        (
+            cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="__class__")]),
+            convert.fragment_verdicts_from_pb,
+            "verdict '__class__' is not known",
+        ),
+        (
+            cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="ok", weight=math.nan)]),
+            convert.fragment_verdicts_from_pb,
+            "weight",
+        ),
+        (cpb.EvictRequest(peer_id="", reason="x"), convert.evict_request_from_pb, "peer_id"),
+    ],
+)
+def test_wrong_control_messages_are_refused(message: Message, reader: Reader, reason: str) -> None:
+    assert reason in expect_refusal(reader, message)
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_contribution_header_survives_and_its_key_is_what_makes_it_unique() -> None:
+    sent = header()
+    received = convert.contribution_header_from_pb(convert.contribution_header_to_pb(sent), SCHEMA)
+    assert received == sent
+    assert received.key == msg.ContributionKey(RUN, 1_000_001, "alice", 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"run_id": ""}, "run_id"),
+        ({"peer_id": "a/b"}, "peer_id"),
+        ({"round_id": 0}, "round_id"),
+        ({"outer_step": 1 << 49}, "outer_step"),
+        ({"fragment_id": 2}, "fragment_id is 2, not 0 to 1"),
+        ({"fragment_id": 1 << 16}, "fragment_id"),
+        ({"schema_hash": "abc"}, "schema_hash"),
+        ({"inner_steps": 0}, "inner_steps"),
+        ({"tokens": (1 << 64) - 1}, "tokens"),
+        ({"codec": 0}, "codec 0"),
+        ({"codec": 99}, "codec 99"),
+        ({"numel": 0}, "numel"),
+        ({"numel": (1 << 40) + 1}, "numel"),
+        ({"total_bytes": 1 << 63}, "total_bytes"),
+        ({"total_bytes": 8}, "8 bytes announced"),
+        ({"codec": tpb.CODEC_ID_FP32}, "fp32 makes 20 of 5"),
+        ({"codec": tpb.CODEC_ID_FP32, "numel": 6, "total_bytes": 24}, "blocks.0 has 5 elements, 6"),
+    ],
+)
+def test_a_wrong_contribution_header_is_refused(fields: dict[str, Any], reason: str) -> None:
+    message = changed(convert.contribution_header_to_pb(header()), **fields)
+    assert reason in expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), message)
+
+
+def test_a_header_of_another_schema_is_left_to_the_caller_who_can_name_the_reason() -> None:
+    other = convert.contribution_header_to_pb(header(schema_hash=DIGEST, codec="fp32", numel=7, total_bytes=28, fragment_id=9))
+    assert convert.contribution_header_from_pb(other, SCHEMA).schema_hash == DIGEST
+
+
+def boxed(*boxes: tpb.Box) -> dpb.ContributionHeader:
+    message = convert.contribution_header_to_pb(header())
+    message.boxes.extend(boxes)
+    return message
+
+
+def test_boxes_that_cover_the_whole_fragment_are_taken() -> None:
+    whole = boxed(tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2]), tpb.Box(tensor=1))
+    assert convert.contribution_header_from_pb(whole, SCHEMA) == header()
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2])],
+        [tpb.Box(tensor=0, offsets=[0, 0], sizes=[1, 2]), tpb.Box(tensor=1)],
+        [tpb.Box(tensor=0, offsets=[1, 0], sizes=[2, 2]), tpb.Box(tensor=1)],
+        [tpb.Box(tensor=0, offsets=[0], sizes=[2, 2]), tpb.Box(tensor=1)],
+        [tpb.Box(tensor=1), tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2])],
+        [tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2]), tpb.Box(tensor=1), tpb.Box(tensor=1)],
+    ],
+)
+def test_a_partial_box_is_refused(boxes: list[tpb.Box]) -> None:
+    reason = expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), boxed(*boxes))
+    assert "box" in reason
+
+
+def test_a_commit_survives_as_manifest_and_bytes() -> None:
+    sent = commit()
+    message = parse(dpb.UpdateManifest, convert.update_manifest_to_pb(sent).SerializeToString())
+    manifest = convert.update_manifest_from_pb(message, SCHEMA, 4)  # type: ignore[arg-type]
+    assert [part.total_bytes for part in manifest.fragments] == [30, 0]
+    payloads = [fragment.payload.data if fragment.payload else None for fragment in sent.fragments]
+    assert convert.commit_from_parts(manifest, payloads) == sent
+    for wrong in ([None, None], [bytes(29), None], [bytes(30), b""], [bytes(30)]):
+        with pytest.raises(RemoteProtocolError):
+            convert.commit_from_parts(manifest, wrong)
+
+
+def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.UpdateManifest:
+    message = convert.update_manifest_to_pb(commit())
+    change(message)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m, "outer_step", 5), "outer step 5 where 4"),
+        (lambda m: setattr(m, "digest", ""), "digest"),
+        (lambda m: setattr(m, "reason", "a\rb"), "reason"),
+        (lambda m: m.fragments.pop(), "1 fragments, the model has 2"),
+        (lambda m: m.fragments.add(), "3 fragments, the model has 2"),
+        (lambda m: m.fragments.reverse(), "fragment 1 where 0 is due"),
+        (lambda m: setattr(m.fragments[0].verdicts, "fragment_id", 1), "fragment 0 where 0 is due"),
+        (lambda m: setattr(m.fragments[0], "rollback", True), "rolled back and yet has bytes"),
+        (lambda m: setattr(m.fragments[0], "total_bytes", 1 << 62), "bytes announced"),
+        (lambda m: setattr(m.fragments[0], "numel", 16), "has 15 elements"),
+        (lambda m: setattr(m.fragments[1], "rollback", False), "codec 0"),
+    ],
+)
+def test_a_wrong_update_manifest_is_refused(change: Callable[[dpb.UpdateManifest], object], reason: str) -> None:
+    assert reason in expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4), wrong_manifest(change))
+
+
+def test_a_snapshot_manifest_survives_and_another_model_is_named() -> None:
+    sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_sha256=(bytes(32), b"\1" * 32))
+    message = convert.snapshot_manifest_to_pb(sent)
+    assert convert.snapshot_manifest_from_pb(message, SCHEMA) == convert.snapshot_manifest_from_pb(message) == sent
+    other = Schema((*SCHEMA.fragments[:1], dataclasses.replace(SCHEMA.fragments[1], name="blocks.1")))
+    assert "blocks.1" in expect_refusal(lambda m: convert.snapshot_manifest_from_pb(m, other), message)
+    del message.fragment_sha256[1]
+    assert "one SHA-256 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    message.fragment_sha256.append(bytes(31))
+    assert "one SHA-256 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+
+
+def test_requests_survive_and_are_bounded() -> None:
+    update = msg.UpdateRequest(RUN, 4)
+    assert convert.update_request_from_pb(convert.update_request_to_pb(update)) == update
+    found = msg.FoundHeader(run_id=RUN, schema_hash=SCHEMA.schema_hash, digest=DIGEST)
+    assert convert.found_header_from_pb(convert.found_header_to_pb(found)) == found
+    wanted = msg.SnapshotRequest(run_id=RUN, outer_step=4, fragment_id=1, offset=20)
+    sent = convert.snapshot_request_to_pb(wanted)
+    assert convert.snapshot_request_from_pb(sent, SCHEMA) == wanted
+    for fields in ({"offset": 21}, {"fragment_id": 2}, {"run_id": "a b"}):
+        expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, **fields))
+    expect_refusal(convert.update_request_from_pb, dpb.UpdateRequest(run_id=RUN, outer_step=0))
+    assert convert.received_from_pb(dpb.ProbeReply(received_bytes=5), 5) == msg.Received(5, False)
+    expect_refusal(lambda m: convert.received_from_pb(m, 5), dpb.ContributionReceipt(received_bytes=6))
