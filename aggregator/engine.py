@@ -92,6 +92,7 @@ class Attendance:
     schema: Schema
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expelled: EvictedError | RefusedError | None = None
+    over: bool = False  # the coordinator stops; the peer dials again
     heal: str = ""
     last_line: float = -math.inf
 
@@ -159,13 +160,21 @@ class Engine:
             _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
         self._spawn(self._watch_the_clock())
 
+    def hang_up(self) -> None:
+        """End every peer's stream; they dial again until somebody answers."""
+        for attendance in self._attendances.values():
+            attendance.over = True
+            attendance.changed.set()
+
     async def close(self) -> None:
-        """Stop watching; write a checkpoint of what is committed."""
+        """Stop watching; write a checkpoint of what is committed, let go of the files."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.outer is not None:
             await self._in_worker(self._store.checkpoint, self.outer)
+        self._store.close()
+        self._intake.close()
 
     async def _watch_the_clock(self) -> None:
         while True:

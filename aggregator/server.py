@@ -21,6 +21,7 @@ from aggregator.authority import Authority
 from aggregator.engine import Clock, Engine, Resources
 from aggregator.enrolment import EnrolmentService
 from aggregator.intake import Intake
+from aggregator.journal import Disk
 from aggregator.metrics import MetricsLog
 from aggregator.services import ControlService, DataService
 from aggregator.state_folder import StateFolder, write_atomic
@@ -52,6 +53,7 @@ class Coordinator:
     folder: StateFolder
     config: RunConfig
     engine: Engine
+    authority: Authority
     _main: grpc.aio.Server
     _enrol: grpc.aio.Server
     _worker: ThreadPoolExecutor
@@ -59,8 +61,10 @@ class Coordinator:
     enrol_listen: str = ""
 
     @classmethod
-    def open(cls, folder: StateFolder, clock: Clock | None = None) -> Coordinator:
+    def open(cls, folder: StateFolder, clock: Clock | None = None, disk: Disk | None = None) -> Coordinator:
         """Read the folder and build everything; nothing listens yet. Must be called on the event loop.
+
+        clock, disk: injected for tests.
 
         Raises ConfigError or StorageError with one line.
         """
@@ -70,7 +74,7 @@ class Coordinator:
         authority.renew_server(config.server.advertise, now=clock.unix())
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         resources = Resources(
-            store=Store(folder.outer, config.storage, folder.run_id),
+            store=Store(folder.outer, config.storage, folder.run_id, disk),
             intake=Intake(config.storage.buffer_bytes, folder.spill),
             members=authority.members,
             worker=worker,
@@ -79,7 +83,7 @@ class Coordinator:
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         engine = Engine(folder.run_id, config, resources, first_round_id=first_round_id)
-        coordinator = cls(folder, config, engine, grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS), worker)
+        coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS), worker)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
         service = EnrolmentService(authority, clock.unix, coordinator.endpoints)
@@ -109,6 +113,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stop listening, checkpoint, end the worker."""
+        self.engine.hang_up()
         await asyncio.gather(self._main.stop(_STOP_GRACE_S), self._enrol.stop(_STOP_GRACE_S))
         await self.engine.close()
         self._worker.shutdown()

@@ -101,7 +101,7 @@ class ControlService:
         ears = asyncio.get_running_loop().create_task(self._listen(attendance, messages))
         ears.add_done_callback(lambda _: attendance.changed.set())
         try:
-            while attendance.expelled is None and not ears.done():
+            while attendance.expelled is None and not attendance.over and not ears.done():
                 attendance.changed.clear()
                 yield convert.coordinator_message_to_pb(self._engine.view(attendance))
                 await attendance.changed.wait()

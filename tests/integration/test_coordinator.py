@@ -1,0 +1,430 @@
+"""A real coordinator over mutual TLS: whole rounds, restarts, and everything a faulty or hostile peer may send."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from editpb import control_pb2, data_pb2
+from editpb.chunks import make_chunks
+from editpb.messages import Expel, RunPhase
+
+from aggregator.authority import Authority
+from aggregator.server import Coordinator
+from aggregator.store import export_parameters, load_outer
+from edit.codecs import encode
+from edit.errors import ConfigError
+from edit.outer import digest
+from edit.records import Verdict
+from edit.schema import FragmentSpec, Schema, TensorSpec
+from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, theta
+
+
+def delta(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [0.1 * torch.randn(fragment.numel, generator=generator) for fragment in SCHEMA.fragments]
+
+
+async def commit_one(peers: list[BarePeer], step: int, seeds: list[int]) -> None:
+    """Every peer contributes to the round of `step` and reports the next one."""
+    view = await peers[0].view(lambda v: v.outer_step == step and v.round_id > 0)
+    for peer, seed in zip(peers, seeds, strict=True):
+        await peer.contribute(view.round_id, step, delta(seed))
+    for peer in peers:
+        await peer.view(lambda v: v.outer_step == step + 1)
+        await peer.report(step + 1)
+
+
+def test_a_round_commits_the_mean_and_every_peer_gets_the_same_bytes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+            await a.attend()
+            await a.view(lambda view: view.found)
+            await b.attend()
+            await a.found(theta())
+            await a.report(0)
+            await b.report(0)
+            view = await b.view(lambda v: v.phase is RunPhase.COLLECTING)
+            await a.contribute(view.round_id, 0, delta(1))
+            await b.contribute(view.round_id, 0, delta(2))
+            after = await a.view(lambda v: v.outer_step == 1)
+            one, other = await a.fetch(1), await b.fetch(1)
+            assert [bytes(f.payload.data) for f in one.fragments] == [bytes(f.payload.data) for f in other.fragments]
+            mean = [(x * 0.5 + y * 0.5) for x, y in zip(delta(1), delta(2), strict=True)]
+            expected = [t - m for t, m in zip(theta(), mean, strict=True)]
+            assert after.digest == digest(expected) == one.digest
+            assert after.last_reason == "all 2 contributors in"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kill_after", [1, 2, 3, 4])
+def test_a_killed_coordinator_continues_bit_for_bit(tmp_path: Path, kill_after: int) -> None:
+    """Around the checkpoint at step 3: kill, restart, and the rest of the run equals the uninterrupted one."""
+
+    async def run_steps(folder_path: Path, kills: set[int]) -> str:
+        folder, step = new_folder(folder_path), 0
+        while step < 6:
+            async with served(folder, kill=True) as run, run.peer("a") as a:
+                if step == 0:
+                    await found_run(a)
+                else:
+                    await a.attend()
+                    await a.report(step)
+                while step < 6:
+                    await commit_one([a], step, [step])
+                    step += 1
+                    if step in kills:
+                        kills.discard(step)
+                        break
+        return load_outer(folder).digest
+
+    async def scenario() -> tuple[str, str]:
+        return await run_steps(tmp_path / "one", set()), await run_steps(tmp_path / "two", {kill_after})
+
+    whole, interrupted = asyncio.run(scenario())
+    assert whole == interrupted
+
+
+def test_a_torn_journal_loses_only_what_was_never_committed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder, kill=True) as run, run.peer("a") as a:
+            await found_run(a)
+            await commit_one([a], 0, [1])
+            committed = run.coordinator.engine.outer
+            assert committed is None or committed.outer_step == 1
+        before = load_outer(folder)
+        journal = folder.outer / "step-00000000.journal"
+        journal.write_bytes(journal.read_bytes() + b"torn half of a record")
+        async with served(folder) as run:
+            assert run.coordinator.engine.outer is not None
+            assert run.coordinator.engine.outer.digest == before.digest
+            assert run.coordinator.engine.outer.outer_step == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_update_of_an_in_doubt_contribution_survives_the_restart(tmp_path: Path) -> None:
+    """Killed right after commit and checkpoint: the peer must still learn that its work is merged, or it would count twice."""
+
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as run, run.peer("a") as a:
+            await found_run(a)
+            for step in range(3):
+                await commit_one([a], step, [step])
+        assert (folder.outer / "step-00000003.safetensors").exists()
+        async with served(folder) as run, run.peer("a") as a:
+            await a.attend()
+            view = await a.view()
+            assert (view.outer_step, view.oldest_update) == (3, 3)
+            commit = await a.fetch(3)
+            assert commit.digest == view.digest
+            assert commit.fragments[0].verdict_of("a").verdict is Verdict.OK
+
+    asyncio.run(scenario())
+
+
+def test_round_ids_are_never_used_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder, seen = new_folder(tmp_path / "run"), []
+        async with served(folder) as run, run.peer("a") as a:
+            seen.append((await found_run(a)).round_id)
+        async with served(folder) as run, run.peer("a") as a:
+            await a.attend()
+            await a.report(0)
+            seen.append((await a.view(lambda v: v.round_id > 0)).round_id)
+        assert seen[1] > seen[0]
+
+    asyncio.run(scenario())
+
+
+def test_nonfinite_contributions_roll_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            view = await found_run(a)
+            bad = delta(1)
+            bad[0][2], bad[1][7] = float("nan"), float("inf")
+            await a.contribute(view.round_id, 0, bad)
+            after = await a.view(lambda v: v.outer_step == 1)
+            assert after.digest == digest(theta())
+            commit = await a.fetch(1)
+            assert [f.verdict_of("a").verdict for f in commit.fragments] == [Verdict.NONFINITE] * 2
+            assert all(f.payload is None for f in commit.fragments)
+            await a.report(1)
+            await commit_one([a], 1, [5])
+
+    asyncio.run(scenario())
+
+
+Sabotage = Callable[[BarePeer, int], "tuple[object, list[object]]"]
+DATA = bytes(encode("fp32", delta(1)[1]).data)
+CHUNKS = list(make_chunks(DATA, 512))
+
+
+def _damaged() -> list[object]:
+    chunks = list(make_chunks(DATA, 512))
+    chunks[1].data = b"x" * len(chunks[1].data)
+    return chunks
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "code", "words"),
+    [
+        ({"peer_id": "somebody"}, CHUNKS, grpc.StatusCode.PERMISSION_DENIED, "certificate is a's"),
+        ({"run_id": "another-run"}, CHUNKS, grpc.StatusCode.PERMISSION_DENIED, "this is run"),
+        ({"schema_hash": "0" * 64}, CHUNKS, grpc.StatusCode.PERMISSION_DENIED, "another model"),
+        ({"round_id": 999_000_001}, CHUNKS, grpc.StatusCode.FAILED_PRECONDITION, "is not open"),
+        ({"outer_step": 7}, CHUNKS, grpc.StatusCode.FAILED_PRECONDITION, "computed against outer step 7"),
+        ({"total_bytes": 4}, CHUNKS, grpc.StatusCode.INVALID_ARGUMENT, "bytes"),
+        ({"numel": 299, "total_bytes": 299 * 4}, CHUNKS, grpc.StatusCode.INVALID_ARGUMENT, "299"),
+        ({}, [*CHUNKS, *make_chunks(b"more" * 4)], grpc.StatusCode.INVALID_ARGUMENT, ""),
+        ({}, [CHUNKS[1], CHUNKS[0], *CHUNKS[2:]], grpc.StatusCode.INVALID_ARGUMENT, "gap"),
+        ({}, _damaged(), grpc.StatusCode.INVALID_ARGUMENT, "checksum"),
+    ],
+    ids=["peer_id", "run", "schema", "round", "outer_step", "size", "numel", "surplus", "reordered", "damaged"],
+)
+def test_a_bad_contribution_is_refused_in_one_line_and_touches_nothing(
+    tmp_path: Path, changes: dict[str, object], chunks: list[object], code: grpc.StatusCode, words: str
+) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+            await b.attend()
+            await b.view(lambda view: view.found)
+            await a.attend()
+            await b.found(theta())
+            await a.report(0)
+            await b.report(0)
+            view = await a.view(lambda v: v.round_id > 0)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await a.send(a.header(view.round_id, 0, 1, len(DATA), changes), chunks)
+            assert refused.value.code() is code, refused.value.details()
+            assert words in refused.value.details()
+            assert "\n" not in refused.value.details()
+            await a.hang_up()  # without a, b's contribution alone is the round
+            await b.contribute(view.round_id, 0, delta(2))
+            after = await b.view(lambda v: v.outer_step == 1)
+            assert after.digest == digest([t - d for t, d in zip(theta(), delta(2), strict=True)])
+
+    asyncio.run(scenario())
+
+
+def test_duplicated_chunks_and_a_repeated_contribution_count_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            view = await found_run(a)
+            first, second = (bytes(encode("fp32", d).data) for d in delta(1))
+            pieces = list(make_chunks(second, 256))
+            await a.send(a.header(view.round_id, 0, 1, len(second)), [pieces[0], pieces[0], *pieces[1:], pieces[1]])
+            await a.send(a.header(view.round_id, 0, 1, len(second)), pieces)
+            await a.send(a.header(view.round_id, 0, 0, len(first)), make_chunks(first))
+            after = await a.view(lambda v: v.outer_step == 1)
+            assert after.digest == digest([t - d for t, d in zip(theta(), delta(1), strict=True)])
+
+    asyncio.run(scenario())
+
+
+def test_a_broken_stream_resumes_where_it_broke(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            view = await found_run(a)
+            first, second = (bytes(encode("fp32", d).data) for d in delta(1))
+            header = a.header(view.round_id, 0, 1, len(second))
+            receipt = await a.send(header, list(make_chunks(second, 512))[:2])
+            assert (receipt.complete, receipt.received_bytes) == (False, 1024)
+            from editpb import convert
+
+            probe = await a.data.Probe(convert.contribution_header_to_pb(header))
+            receipt = await a.send(header, make_chunks(second, 512, start=probe.received_bytes))
+            assert receipt.complete
+            await a.send(a.header(view.round_id, 0, 0, len(first)), make_chunks(first))
+            after = await a.view(lambda v: v.outer_step == 1)
+            assert after.digest == digest([t - d for t, d in zip(theta(), delta(1), strict=True)])
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_vanishes_does_not_block_the_round(tmp_path: Path) -> None:
+    """No deadline can help here: it is 1000 s away."""
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+            await a.attend()
+            await a.view(lambda view: view.found)
+            await b.attend()
+            await a.found(theta())
+            await a.report(0)
+            await b.report(0)
+            view = await a.view(lambda v: v.round_id > 0)
+            await a.contribute(view.round_id, 0, delta(1))
+            await b.hang_up()
+            after = await a.view(lambda v: v.outer_step == 1)
+            assert "lost: b" in after.last_reason
+
+    asyncio.run(scenario())
+
+
+def test_another_model_is_refused_with_the_first_tensor_that_differs(tmp_path: Path) -> None:
+    other = Schema(
+        (
+            SCHEMA.fragments[0],
+            FragmentSpec(fragment_id=1, name="layer1", tensors=(TensorSpec(name="layer1.weight", shape=(301,)),)),
+        )
+    )
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.peer("b", other) as b:
+            await found_run(a)
+            await b.dial()
+            expel = await b.hear(Expel)
+            assert not expel.evicted
+            assert "layer1.weight has shape [300] in the run and [301] at the peer" in expel.reason
+
+    asyncio.run(scenario())
+
+
+def test_a_certificate_of_another_authority_opens_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        (tmp_path / "other").mkdir()
+        impostor = Authority.create(tmp_path / "other", folder.run_id, ("localhost",), now=time.time())
+        async with served(folder) as run, run.channel("a", authority=impostor) as channel:
+            peer = BarePeer("a", folder.run_id, channel, SCHEMA)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await peer.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=folder.run_id))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(scenario())
+
+
+def test_roles_are_kept_apart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.channel("eye", "observer") as watching:
+            await found_run(a)
+            eye = BarePeer("eye", a.run_id, watching, SCHEMA)
+            assert (await eye.control.Status(control_pb2.StatusRequest())).members[0].peer_id == "a"
+            for call in (
+                eye.control.Pause(control_pb2.PauseRequest()),
+                a.control.Evict(control_pb2.EvictRequest(peer_id="a")),
+                a.control.Status(control_pb2.StatusRequest()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+    asyncio.run(scenario())
+
+
+def test_an_evicted_peer_hears_why_and_stays_out_after_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as run, run.peer("a") as a, run.channel("op", "operator") as channel:
+            await found_run(a)
+            operator = BarePeer("op", a.run_id, channel, SCHEMA)
+            await operator.control.Evict(control_pb2.EvictRequest(peer_id="a", reason="key lost"))
+            expel = await a.hear(Expel)
+            assert (expel.evicted, expel.reason) == (True, "key lost")
+        members = Authority.load(folder.path, folder.run_id).members
+        assert members.refusal("a") == "key lost"
+
+    asyncio.run(scenario())
+
+
+def test_pause_aborts_the_round_and_resume_opens_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.channel("op", "operator") as channel:
+            first = await found_run(a)
+            operator = BarePeer("op", a.run_id, channel, SCHEMA)
+            await operator.control.Pause(control_pb2.PauseRequest())
+            paused = await a.view(lambda v: v.phase is RunPhase.PAUSED)
+            assert (paused.last_committed, paused.last_reason) == (False, "paused")
+            await operator.control.Resume(control_pb2.ResumeRequest())
+            again = await a.view(lambda v: v.round_id > first.round_id)
+            assert again.outer_step == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_digest_is_healed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            await found_run(a)
+            await a.report(0, digest_="0" * 64)
+            view = await a.view(lambda v: v.heal != "")
+            assert view.heal.startswith("digest 000000000000")
+            manifest = await a.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=a.run_id))
+            await a.report(0, digest_=manifest.digest)
+            await a.view(lambda v: v.heal == "" and v.sequence >= view.sequence)
+
+    asyncio.run(scenario())
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run:
+            port = run.coordinator.listen
+            toml = (tmp_path / "run" / "run.toml").read_text().replace('listen = "127.0.0.1:0"', f'listen = "{port}"', 1)
+            other = Coordinator.open(new_folder(tmp_path / "second", toml=toml.replace("{", "{{").replace("}", "}}")))
+            try:
+                with pytest.raises(ConfigError, match=r"server\.listen: 127.0.0.1:\d+ cannot be bound; is the port in use"):
+                    await other.start()
+            finally:
+                await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_under_the_journal_aborts_the_round_and_a_later_one_commits(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            view = await found_run(a)
+            run.disk.full = True
+            data = bytes(encode("fp32", delta(1)[0]).data)
+            await a.send(a.header(view.round_id, 0, 0, len(data)), make_chunks(data))
+            lost = await a.view(lambda v: v.last_round_id == view.round_id)
+            assert not lost.last_committed
+            assert "No space left" in lost.last_reason
+            assert lost.digest == digest(theta())
+            run.disk.full = False
+            await a.report(0)
+            await commit_one([a], 0, [1])
+
+    asyncio.run(scenario())
+
+
+def test_export_writes_the_outer_parameters_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as run, run.peer("a") as a:
+            await found_run(a)
+            await commit_one([a], 0, [1])
+            step, _ = export_parameters(folder, tmp_path / "out.safetensors")
+        assert step == 1
+        named = load_file(tmp_path / "out.safetensors")
+        expected = [t - d for t, d in zip(theta(), delta(1), strict=True)]
+        assert torch.equal(named["layer0.weight"], expected[0])
+        assert torch.equal(named["layer1.weight"], expected[1])
+
+    asyncio.run(scenario())
+
+
+def test_a_copied_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, two = new_folder(tmp_path / "one"), new_folder(tmp_path / "two")
+        async with served(one) as run, run.peer("a") as a:
+            await found_run(a)
+        shutil.copytree(one.outer, two.outer)
+        with pytest.raises(ConfigError, match="belongs to run"):
+            async with served(two):
+                pass
+
+    asyncio.run(scenario())

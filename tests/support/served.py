@@ -1,0 +1,254 @@
+"""A real coordinator in this process (mutual TLS, port 0) and a bare peer that says exactly what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import torch
+from cryptography.hazmat.primitives import serialization
+from editpb import control_pb2_grpc, convert, data_pb2, data_pb2_grpc
+from editpb.chunks import make_chunks
+from editpb.identity import Identity
+from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, Hello, PeerState, View, Welcome
+from torch import Tensor
+
+from aggregator.authority import Authority
+from aggregator.certificates import key_pem, new_key
+from aggregator.engine import Clock
+from aggregator.journal import Disk
+from aggregator.server import Coordinator
+from aggregator.state_folder import StateFolder
+from edit.codecs import encode
+from edit.outer import digest
+from edit.records import Commit
+from edit.schema import FragmentSpec, Schema, TensorSpec
+
+TOML = """
+name = "test"
+[sync]
+every = 2
+outer_steps = 100
+[penalty]
+enabled = false
+[outer]
+optimizer = "sgd"
+lr = 1.0
+[codec]
+up = "fp32"
+down = "fp32"
+[rounds]
+start_peers = {start}
+quorum = {quorum}
+floor_s = 1000.0
+ceiling_s = 1000.0
+[storage]
+checkpoint_every = 3
+[server]
+listen = "127.0.0.1:0"
+enrol_listen = "127.0.0.1:0"
+"""
+SCHEMA = Schema(
+    tuple(
+        FragmentSpec(fragment_id=i, name=f"layer{i}", tensors=(TensorSpec(name=f"layer{i}.weight", shape=(n,)),))
+        for i, n in enumerate((5, 300))
+    )
+)
+WAIT_S = 30.0
+
+
+def theta(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(fragment.numel, generator=generator) for fragment in SCHEMA.fragments]
+
+
+def new_folder(path: Path, *, start: int = 1, quorum: int = 1, toml: str = TOML) -> StateFolder:
+    folder = StateFolder.create(path, toml.format(start=start, quorum=quorum))
+    Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
+    return folder
+
+
+class FillableDisk:
+    """The journal's disk; `full` makes every write fail as a full disk does."""
+
+    full = False
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+
+@dataclass
+class Served:
+    coordinator: Coordinator
+    folder: StateFolder
+    disk: FillableDisk
+
+    def credentials(self, peer_id: str, role: str = "peer", authority: Authority | None = None) -> grpc.ChannelCredentials:
+        """A certificate without the detour over an invitation; authority: another one, for an impostor."""
+        own = self.coordinator.authority
+        issuer = authority or own
+        identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
+        certificate = issuer.issue(identity, key.public_key(), lifetime_s=3600, now=time.time())
+        if authority is None:
+            own.members.admit(identity, certificate, time.time())
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        return grpc.ssl_channel_credentials((self.folder.path / "ca.pem").read_bytes(), key_pem(key), pem)
+
+    @asynccontextmanager
+    async def channel(
+        self, peer_id: str, role: str = "peer", authority: Authority | None = None
+    ) -> AsyncIterator[grpc.aio.Channel]:
+        async with grpc.aio.secure_channel(self.coordinator.listen, self.credentials(peer_id, role, authority)) as channel:
+            yield channel
+
+    @asynccontextmanager
+    async def peer(self, peer_id: str, schema: Schema = SCHEMA) -> AsyncIterator[BarePeer]:
+        async with self.channel(peer_id) as channel:
+            peer = BarePeer(peer_id, self.folder.run_id, channel, schema)
+            try:
+                yield peer
+            finally:
+                await peer.hang_up()
+
+
+@asynccontextmanager
+async def served(folder: StateFolder, clock: Clock | None = None, *, kill: bool = False) -> AsyncIterator[Served]:
+    """kill: end as SIGKILL would, without a last checkpoint."""
+    disk = FillableDisk()
+    coordinator = Coordinator.open(folder, clock, Disk(write=disk.write))
+    await coordinator.start()
+    try:
+        yield Served(coordinator, folder, disk)
+    finally:
+        if kill:
+            coordinator.engine.outer = None
+        await coordinator.close()
+
+
+@dataclass
+class BarePeer:
+    """One attendance and the data calls. Views are kept; `view(until)` waits for one that satisfies a condition."""
+
+    peer_id: str
+    run_id: str
+    channel: grpc.aio.Channel
+    schema: Schema
+    heard: list[object] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _reader: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.control = control_pb2_grpc.ControlStub(self.channel)
+        self.data = data_pb2_grpc.DataStub(self.channel)
+
+    async def attend(self) -> Welcome:
+        await self.dial()
+        return await self.hear(Welcome)
+
+    async def dial(self) -> None:
+        self._call = self.control.Attend()
+        await self._call.write(convert.peer_message_to_pb(Hello(run_id=self.run_id, schema=self.schema)))
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                self.heard.append(convert.coordinator_message_from_pb(message))
+                self._news.set()
+
+    async def _until(self, condition: Callable[[object], bool]) -> object:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                found = next((m for m in reversed(self.heard) if condition(m)), None)
+                if found is not None:
+                    return found
+                self._news.clear()
+                await self._news.wait()
+
+    async def view(self, until: Callable[[View], bool] = lambda _: True) -> View:
+        return await self._until(lambda m: isinstance(m, View) and until(m))
+
+    async def hear(self, kind: type) -> object:
+        return await self._until(lambda m: isinstance(m, kind))
+
+    async def report(self, outer_step: int, digest_: str = "", state: PeerState = PeerState.TRAINING) -> None:
+        beat = Heartbeat(state=state, outer_step=outer_step, digest=digest_)
+        await self._call.write(convert.peer_message_to_pb(beat))
+
+    async def hang_up(self) -> None:
+        if self._reader is not None:
+            self._call.cancel()
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+
+    async def found(self, parameters: Sequence[Tensor]) -> None:
+        def parts() -> Iterable[data_pb2.FoundPart]:
+            header = FoundHeader(run_id=self.run_id, schema_hash=self.schema.schema_hash, digest=digest(parameters))
+            yield data_pb2.FoundPart(header=convert.found_header_to_pb(header))
+            for i, fragment in enumerate(parameters):
+                for chunk in make_chunks(fragment.numpy().tobytes()):
+                    yield data_pb2.FoundPart(chunk=data_pb2.FragmentChunk(fragment_id=i, chunk=chunk))
+
+        await self.data.Found(parts())
+
+    def header(
+        self, round_id: int, outer_step: int, fragment_id: int, total_bytes: int, changes: dict[str, object] | None = None
+    ) -> ContributionHeader:
+        values = {
+            "run_id": self.run_id,
+            "round_id": round_id,
+            "outer_step": outer_step,
+            "peer_id": self.peer_id,
+            "fragment_id": fragment_id,
+            "schema_hash": self.schema.schema_hash,
+            "inner_steps": 2,
+            "tokens": 10,
+            "codec": "fp32",
+            "numel": self.schema.fragments[fragment_id].numel,
+            "total_bytes": total_bytes,
+            **(changes or {}),
+        }
+        return ContributionHeader(**values)  # type: ignore[arg-type]
+
+    async def send(self, header: ContributionHeader, chunks: Iterable[object]) -> data_pb2.ContributionReceipt:
+        def parts() -> Iterable[data_pb2.ContributePart]:
+            yield data_pb2.ContributePart(header=convert.contribution_header_to_pb(header))
+            for chunk in chunks:
+                yield data_pb2.ContributePart(chunk=chunk)
+
+        return await self.data.Contribute(parts())
+
+    async def contribute(self, round_id: int, outer_step: int, deltas: Sequence[Tensor]) -> None:
+        for i, delta in enumerate(deltas):
+            data = bytes(encode("fp32", delta).data)
+            await self.send(self.header(round_id, outer_step, i, len(data)), make_chunks(data, 512))
+
+    async def fetch(self, outer_step: int) -> Commit:
+        request = data_pb2.UpdateRequest(run_id=self.run_id, outer_step=outer_step)
+        manifest, parts = None, {}
+        async for part in self.data.FetchUpdate(request):
+            if part.WhichOneof("kind") == "manifest":
+                manifest = convert.update_manifest_from_pb(part.manifest, self.schema, outer_step)
+            else:
+                parts.setdefault(part.chunk.fragment_id, bytearray()).extend(part.chunk.chunk.data)
+        assert manifest is not None
+        return convert.commit_from_parts(manifest, [parts.get(i) for i in range(len(self.schema.fragments))])
+
+
+async def found_run(peer: BarePeer, seed: int = 0) -> View:
+    """Attend, found the run, report as ready; returns the first view with an open round."""
+    await peer.attend()
+    await peer.view(lambda view: view.found)
+    await peer.found(theta(seed))
+    await peer.report(0)
+    return await peer.view(lambda view: view.round_id > 0)
