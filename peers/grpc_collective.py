@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from editpb.messages import ContributionHeader, Heartbeat, Hello, PeerState
+from editpb.identity import Identity
+from editpb.messages import ContributionHeader, Heartbeat, Hello, PeerState, RunPhase
 from torch import Tensor
 
 from edit.config import RunConfig
@@ -37,19 +38,11 @@ from peers.dial import Dial, Traffic
 from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Session
 from peers.uplink import Uplink
 
-__all__ = ["GrpcCollective", "Identity"]
+__all__ = ["GrpcCollective"]
 
 SOFTWARE = "edit-localsgd 0.1.0"
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Who this peer is, as its certificate says."""
-
-    run_id: str
-    peer_id: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,6 +250,17 @@ class GrpcCollective:
     def connected(self) -> bool:
         """Whether the coordinator is heard at present."""
         return self._bridge.read(lambda: self._session.view is not None)
+
+    def over(self, outer_step: int) -> bool:
+        """Whether the run has finished, and a peer at `outer_step` is there too or can no longer get there (cut off)."""
+
+        def look() -> bool:
+            last = self._session.last_view
+            if last is None or last.phase is not RunPhase.FINISHED:
+                return False
+            return last.outer_step == outer_step or self._session.cut_off(self._clock())
+
+        return self._bridge.read(look)
 
     @property
     def traffic(self) -> Traffic:

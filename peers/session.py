@@ -124,6 +124,11 @@ class Session:
         return self._view if self._link is Link.ATTENDING else None
 
     @property
+    def last_view(self) -> View | None:
+        """The newest view, also of a connection that is gone."""
+        return self._view
+
+    @property
     def expel(self) -> Expel | None:
         return self._expel
 
@@ -164,7 +169,7 @@ class Session:
             return f"a Welcome while {self._link.value}"
         if self._welcome is not None and self._welcome.run_id != welcome.run_id:
             return f"the coordinator runs {welcome.run_id}, this peer belongs to {self._welcome.run_id}"
-        self._link, self._welcome, self._view = Link.WELCOMED, welcome, None
+        self._link, self._welcome = Link.WELCOMED, welcome
         self._connections += 1
         self._attempts, self._healed_at = 0, -1
         return None
@@ -173,7 +178,7 @@ class Session:
         """Take a view; an older one than the newest is dropped. Returns what is wrong with it, or None."""
         if self._link not in (Link.WELCOMED, Link.ATTENDING):
             return f"a View while {self._link.value}"
-        if self._view is None or view.sequence >= self._view.sequence:
+        if self.view is None or view.sequence >= self.view.sequence:
             self._link, self._view = Link.ATTENDING, view
             if not view.heal:
                 self._healed_at = -1

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 import torch
+from editpb.identity import Identity
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from edit.records import Aborted, Behind, Committed, Contribution, EncodedTensor
 from edit.schema import FragmentSpec, Schema, TensorSpec
 from peers.bridge import Bridge, Interrupted
 from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective, Identity
+from peers.grpc_collective import GrpcCollective
 from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
 
 HEARTBEAT_S = 0.05
@@ -61,7 +62,7 @@ class Peer:
         self.bridge = bridge
         self.schema = fake.schema
         self.collective = GrpcCollective(
-            bridge, Dial([f"127.0.0.1:{fake.port}"]), Identity(run_id=RUN_ID, peer_id="a"), draw=lambda: 0.0
+            bridge, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), draw=lambda: 0.0
         )
 
     def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:

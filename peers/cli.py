@@ -1,0 +1,136 @@
+"""`edit-peer`: join a run, train in it, or train alone for comparison."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edit.exits import run_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="One peer of a training run. Example: edit-peer join INVITATION && edit-peer run --data my-text",
+)
+
+HomeOption = Annotated[Path, typer.Option("--home", help="This peer's folder: key, certificate, address.")]
+DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; by itself: CUDA where there is one.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch; by itself: torch's choice.")]
+ModelsOption = Annotated[
+    list[str] | None, typer.Option(help="Allow entry:NAME, code of an installed package; may be repeated.")
+]
+
+
+@app.command()
+def join(
+    invitation: Annotated[str, typer.Argument(help="The line that `edit-coordinator invite` printed.")],
+    home: HomeOption = Path("edit-peer"),
+) -> None:
+    """Redeem an invitation: makes a key and stores the certificate. May be repeated if the answer was lost.
+
+    Example: edit-peer join edit1.eyJ2Ijox... --home my-peer
+    """
+    from peers.enrolment import join as redeem
+
+    identity = redeem(invitation, home, time.time())
+    typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
+    typer.echo(f"next: edit-peer run --home {home} --data PATH")
+
+
+@app.command()
+def run(
+    data: DataOption,
+    home: HomeOption = Path("edit-peer"),
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    metrics: Annotated[Path | None, typer.Option(help="Append JSON lines about the training to this file.")] = None,
+    throttle: Annotated[float, typer.Option(help="For trials: a step takes so many times as long.")] = 1.0,
+    fault: Annotated[str, typer.Option(help="For trials: nan@K,huge@L damages the exchange of outer step K, L.")] = "",
+    allow_model: ModelsOption = None,
+) -> None:
+    """Train in the run until it finishes. Ctrl-C finishes the step and says goodbye; twice: at once.
+
+    Waits for a coordinator that is not there, now or later. Exit codes: 0 finished or stopped, 2 configuration, 3 refused,
+    4 evicted.
+
+    Example: edit-peer run --home my-peer --data ~/books --metrics metrics.jsonl
+    """
+    from peers.daemon import PeerOptions, run_peer
+    from peers.faults import parse_faults
+
+    _log_lines()
+    run_peer(
+        PeerOptions(
+            home=home,
+            data=data,
+            device=device,
+            threads=threads,
+            metrics=metrics,
+            throttle=throttle,
+            faults=parse_faults(fault),
+            allowed_models=frozenset(allow_model or ()),
+        )
+    )
+
+
+@app.command()
+def alone(
+    run: Annotated[Path, typer.Option(help="The run.toml whose model and inner optimizer are used.")],
+    data: DataOption,
+    steps: Annotated[int, typer.Option(help="Inner steps to take.", min=1)],
+    out: Annotated[Path, typer.Option(help="Folder for alone.jsonl and model.safetensors.")],
+    validation: Annotated[Path | None, typer.Option(help="Held-out data; its loss is measured at the end.")] = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    allow_model: ModelsOption = None,
+) -> None:
+    """Train by itself, without any exchange: what a peer of the run is compared with.
+
+    Example: edit-peer alone --run run.toml --data ~/books --steps 1500 --out lone
+    """
+    import torch
+
+    from edit.config import RunConfig
+    from peers.alone import AlonePlan, train_alone
+    from peers.data import open_tokens, stream_seed
+    from peers.models import build
+    from peers.trainer import choose_device
+
+    config = RunConfig.from_toml(run)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    limits = {"context": config.model.context, "vocabulary": config.model.vocabulary}
+    plan = AlonePlan(
+        config=config,
+        data=open_tokens(data, **limits),
+        data_seed=stream_seed(config.seed, "alone"),
+        steps=steps,
+        progress=out / "alone.jsonl",
+        parameters=out / "model.safetensors",
+        validation=None if validation is None else open_tokens(validation, **limits),
+    )
+    model = build(config.model, config.seed, frozenset(allow_model or ()))
+    loss = train_alone(plan, model, device=choose_device(device), clock=time.perf_counter)
+    typer.echo(f"{out}: {steps} steps" + ("" if loss is None else f", validation loss {loss:.4f}"))
+
+
+def _log_lines() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
+
+
+def main() -> None:
+    """Entry point of `edit-peer`."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC is imported by the commands, after this
+    run_command("edit-peer", app)

@@ -1,0 +1,87 @@
+"""Damage on purpose, for tests and demonstrations: `nan@K,huge@L` spoils what this peer contributes at outer steps K and L.
+
+Owns: the notation, and the damage to the local parameters just before the exchange. Must not know: carriers, coordinators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from edit.errors import ConfigError
+
+__all__ = ["KINDS", "Fault", "FaultInjector", "parse_faults"]
+
+KINDS = ("nan", "huge")
+HUGE = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """kind: `nan` (one element of one tensor) or `huge` (the pseudo-gradient times 10,000); at the exchange of `outer_step`."""
+
+    kind: str
+    outer_step: int
+
+
+class _Worker(Protocol):
+    @property
+    def outer_step(self) -> int: ...
+    @property
+    def round_inner_steps(self) -> int: ...
+    @property
+    def pending(self) -> bool: ...
+    def outer_state_dict(self) -> dict[str, Tensor]: ...
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """`nan@3,huge@5` -> faults; empty text: none. Raises ConfigError."""
+    faults = []
+    for part in filter(None, text.split(",")):
+        kind, _, step = part.partition("@")
+        if kind not in KINDS or not step.isdigit():
+            raise ConfigError(f"--fault {part}: must be {' or '.join(f'{kind}@OUTER_STEP' for kind in KINDS)}")
+        faults.append(Fault(kind, int(step)))
+    return tuple(faults)
+
+
+class FaultInjector:
+    """Call `damage` after each optimizer step and before the EditWorker's own hook; each fault strikes once.
+
+    announce: told of each strike, in one line.
+    """
+
+    def __init__(
+        self, model: nn.Module, worker: _Worker, sync_every: int, faults: tuple[Fault, ...], announce: Callable[[str], None]
+    ) -> None:
+        self._model = model
+        self._worker = worker
+        self._sync_every = sync_every
+        self._waiting = sorted(faults, key=lambda fault: fault.outer_step)
+        self._announce = announce
+
+    def damage(self, *_: object) -> None:
+        """Spoil the local parameters when this step's exchange is the one of the next fault."""
+        worker = self._worker
+        due = not worker.pending and worker.round_inner_steps + 1 >= self._sync_every
+        if not self._waiting or not due or worker.outer_step < self._waiting[0].outer_step:
+            return
+        fault = self._waiting.pop(0)
+        self._announce(f"fault on purpose: {fault.kind} at outer step {worker.outer_step}")
+        with torch.no_grad():
+            if fault.kind == "nan":
+                next(p for p in self._model.parameters() if p.requires_grad).view(-1)[0] = torch.nan
+            else:
+                self._inflate()
+
+    def _inflate(self) -> None:
+        """local <- outer - 10,000 (outer - local)"""
+        outer = self._worker.outer_state_dict()
+        for name, parameter in self._model.named_parameters():
+            if name in outer:
+                theta = outer[name].to(parameter.device, parameter.dtype)
+                parameter.copy_(theta - HUGE * (theta - parameter))

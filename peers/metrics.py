@@ -1,0 +1,61 @@
+"""The peer's own metrics file: JSON lines, each flushed, so that a killed peer leaves what it had.
+
+Owns: the file and the shape of its lines. Must not know: training, the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from edit.errors import ConfigError
+
+__all__ = ["Metrics"]
+
+EVERY = 10
+
+
+class Metrics:
+    """Context manager; without a path nothing is written. A file that is there is continued. clock: unix seconds.
+
+    Lines: {"kind": "step", "t", "step", "loss", "tokens_per_s", "outer_step"} every tenth step, a loss that is not finite as
+    null; {"kind": "outer", "t", "outer_step", "digest", "reason"} whenever the outer parameters or the reason changed.
+    """
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> Metrics:
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--metrics {self._path}: cannot be written ({error.strerror})") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def step(self, step: int, loss: float, tokens_per_s: float, outer_step: int) -> None:
+        """One inner step was taken."""
+        if step % EVERY == 0:
+            shown = loss if math.isfinite(loss) else None
+            self._write("step", {"step": step, "loss": shown, "tokens_per_s": round(tokens_per_s, 1), "outer_step": outer_step})
+
+    def outer(self, outer_step: int, digest: str, reason: str) -> None:
+        """The outer parameters moved, or an attempt to move them was lost."""
+        self._write("outer", {"outer_step": outer_step, "digest": digest, "reason": reason})
+
+    def _write(self, kind: str, values: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, "t": round(self._clock(), 3), **values}) + "\n")
+            self._file.flush()
