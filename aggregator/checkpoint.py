@@ -131,9 +131,7 @@ def recover(folder: Path) -> Recovered | None:
             notes=tuple(notes),
         )
     if seen:
-        raise StorageError(
-            "; ".join(notes) or f"{folder}: holds a journal, but no checkpoint before it; restore one from a copy"
-        )
+        raise StorageError("; ".join(notes) or f"{folder}: a journal without the checkpoint before it; restore it from a copy")
     return None
 
 

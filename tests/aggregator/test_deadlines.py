@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aggregator.deadlines import FEWEST, WINDOW, Deadlines
+from edit.config import RoundsConfig
+from edit.errors import LocalProtocolError
+
+CONFIG = RoundsConfig(floor_s=5.0, ceiling_s=100.0, spread=6.0)
+SECONDS = st.lists(st.floats(0, 1e4), min_size=FEWEST, max_size=3 * WINDOW)
+
+
+def measured(*seconds: float, config: RoundsConfig = CONFIG) -> Deadlines:
+    deadlines = Deadlines(config)
+    for value in seconds:
+        deadlines.record("a", value)
+    return deadlines
+
+
+@pytest.mark.parametrize("seconds", [(), (8.0,), (8.0, 8.0)])
+def test_the_ceiling_before_three_measurements(seconds: tuple[float, ...]) -> None:
+    deadlines = measured(*seconds)
+    assert not deadlines.measured("a")
+    assert deadlines.expected_s("a") == 100.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((10.0, 12.0, 14.0), 12 + 6 * 2),  # median 12, MAD 2
+        ((10.0, 10.0, 10.0), 10 + 6 * 1),  # constant: a tenth of the median is the margin
+        ((10.0, 10.0, 10.0, 90.0), 10 + 6 * 1),  # one outlier moves nothing
+        ((0.1, 0.1, 0.1), 5.0),  # floor
+        ((50.0, 60.0, 70.0), 100.0),  # 60 + 6 * 10: ceiling
+    ],
+)
+def test_median_plus_spread_times_deviation(seconds: tuple[float, ...], expected: float) -> None:
+    assert measured(*seconds).expected_s("a") == pytest.approx(expected)
+
+
+def test_only_the_last_measurements_count() -> None:
+    assert measured(*[90.0] * 50, *[10.0] * WINDOW).expected_s("a") == 16.0
+
+
+def test_a_round_waits_for_its_slowest_peer() -> None:
+    deadlines = measured(10.0, 10.0, 10.0)
+    for _ in range(3):
+        deadlines.record("b", 20.0)
+    assert deadlines.round_s(["a", "b"]) == deadlines.expected_s("b") == 32.0
+    assert deadlines.round_s(["a", "b", "unmeasured"]) == deadlines.round_s([]) == 100.0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_an_impossible_time_is_our_own_bug(seconds: float) -> None:
+    with pytest.raises(LocalProtocolError, match="measured time of a"):
+        measured(seconds)
+
+
+@settings(deadline=None, max_examples=200)
+@given(SECONDS)
+def test_always_between_floor_and_ceiling_and_never_below_the_median(seconds: list[float]) -> None:
+    expected = measured(*seconds).expected_s("a")
+    assert 5.0 <= expected <= 100.0
+    window = sorted(seconds[-WINDOW:])
+    assert expected >= min(window[(len(window) - 1) // 2], 100.0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(SECONDS)
+def test_the_order_within_the_window_does_not_matter(seconds: list[float]) -> None:
+    window = seconds[-WINDOW:]
+    assert measured(*window).expected_s("a") == measured(*reversed(window)).expected_s("a")
