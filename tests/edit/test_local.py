@@ -1,12 +1,12 @@
-"""LocalRun: whole training runs in one process, against plain AdamW and the reference, and the run's answers to its peers."""
+"""LocalRun: several peers in one process, and the run's answers to each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from edit.codecs import encode
 from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
@@ -16,60 +16,9 @@ from edit.outer import digest
 from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Verdict
 from edit.schema import plan_fragments
 from edit.worker import EditWorker, WorkerConfig
-from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
+from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted_peer import flat
-
-EXACT = CodecConfig(up="fp32", down="fp32")
-FOLLOW = OuterConfig(optimizer="sgd", lr=1.0)
-DILOCO = PenaltyConfig(enabled=False)
-
-
-class Trainee:
-    """One peer of a LocalRun with its own non-IID data."""
-
-    def __init__(self, run: LocalRun, peer_id: str, seed: int, every: int, codec: str = "fp32", lr: float = 1e-2) -> None:
-        self.model = small_mlp(seed=seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.worker = EditWorker(
-            self.model, self.optimizer, run.collective(peer_id), WorkerConfig(sync_every=every, codec=codec)
-        )
-        self.batches = regression_batches(seed)
-
-    def step(self, times: int = 1) -> None:
-        for _ in range(times):
-            train_step(self.model, self.optimizer, next(self.batches))
-
-
-def config(**sections: object) -> RunConfig:
-    return RunConfig(**{"outer": FOLLOW, "penalty": DILOCO, "codec": EXACT} | sections)  # type: ignore[arg-type]
-
-
-# Against plain training.
-
-
-def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
-    return token_batches(0) if kind == "transformer" else regression_batches(0)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "transformer"])
-@pytest.mark.parametrize("penalty", [DILOCO, PenaltyConfig(clip=0.0)], ids=["diloco", "edit"])
-def test_one_peer_with_outer_sgd_1_follows_plain_adamw(kind: str, penalty: PenaltyConfig) -> None:
-    make = TinyTransformer if kind == "transformer" else small_mlp
-    plain, model = make(), make()
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain_batches, own_batches = batches(kind), batches(kind)
-    collective = LocalRun(config(penalty=penalty), ["solo"]).collective("solo")
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=7, codec="fp32")) as worker:
-        for _ in range(42):
-            expected = train_step(plain, plain_optimizer, next(plain_batches))
-            assert train_step(model, optimizer, next(own_batches)) == pytest.approx(expected, rel=1e-4)
-        worker.synchronize()
-        outer = worker.outer_state_dict()
-    assert worker.outer_step == 6
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(outer[name], parameter.detach(), rtol=1e-4, atol=1e-6)
-
+from tests.support.trainee import Trainee, config
 
 # Several peers.
 
@@ -264,6 +213,24 @@ def test_a_retry_of_the_same_contribution_counts_once() -> None:
     contribute(a, 0, 1.0)
     contribute(b, 0, 1.0)
     torch.testing.assert_close(run.state.theta[0], flat(small_mlp())[0] - 1.0)
+
+
+def test_a_peer_that_starts_again_takes_its_half_sent_contribution_with_it() -> None:
+    run, (a, b) = founded(["a", "b"])
+    contribute(a, 0, 5.0)
+    a.join(plan_fragments(small_mlp().named_parameters()), list)
+    contribute(b, 0, 1.0)
+    assert run.state.outer_step == 0
+    contribute(a, 0, 1.0)
+    torch.testing.assert_close(run.state.theta[0], flat(small_mlp())[0] - 1.0)
+
+
+def test_the_run_keeps_its_own_copy_of_a_given_theta() -> None:
+    theta = flat(small_mlp())
+    run = LocalRun(config(), ["a"], theta=theta)
+    before = run.collective("a").join(plan_fragments(small_mlp().named_parameters()), list)
+    theta[0].zero_()
+    assert digest(run.state.theta) == run.state.digest == before.digest
 
 
 def test_a_late_contribution_is_dropped_and_answered_with_the_commit() -> None:

@@ -140,7 +140,9 @@ def test_t7_evaluation_right_after_the_exchange_sees_the_merged_parameters(
         for layer, vector in zip([reference[0], reference[2]], after.fragments, strict=True):
             layer.weight.copy_(vector[: layer.weight.numel()].view_as(layer.weight))
             layer.bias.copy_(vector[layer.weight.numel() :])
-        assert torch.equal(outputs, reference(inputs))
+        torch.testing.assert_close(outputs, reference(inputs))
+    assert same(flat(p.model), list(after.fragments))
+    assert not any(part.is_inference() for part in p.worker._replica.outer.fragments)
     for _ in range(2):  # nothing made under inference_mode may come back to haunt the training
         p.step()
         commit_next(p)

@@ -148,6 +148,9 @@ def test_in_doubt_each_verdict_has_its_replay(peer: Callable[..., Peer], verdict
     sent_from, theta = flat(p.model), p.theta
     p.collective.answers[0].append(None)
     p.step()
+    local = flat(p.model)
+    p.collective.answers[0].append(None)
+    assert not p.worker.synchronize() and p.worker.pending and same(flat(p.model), local)
     answer, after = committed(theta, random_steps(theta), verdicts)
     before, now = exact_replay(p, 0, answer)
     origin = {"since": sent_from, "all": list(theta.fragments), "none": before}[kept]
