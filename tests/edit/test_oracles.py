@@ -1,4 +1,4 @@
-"""Whole trainings through EditWorker and LocalRun against oracles: plain AdamW, and the naive DiLoCo and EDiT of edit.reference."""
+"""Whole trainings through EditWorker and LocalRun against oracles: plain AdamW, and the naive DiLoCo and EDiT."""
 
 from __future__ import annotations
 
