@@ -79,7 +79,7 @@ def flat_fp32(flat: Tensor) -> Tensor:
 
 def new_buffer(size: int) -> memoryview:
     """`size` writable bytes of arbitrary contents, from torch's allocator: a bytearray would clear its memory first."""
-    return memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+    return torch.empty(size, dtype=torch.uint8).numpy().data
 
 
 def view(data: Buffer, dtype: torch.dtype, count: int, offset: int, spare: bytearray) -> Tensor:
