@@ -1,0 +1,97 @@
+"""Every status code means an error with a clear blame, and every error becomes a code that gives the same error back."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from editpb.status import ERRORS, from_rpc, from_status, to_status
+
+from edit import errors
+from edit.errors import (
+    ConfigError,
+    EditError,
+    EvictedError,
+    GoneError,
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    RoundLostError,
+    StaleError,
+    StorageError,
+    TransportError,
+)
+
+CODES = list(grpc.StatusCode)
+KINDS = [getattr(errors, name) for name in errors.__all__]
+
+
+def test_every_status_code_is_mapped() -> None:
+    assert set(ERRORS) == set(CODES)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", RemoteProtocolError),
+        ("OUT_OF_RANGE", RemoteProtocolError),
+        ("DATA_LOSS", RemoteProtocolError),
+        ("INTERNAL", RemoteProtocolError),
+        ("UNIMPLEMENTED", RemoteProtocolError),
+        ("FAILED_PRECONDITION", StaleError),
+        ("NOT_FOUND", GoneError),
+        ("ABORTED", RoundLostError),
+        ("PERMISSION_DENIED", RefusedError),
+        ("UNAUTHENTICATED", RefusedError),
+        ("UNAVAILABLE", TransportError),
+        ("DEADLINE_EXCEEDED", TransportError),
+        ("CANCELLED", TransportError),
+        ("RESOURCE_EXHAUSTED", TransportError),
+        ("UNKNOWN", TransportError),
+    ],
+)
+def test_blame_of_each_code(code: str, kind: type[EditError]) -> None:
+    error = from_status(grpc.StatusCode[code], "why")
+    assert type(error) is kind and str(error) == "why"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_has_a_code_other_than_ok(kind: type[EditError]) -> None:
+    code, details = to_status(kind("because"))
+    assert code is not grpc.StatusCode.OK and details.endswith("because")
+
+
+@pytest.mark.parametrize(
+    "kind", [RemoteProtocolError, StaleError, GoneError, RoundLostError, RefusedError, EvictedError, TransportError]
+)
+def test_what_concerns_the_caller_comes_back_as_it_was(kind: type[EditError]) -> None:
+    error = from_status(*to_status(kind("because")))
+    assert type(error) is kind and str(error) == "because"
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [(StorageError, TransportError), (ConfigError, RemoteProtocolError), (LocalProtocolError, RemoteProtocolError)],
+)
+def test_the_other_sides_own_trouble_is_retried_or_blamed_on_it(kind: type[EditError], seen: type[EditError]) -> None:
+    assert type(from_status(*to_status(kind("because")))) is seen
+
+
+def test_a_subclass_that_the_table_does_not_know_gets_its_parents_code() -> None:
+    class Special(RefusedError):
+        pass
+
+    assert to_status(Special("no")) == (grpc.StatusCode.PERMISSION_DENIED, "no")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_details_become_one_printable_bounded_line(code: grpc.StatusCode) -> None:
+    assert str(from_status(code, None)) == str(from_status(code, "")) == code.name.lower().replace("_", " ")
+    text = str(from_status(code, "a\nb\x1b[31m" + "x" * 9999))
+    assert text.isprintable() and text.startswith("a b ") and len(text) <= 1024
+
+
+def test_an_exception_of_grpc_is_translated() -> None:
+    empty = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, empty, empty, details="update 3 is no longer kept")
+    assert repr(from_rpc(error)) == "GoneError('update 3 is no longer kept')"
+    assert isinstance(from_rpc(grpc.RpcError("odd")), TransportError)
