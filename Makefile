@@ -19,6 +19,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile
 	PATH="$(abspath $(BIN)):$$PATH" sh proto/check-drift.sh
 
 format: $(VENV)/.dev
