@@ -75,7 +75,8 @@ class Attendance:
         self._nudge = asyncio.Event()
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
-        self._said = ""
+        self._said: set[str] = set()  # in this outage: each line once
+        self._reason = ""
 
     async def run(self) -> None:
         """Attend for ever; returns after an Expel or a Goodbye."""
@@ -85,7 +86,7 @@ class Attendance:
                 delay = self._session.reconnect_delay()
                 if delay is None or self._leaving.is_set():
                     return
-                self._say(f"{self._dial.endpoint}: {reason}; trying again")
+                self._say_once(f"{self._dial.endpoint}: {reason}; trying again")
                 self._dial.rotate()
                 await _first(self._leaving.wait(), within_s=delay)
         finally:
@@ -95,8 +96,9 @@ class Attendance:
         """Send a heartbeat now (loop's thread)."""
         self._nudge.set()
 
-    async def goodbye(self) -> None:
+    async def goodbye(self, reason: str) -> None:
         """Leave politely: the coordinator need not wait for this peer's lease. Bounded in time."""
+        self._reason = reason
         self._leaving.set()
         await _first(self._left.wait(), within_s=2 * GOODBYE_S)
 
@@ -121,7 +123,8 @@ class Attendance:
             await call.write(peer_message_to_pb(self._hello))
             async with asyncio.timeout(ANSWER_S):
                 self._hear(await call.read())
-            self._say(f"{self._dial.endpoint}: connected")
+            self._said.clear()
+            _log.info("%s: connected", self._dial.endpoint)
             speaker = asyncio.create_task(self._speak(call))
             while True:
                 self._hear(await call.read())
@@ -138,7 +141,7 @@ class Attendance:
                 self._nudge.clear()
                 await call.write(peer_message_to_pb(self._bridge.read(self._report.current)))
                 await _first(self._nudge.wait(), self._leaving.wait(), within_s=self._session.heartbeat_s)
-            await call.write(peer_message_to_pb(Goodbye("the peer was told to stop")))
+            await call.write(peer_message_to_pb(Goodbye(self._reason)))
             await call.done_writing()
             await asyncio.wait([asyncio.ensure_future(call.code())], timeout=GOODBYE_S)
             call.cancel()
@@ -173,10 +176,10 @@ class Attendance:
         finally:
             self._changed()
 
-    def _say(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
-            _log.info(line)
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            _log.info("%s", line)
 
 
 async def _first(*waits: Coroutine[Any, Any, object], within_s: float) -> None:

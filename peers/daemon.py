@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
+from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState
 
 from edit.config import RunConfig
@@ -33,7 +34,7 @@ from peers.metrics import Metrics
 from peers.models import build
 from peers.trainer import StepResult, Trainer, choose_device
 
-__all__ = ["PeerOptions", "run_peer"]
+__all__ = ["PeerOptions", "attend", "run_peer"]
 
 WINDOW = 20
 _log = logging.getLogger("peers")
@@ -76,16 +77,24 @@ def run_peer(options: PeerOptions) -> None:
     device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    attend(options, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity, device)
+
+
+def attend(options: PeerOptions, dial: Dial, identity: Identity, device: torch.device) -> None:
+    """Train as `identity` in the run at the other end of `dial`; as `run_peer`, which looks these up in the peer's folder."""
     with Bridge() as bridge, Metrics(options.metrics) as metrics, _stopping(bridge):
-        collective = GrpcCollective(bridge, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+        collective = GrpcCollective(bridge, dial, identity)
+        goodbye = "the peer failed"
         try:
             config = collective.configuration()
-            _log.info("%s of run %s: %s", collective.peer_id, enrolled.run_id, config.model.name)
+            _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
             _Training(options, config, collective, bridge, metrics).run(device)
+            goodbye = "the run has finished"
         except Interrupted:
+            goodbye = "the peer was told to stop"
             _log.info("stopping as told")
         finally:
-            collective.close()
+            collective.close(goodbye)
 
 
 @contextlib.contextmanager

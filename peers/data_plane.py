@@ -206,5 +206,5 @@ async def _retrying(what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wan
         failures += 1
         if failures >= TRIES or not wanted():
             raise blame
-        _log.info("%s: %s; trying again", what, blame)
+        _log.log(logging.INFO if failures == 1 else logging.DEBUG, "%s: %s; trying again", what, blame)
         await asyncio.sleep(min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 10)))

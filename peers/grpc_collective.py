@@ -94,7 +94,7 @@ class GrpcCollective:
         session = Session(self._draw, self._clock())
         attendance = self._attend(session, None, lambda: None)
         welcome = self._wait(session, lambda: session.welcome)
-        self._bridge.call(attendance.goodbye())
+        self._bridge.call(attendance.goodbye("the configuration is read"))
         try:
             return RunConfig.from_json(welcome.config_json)
         except ConfigError as error:
@@ -275,11 +275,11 @@ class GrpcCollective:
         """End the main thread's waits with Interrupted; for signal handlers."""
         self._bridge.interrupt()
 
-    def close(self) -> None:
-        """Say goodbye, within two seconds, and close the connections."""
+    def close(self, reason: str = "the peer stopped") -> None:
+        """Say goodbye, within two seconds, and close the connections. reason: told to the coordinator's operator."""
         self._bridge.resume()
         if self._entered is not None:
-            self._bridge.call(self._entered.attendance.goodbye())
+            self._bridge.call(self._entered.attendance.goodbye(reason))
         self._bridge.call(self._data.close())
 
     # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ class Session:
         view = self.view
         if view is None:
             if self.cut_off(now):
-                return Decision.CUT_OFF, f"no connection to the coordinator for {now - self._offline_since:.1f} s"
+                return Decision.CUT_OFF, "no connection to the coordinator"
             return Decision.WAIT, f"the control connection is {self._link.value}"
         return _decide(view, outer_step, contributed, self._healed_at)
 

@@ -1,0 +1,190 @@
+"""The daemon against a scripted coordinator: trains to the end, stops on a signal, damages on request, leaves its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from editpb.identity import Identity
+from editpb.messages import Expel, PeerState, RunPhase
+
+from edit.config import RunConfig
+from edit.errors import ConfigError, EvictedError
+from edit.records import Verdict
+from edit.schema import plan_fragments
+from peers.daemon import PeerOptions, attend, run_peer
+from peers.dial import Dial
+from peers.faults import Fault, FaultInjector, parse_faults
+from peers.metrics import Metrics
+from peers.models import build
+from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
+
+H, ROUNDS = 5, 3
+CPU = torch.device("cpu")
+
+
+def config(outer_steps: int = ROUNDS) -> RunConfig:
+    return RunConfig.from_mapping(
+        {
+            "model": {"layers": 1, "heads": 1, "width": 8, "context": 16},
+            "inner": {"batch_size": 2, "warmup_steps": 2},
+            "sync": {"every": H, "outer_steps": outer_steps},
+            "outer": {"optimizer": "sgd", "lr": 1.0},
+            "membership": {"heartbeat_s": 0.05, "lease_s": 1.0},
+        }
+    )
+
+
+def commit_until_finished(fake: FakeCoordinator) -> None:
+    fake.commit()
+    if fake.view.outer_step >= fake.config.sync.outer_steps:
+        fake.change_view(phase=RunPhase.FINISHED, round_id=0)
+
+
+@contextmanager
+def coordinator(outer_steps: int = ROUNDS) -> Iterator[FakeCoordinator]:
+    run = config(outer_steps)
+    schema = plan_fragments(build(run.model, run.seed, frozenset()).named_parameters())
+    theta = [torch.zeros(fragment.numel).normal_(generator=torch.Generator().manual_seed(1)) for fragment in schema.fragments]
+    with FakeCoordinator(run, schema, theta) as fake:
+        fake.script = commit_until_finished
+        yield fake
+
+
+def train(fake: FakeCoordinator, folder: Path, **rest: object) -> None:
+    text = folder / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 20)
+    options = PeerOptions(home=folder, data=text, **rest)  # type: ignore[arg-type]
+    attend(options, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), CPU)
+
+
+def test_a_peer_trains_until_the_run_has_finished_and_says_goodbye(tmp_path: Path) -> None:
+    with coordinator() as fake:
+        train(fake, tmp_path, metrics=tmp_path / "metrics.jsonl")
+        assert fake.state is not None and fake.state.outer_step == ROUNDS
+        fake.await_(lambda f: f.goodbyes)
+        assert fake.goodbyes[-1] == "the run has finished"
+        states = {beat.state for beat in fake.heartbeats}
+        assert {PeerState.TRAINING, PeerState.EXCHANGING} <= states
+        assert {header.inner_steps for header in fake.headers.values()} == {H}
+        assert {header.tokens for header in fake.headers.values()} == {H * 2 * 16}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    outer = [line for line in lines if line["kind"] == "outer"]
+    assert [line["outer_step"] for line in outer] == [1, 2, 3]
+    assert outer[-1]["digest"] == fake.state.digest
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [10]
+
+
+def test_sigterm_ends_the_wait_for_a_round_with_a_goodbye(tmp_path: Path) -> None:
+    with coordinator() as fake:
+        fake.script = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+        before = signal.getsignal(signal.SIGTERM)
+        train(fake, tmp_path)
+        assert signal.getsignal(signal.SIGTERM) is before
+        fake.await_(lambda f: f.goodbyes)
+        assert fake.goodbyes[-1] == "the peer was told to stop"
+
+
+def test_eviction_has_its_own_exit_code(tmp_path: Path) -> None:
+    def evict(fake: FakeCoordinator) -> None:
+        fake.expel = Expel(True, "key lost")
+        fake.change_view()
+
+    with coordinator() as fake:
+        fake.script = evict
+        with pytest.raises(EvictedError, match="key lost") as caught:
+            train(fake, tmp_path)
+        assert caught.value.exit_code == 4
+
+
+def test_faults_spoil_the_contributions_asked_for_and_the_peer_recovers(tmp_path: Path) -> None:
+    with coordinator(4) as fake:
+        train(fake, tmp_path, faults=parse_faults("nan@1,huge@2"))
+        assert fake.state is not None and fake.state.outer_step == 4
+        by_step = {step: [f.verdicts[0] for f in commit.fragments] for step, commit in fake.updates.items()}
+        assert [Verdict.NONFINITE in [v.verdict for v in by_step[step]] for step in (1, 2, 3, 4)] == [False, True, False, False]
+        largest = {step: max(v.norm for v in verdicts) for step, verdicts in by_step.items() if step != 2}
+        assert largest[3] > 1000 * largest[1] and largest[4] < largest[3] / 100
+
+
+def test_throttle_reports_longer_steps(tmp_path: Path) -> None:
+    with coordinator(1) as fake:
+        train(fake, tmp_path, throttle=3.0)
+        last = fake.heartbeats[-1]
+        assert last.step_s * last.tokens_per_s == pytest.approx(2 * 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [("", ()), ("nan@3", (Fault("nan", 3),)), ("nan@3,huge@5", (Fault("nan", 3), Fault("huge", 5)))],
+)
+def test_fault_notation(text: str, faults: tuple[Fault, ...]) -> None:
+    assert parse_faults(text) == faults
+
+
+@pytest.mark.parametrize("text", ["nan", "nan@", "nan@x", "zero@1", "nan@-1"])
+def test_wrong_fault_notation_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="--fault"):
+        parse_faults(text)
+
+
+class Counters:
+    """What the injector looks at in a worker."""
+
+    outer_step, round_inner_steps, pending = 1, H - 1, False
+
+    def __init__(self, theta: torch.Tensor) -> None:
+        self.theta = theta
+
+    def outer_state_dict(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.theta}
+
+
+def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    theta = model.weight.detach().clone() + 0.5
+    worker, said = Counters(theta), []
+    injector = FaultInjector(model, worker, H, (Fault("huge", 1),), said.append)
+    worker.round_inner_steps = 0
+    injector.damage()
+    worker.round_inner_steps, worker.pending = H - 1, True
+    injector.damage()
+    worker.pending, worker.outer_step = False, 0
+    injector.damage()
+    assert torch.allclose(theta - model.weight, torch.tensor(0.5))
+    worker.outer_step = 1
+    injector.damage()
+    injector.damage()
+    assert torch.allclose(theta - model.weight, torch.tensor(5000.0))
+    assert said == ["fault on purpose: huge at outer step 1"]
+
+
+def test_options_name_what_is_wrong(tmp_path: Path) -> None:
+    for wrong, word in (({"throttle": 0.5}, "--throttle"), ({"threads": 0}, "--threads"), ({"data": tmp_path / "x"}, "--data")):
+        with pytest.raises(ConfigError, match=word):
+            PeerOptions(**{"home": tmp_path, "data": tmp_path, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_not_enrolled_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="edit-peer join"):
+        run_peer(PeerOptions(home=tmp_path, data=tmp_path))
+
+
+def test_metrics_are_flushed_line_by_line_and_know_no_nan(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "m.jsonl"
+    with Metrics(path, clock=lambda: 12.5) as metrics:
+        metrics.step(9, 1.0, 2.0, 3)
+        metrics.step(10, float("nan"), 2.0, 3)
+        line = json.loads(path.read_text())
+    assert line == {"kind": "step", "t": 12.5, "step": 10, "loss": None, "tokens_per_s": 2.0, "outer_step": 3}
+
+
+def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--metrics"), Metrics(tmp_path):
+        pass

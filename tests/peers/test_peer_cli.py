@@ -1,0 +1,106 @@
+"""The command line of a peer: help with examples, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from edit.errors import EvictedError, RefusedError
+from peers import cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["edit-peer", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.startswith("edit-peer: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("command", ["join", "run", "alone"])
+def test_every_help_shows_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert run(monkeypatch, command, "--help") == 0
+    assert f"edit-peer {command}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_python_m_peers_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("peers", run_name="__main__")
+    assert not caught.value.code
+    assert "alone" in capsys.readouterr().out
+
+
+def test_user_mistakes_are_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    home, there = str(tmp_path / "home"), str(tmp_path)
+    cases = {
+        ("run", "--data", str(tmp_path / "none"), "--home", home): "--data",
+        ("run", "--data", there, "--home", home): "edit-peer join",
+        ("run", "--data", there, "--home", home, "--fault", "zero@1"): "--fault",
+        ("run", "--data", there, "--home", home, "--throttle", "0"): "--throttle",
+        ("join", "nonsense", "--home", home): "invitation",
+        ("alone", "--run", str(tmp_path / "run.toml"), "--data", there, "--steps", "1", "--out", there): "run.toml",
+    }
+    for arguments, word in cases.items():
+        assert run(monkeypatch, *arguments) == 2
+        assert word in one_line(capsys)
+
+
+@pytest.mark.parametrize(("error", "code"), [(RefusedError("another model"), 3), (EvictedError("key lost"), 4)])
+def test_refusal_and_eviction_have_their_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, code: int
+) -> None:
+    def refuse(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("peers.daemon.run_peer", refuse)
+    assert run(monkeypatch, "run", "--data", str(tmp_path)) == code
+    assert str(error) in one_line(capsys)
+
+
+def test_a_bug_is_a_traceback_and_exit_code_70(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def break_down(options: object) -> None:
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr("peers.daemon.run_peer", break_down)
+    assert run(monkeypatch, "run", "--data", str(tmp_path)) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_options_reach_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    monkeypatch.setattr("peers.daemon.run_peer", seen.append)
+    arguments = ["--data", str(tmp_path), "--home", "h", "--device", "cpu", "--threads", "3", "--metrics", "m.jsonl"]
+    run(monkeypatch, "run", *arguments, "--throttle", "2", "--fault", "nan@3", "--allow-model", "x", "--allow-model", "y")
+    (options,) = seen
+    assert (options.home, options.threads, options.throttle) == (Path("h"), 3, 2.0)
+    assert [fault.kind for fault in options.faults] == ["nan"]
+    assert options.allowed_models == {"x", "y"}
+
+
+def test_alone_trains_and_leaves_its_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    toml, text, out = tmp_path / "run.toml", tmp_path / "text.txt", tmp_path / "out"
+    toml.write_text("[model]\nlayers = 1\nheads = 1\nwidth = 8\ncontext = 16\n[inner]\nbatch_size = 2\n")
+    text.write_text("to be or not to be. " * 40)
+    arguments = ["--run", str(toml), "--data", str(text), "--steps", "10", "--out", str(out), "--validation", str(text)]
+    assert run(monkeypatch, "alone", *arguments, "--device", "cpu") == 0
+    assert "validation loss" in capsys.readouterr().out
+    assert (out / "model.safetensors").exists()
+    kinds = [json.loads(line)["kind"] for line in (out / "alone.jsonl").read_text().splitlines()]
+    assert set(kinds) == {"alone"}
