@@ -110,6 +110,15 @@ def test_int8_with_a_broken_element_gives_the_same_bytes_each_time() -> None:
     assert bytes(encode("int8", flat).data) == bytes(encode("int8", flat).data)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e-40])
+def test_int8_bytes_of_a_broken_or_tiny_block_are_fixed_not_left_to_the_cpus_conversion(value: float) -> None:
+    flat = torch.full((BLOCK,), value)
+    data = bytes(encode("int8", flat).data)
+    assert data[4:] == bytes(BLOCK)
+    scale = torch.frombuffer(bytearray(data[:4]), dtype=torch.float32).item()
+    assert scale == 0.0 if value == 1e-40 else math.isnan(scale)
+
+
 def test_fp16_overflow_is_inf_and_int8_takes_the_whole_range_of_fp32() -> None:
     assert decode(encode("fp16", torch.tensor([1e5]))).item() == math.inf
     huge = decode(encode("int8", torch.tensor([3e38, -3e38])))
