@@ -1,7 +1,7 @@
 """Everything known about a running demo, folded from the lines of its metrics files.
 
-Owns: what the lines mean (coordinator: member, round, peer; lone peer: step; lab: event, validation, status) and the running
-totals. Must not know: where lines come from, how they are shown, the clock: every line carries its own time.
+Owns: what the lines mean (coordinator: member, round, peer; peers: step, outer; lone peer: lone; lab: event, validation) and
+the running totals. Must not know: where lines come from, how they are shown, the clock: every line carries its own time.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One peer in one round. verdict: the worst over the fragments; weight: the mean over them."""
+    """One peer in one round. verdict: the worst over the fragments, `bad` of `parts` of them; weight: the mean over them."""
 
     verdict: str
     weight: float
     norm: float
+    bad: int
+    parts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class PeerRow:
     sent: Total = field(default_factory=Total)
     received: Total = field(default_factory=Total)
     curve: list[Point] = field(default_factory=list)
+    _logged: Total = field(default_factory=Total)
 
     def report(self, record: Record) -> None:
         """Take a heartbeat's line."""
@@ -122,8 +125,12 @@ class PeerRow:
             self.sent_rate = (self.sent.value - before[1]) / (t - before[0])
             self.received_rate = (self.received.value - before[2]) / (t - before[0])
         self.loss = _number(record.get("loss"), self.loss)
-        if math.isfinite(self.loss):
-            self.curve.append(Point(t, self.steps.value, self.loss))
+
+    def step(self, record: Record) -> None:
+        """Take a line of the peer's own metrics file."""
+        self._logged.update(int(record["step"]))
+        if record.get("loss") is not None:
+            self.curve.append(Point(float(record["t"]), self._logged.value, float(record["loss"])))
 
     def gone(self) -> None:
         self.tokens_per_s = self.sent_rate = self.received_rate = 0.0
@@ -158,6 +165,8 @@ class Board:
             "member": self._member,
             "round": self._round,
             "peer": self._peer,
+            "step": self._step,
+            "outer": self._outer,
             "lone": self._lone,
             "event": self._event,
             "validation": self._validation,
@@ -182,8 +191,17 @@ class Board:
         if row is None:
             return
         row.report(record)
-        if record.get("digest"):
-            self.digest_reports.add((row.peer_id, row.outer_step, str(record["digest"])))
+        self._outer(record)
+
+    def _step(self, record: Record) -> None:
+        row = self.peers.get(str(record["peer_id"]))
+        if row is not None:
+            row.step(record)
+
+    def _outer(self, record: Record) -> None:
+        """A peer says which outer parameters it has: in a heartbeat, or in its own file for every outer step."""
+        if record.get("digest") and record["peer_id"] in self.peers:
+            self.digest_reports.add((str(record["peer_id"]), int(record["outer_step"]), str(record["digest"])))
 
     def _round(self, record: Record) -> None:
         row = RoundRow(
@@ -225,9 +243,15 @@ def _cells(fragments: Iterable[Record]) -> dict[str, Cell]:
 
 
 def _cell(parts: list[tuple[str, float, float]]) -> Cell:
-    verdicts = {verdict for verdict, _, _ in parts}
+    verdicts = [verdict for verdict, _, _ in parts]
     worst = next((bad for bad in _BAD_ORDER if bad in verdicts), "ok")
-    return Cell(worst, sum(weight for _, _, weight in parts) / len(parts), math.hypot(*(norm for _, norm, _ in parts)))
+    return Cell(
+        verdict=worst,
+        weight=sum(weight for _, _, weight in parts) / len(parts),
+        norm=math.hypot(*(norm for _, norm, _ in parts)),
+        bad=sum(verdict != "ok" for verdict in verdicts),
+        parts=len(parts),
+    )
 
 
 def _number(value: Any, otherwise: float) -> float:

@@ -13,8 +13,9 @@ from html import escape
 
 __all__ = ["Bar", "Mark", "Series", "Tile", "line_chart", "log_bars", "tile_grid"]
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 920, 46, 150, 34, 38
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 920, 46, 170, 40, 38
 _LABEL_GAP = 15
+_BADGE_GAP = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def line_chart(series: Sequence[Series], marks: Sequence[Mark], x_max: float, x_
     width, inner = _WIDTH - _LEFT - _RIGHT, height - _TOP - _BOTTOM
     body = [
         _grid(axes, x_label),
-        *(_flag(axes.x(mark.x), height - _BOTTOM, mark, number) for number, mark in enumerate(marks, 1)),
+        *_flags([axes.x(mark.x) for mark in marks], marks, height - _BOTTOM),
         f'<clipPath id="c{height}"><rect x="{_LEFT}" y="{_TOP}" width="{width}" height="{inner}"/></clipPath>',
         *(_line(axes, one, f"c{height}") for one in drawn),
         *_end_labels(axes, drawn),
@@ -122,13 +123,19 @@ def _grid(axes: _Axes, x_label: str) -> str:
     return "\n".join(parts)
 
 
-def _flag(x: float, bottom: float, mark: Mark, number: int) -> str:
-    return (
-        f'<g class="mark {mark.tone}"><title>{escape(mark.text)}</title>'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{bottom}"/>'
-        f'<circle cx="{x:.1f}" cy="{_TOP - 14}" r="8"/>'
-        f'<text x="{x:.1f}" y="{_TOP - 10}" text-anchor="middle">{number}</text></g>'
-    )
+def _flags(places: Sequence[float], marks: Sequence[Mark], bottom: float) -> list[str]:
+    """A numbered badge and a line down for each mark; badges of marks close together are pushed apart, the lines are not."""
+    drawn, free = [], 0.0
+    for number, (x, mark) in enumerate(zip(places, marks, strict=True), 1):
+        badge = max(x, free)
+        free = badge + _BADGE_GAP
+        drawn.append(
+            f'<g class="mark {mark.tone}"><title>{escape(mark.text)}</title>'
+            f'<path d="M{badge:.1f},{_TOP - 17} L{x:.1f},{_TOP - 4} V{bottom}"/>'
+            f'<circle cx="{badge:.1f}" cy="{_TOP - 25}" r="8"/>'
+            f'<text x="{badge:.1f}" y="{_TOP - 21}" text-anchor="middle">{number}</text></g>'
+        )
+    return drawn
 
 
 def _line(axes: _Axes, series: Series, clip: str) -> str:
@@ -194,7 +201,7 @@ def _power_text(power: int) -> str:
 def tile_grid(rows: Sequence[str], columns: int, tiles: Sequence[Tile], marks: Sequence[Mark]) -> str:
     """A row of tiles per name, one column per round; marks are numbered above, at a column."""
     left, pitch_y = 76, 24
-    pitch_x = min(22.0, (_WIDTH - left - 10) / max(1, columns))
+    pitch_x = min(36.0, (_WIDTH - left - 10) / max(1, columns))
     height = _TOP + pitch_y * len(rows) + 28
     parts = []
     for place, name in enumerate(rows):
@@ -211,5 +218,5 @@ def tile_grid(rows: Sequence[str], columns: int, tiles: Sequence[Tile], marks: S
     for value in ticks(1, max(2, columns)):
         x = left + (value - 0.5) * pitch_x
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
-    parts.extend(_flag(left + mark.x * pitch_x, bottom, mark, number) for number, mark in enumerate(marks, 1))
+    parts += _flags([left + mark.x * pitch_x for mark in marks], marks, bottom)
     return _svg(height, "\n".join(parts))

@@ -154,6 +154,8 @@ class Demo:
         self._crew.enrol()
         self._recorder.follow("coordinator", self._folder.state / "metrics.jsonl")
         self._recorder.follow(LONE, self._folder.lone / "alone.jsonl")
+        for name in self._options.peer_ids:
+            self._recorder.follow(name, self._folder.home(name) / "metrics.jsonl")
         for name in (*self._options.peer_ids, LONE):
             self._crew.start(name)
         self._say(

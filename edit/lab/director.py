@@ -25,7 +25,9 @@ class Director:
 
     def act(self, now: float) -> None:
         """Do what is due at the outer step that the board shows."""
-        for cue in self._show.due(self._recorder.board.outer_step, now):
+        board = self._recorder.board
+        training = [row.peer_id for row in board.peers.values() if row.state in ("training", "exchanging")]
+        for cue in self._show.due(board.outer_step, training, now):
             if cue.part is Part.KILL:
                 self._kill(cue)
             else:
@@ -33,6 +35,8 @@ class Director:
 
     def _kill(self, cue: Cue) -> None:
         pid = self._crew.kill(cue.name)
+        if cue.name in self._recorder.board.peers:
+            self._recorder.board.peers[cue.name].state = "killed"
         self._recorder.event(f"SIGKILL to {cue.name} (process {pid}), as a power cut would", "fault")
         if cue.name == COORDINATOR:
             self._recorder.poll()  # what it still committed

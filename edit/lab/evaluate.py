@@ -22,6 +22,8 @@ from peers.sample import generate
 
 __all__ = ["Evaluator"]
 
+_WINDOWS_PER_BATCH = 16
+
 
 class Evaluator:
     """Losses in nats per byte. `batches` of 16 windows are spread evenly over the held-out text."""
@@ -32,6 +34,10 @@ class Evaluator:
         self._model = build(config.model, config.seed, frozenset())
         self.schema = plan_fragments(self._model.named_parameters())
         self._initial = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+
+    def windows(self, batches: int) -> int:
+        """How many windows of held-out text `batches` are: fewer than 16 each where the text is short."""
+        return min((len(self._tokens) - 1) // self._context, batches * _WINDOWS_PER_BATCH)
 
     def initial(self, batches: int) -> float:
         """Loss of the values that every peer starts from."""
@@ -65,7 +71,7 @@ class Evaluator:
 
     def _loss(self, named: Mapping[str, Tensor], batches: int) -> float:
         self._load(named)
-        return evaluate(self._model, self._tokens, self._context, batches)
+        return evaluate(self._model, self._tokens, self._context, batches, _WINDOWS_PER_BATCH)
 
     @torch.no_grad()
     def _load(self, named: Mapping[str, Tensor]) -> None:

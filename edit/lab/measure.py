@@ -11,7 +11,7 @@ from typing import Protocol
 
 from edit.errors import TransportError
 from edit.lab.evaluate import Evaluator
-from edit.lab.recorder import Recorder
+from edit.lab.recorder import LONE, Recorder
 from edit.lab.results import Losses
 from edit.records import Snapshot
 from edit.schema import Schema
@@ -19,7 +19,7 @@ from edit.schema import Schema
 __all__ = ["FINAL_BATCHES", "TRACK_BATCHES", "Measurer", "SnapshotSource"]
 
 TRACK_BATCHES = 6
-FINAL_BATCHES = 32
+FINAL_BATCHES = 48
 _POINTS = 16
 
 
@@ -62,9 +62,13 @@ class Measurer:
         if snapshot is None:
             raise TransportError("the coordinator gave no snapshot of the final outer parameters; see logs/coordinator.log")
         self._point(snapshot)
+        if lone.exists():
+            board = self.recorder.board
+            self.recorder.validation(LONE, board.outer_steps * board.sync_every, self.evaluator.of_file(lone, TRACK_BATCHES))
         losses = Losses(
             initial=self.evaluator.initial(batches),
             outer=self.evaluator.of_fragments(snapshot.fragments, batches),
             lone=self.evaluator.of_file(lone, batches) if lone.exists() else None,
+            windows=self.evaluator.windows(batches),
         )
         return losses, snapshot

@@ -48,10 +48,15 @@ def _round(row: RoundRow) -> list[Event]:
         return [Event(row.t, f"round {row.round_id % 1_000_000} aborted: {row.reason}", "info")]
     usual = [cell.norm for cell in row.cells.values() if cell.verdict == "ok"]
     return [
-        Event(row.t, f"outer step {row.outer_step}: {peer_id} {_blame(cell, usual)}; weight 0, the others are merged", "good")
+        Event(row.t, f"outer step {row.outer_step}: {peer_id} {_blame(cell, usual)}: {_extent(cell)}", "good")
         for peer_id, cell in row.cells.items()
-        if cell.verdict != "ok" and cell.weight == 0
+        if cell.verdict != "ok"
     ]
+
+
+def _extent(cell: Cell) -> str:
+    where = "weight 0" if cell.bad == cell.parts else f"weight 0 in {cell.bad} of {cell.parts} fragments"
+    return f"{where}, the others' are merged"
 
 
 def _blame(cell: Cell, usual: list[float]) -> str:

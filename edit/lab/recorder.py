@@ -69,8 +69,10 @@ class Recorder:
             self._take("lab", {"kind": "event", "t": event.t, "text": event.text, "tone": event.tone})
 
     def _translate(self, source: str, record: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The lone peer counts seconds from its own start and puts its held-out loss beside its steps."""
-        if source != LONE:
+        """A peer's own lines do not name it; the lone one counts seconds from its own start."""
+        if source in self.board.peers:
+            yield {**record, "peer_id": source}
+        elif source != LONE:
             yield record
         elif "validation_loss" in record:
             loss = record["validation_loss"]

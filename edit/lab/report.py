@@ -39,7 +39,7 @@ def render_report(board: Board, results: Results, settings: str, started: float)
         summary=escape(summary(results)),
         tiles=_tiles(results),
         validation_note=escape(_validation_note(results)),
-        validation_chart=_validation_chart(board, results),
+        validation_chart=_validation_chart(board),
         events=_events(board, started),
         verdict_key=_verdict_key(),
         verdict_chart=_verdict_chart(board),
@@ -94,28 +94,37 @@ def _validation_note(results: Results) -> str:
     where = "Files of every peer's packages that no peer has trained on."
     if results.losses is None:
         return where
-    return f"{where} All peers start from the same values, whose loss is {results.losses.initial:.3f}."
+    return (
+        f"{where} All peers start from the same values, whose loss is {results.losses.initial:.3f}. The table of results is "
+        f"measured on {results.losses.windows} windows of that text, the curve on fewer of them."
+    )
 
 
 def _points(points: Sequence[Point]) -> list[tuple[float, float]]:
     return [(point.step, point.loss) for point in points]
 
 
-def _validation_chart(board: Board, results: Results) -> str:
-    lone = _points(board.validation.get("lone", ()))
-    if not lone and results.losses is not None and results.losses.lone is not None:
-        lone = [(results.steps * 0.97, results.losses.lone), (results.steps, results.losses.lone)]
-    series = [
-        Series("outer parameters", "s0", _points(board.validation.get("outer", ()))),
-        Series("peer-0 alone", "lone", lone),
+def _smooth(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """Mean of each loss and up to seven before it: one batch of text differs much from the next."""
+    return [
+        (point.step, sum(one.loss for one in points[max(0, place - 7) : place + 1]) / min(8, place + 1))
+        for place, point in enumerate(points)
     ]
+
+
+def _validation_chart(board: Board) -> str:
+    lone = _points(board.validation.get("lone", ()))
+    if len(lone) == 1:  # only its end is known: a short line to see
+        lone = [(lone[0][0] * 0.97, lone[0][1]), lone[0]]
+    outer = _points(board.validation.get("outer", ()))
+    series = [Series("outer parameters", "s0", outer), Series("peer-0 alone", "lone", lone)]
     return line_chart(series, _marks(board), _last_step(board), "inner steps", height=340)
 
 
 def _training_chart(board: Board) -> str:
     rows = list(board.peers.values())[:_SERIES_STYLES]
-    series = [Series(row.peer_id, f"s{place}", _points(row.curve)) for place, row in enumerate(rows)]
-    series.append(Series("peer-0 alone", "lone", _points(board.lone)))
+    series = [Series(row.peer_id, f"s{place}", _smooth(row.curve)) for place, row in enumerate(rows)]
+    series.append(Series("peer-0 alone", "lone", _smooth(board.lone)))
     longest = max((x for one in series for x, _ in one.points), default=0.0)
     return line_chart(series, (), max(longest, _last_step(board)), "own inner steps", height=300)
 

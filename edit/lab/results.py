@@ -27,11 +27,12 @@ def data_parallel_bytes(peers: int, parameters: int, steps: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Held-out loss in nats per byte, all from the same windows. None: was not measured."""
+    """Held-out loss in nats per byte, all from the same `windows` of text. lone None: was not measured."""
 
     initial: float
     outer: float
     lone: float | None
+    windows: int
 
     @property
     def percent_below_lone(self) -> float | None:

@@ -22,7 +22,15 @@ from edit.lab.units import bytes_text, duration_text, resample, sparkline
 __all__ = ["Frame", "event_line", "progress_line", "render"]
 
 _TONES = {"info": "dim", "fault": "yellow", "good": "green", "bad": "bold red"}
-_STATES = {"training": "green", "exchanging": "cyan", "starting": "yellow", "invited": "dim", "lost": "bold red", "left": "dim"}
+_STATES = {
+    "training": "green",
+    "exchanging": "cyan",
+    "starting": "yellow",
+    "invited": "dim",
+    "lost": "bold red",
+    "killed": "bold red",
+    "left": "dim",
+}
 _VERDICTS = {"nonfinite": ("NaN", "bold red"), "anomalous": ("huge", "red"), "idle": ("idle", "yellow")}
 _SHOWN_PEERS = 6
 _SPARK_BINS = 60

@@ -25,6 +25,8 @@ def fill(board: Board, step: int) -> None:
         }
         traffic = {"bytes_sent": 870_000 * step, "bytes_received": 1_740_000 * step}
         board.apply({**line, **traffic, "loss": loss + 0.05 * place, "tokens_per_s": 5120.0, "digest": f"d{step - 1}"})
+        own = {"t": t, "peer_id": peer_id, "step": 30 * step, "loss": loss + 0.05 * place}
+        board.apply({"kind": "step", **own})
     peers: dict[str, list[object]] = {peer_id: ["ok", 1.0, 0.25] for peer_id in PEERS}
     if step == 4:
         peers["peer-3"] = ["nonfinite", None, 0.0]

@@ -36,7 +36,7 @@ def test_a_peers_line_gives_its_row_rates_and_curve(board):
     board.apply(peer_line(12.0, bytes_sent=5000, bytes_received=600, inner_steps=14, loss=2.5))
     row = board.peers["peer-0"]
     assert (row.sent_rate, row.received_rate, row.sent.value) == (2000.0, 300.0, 5000)
-    assert [(point.step, point.loss) for point in row.curve] == [(10, 3.0), (14, 2.5)]
+    assert (row.loss, row.steps.value) == (2.5, 14)
     assert board.digest_reports == {("peer-0", 1, "d1")}
 
 
@@ -46,6 +46,16 @@ def test_a_restarted_peer_keeps_its_bytes_and_its_steps_and_has_no_negative_rate
     row = board.peers["peer-0"]
     assert (row.sent.value, row.steps.value, row.sent_rate) == (1000, 51, 0.0)
     assert row.loss == 3.0
+
+
+def test_a_peers_own_file_gives_its_curve_and_the_digest_of_every_outer_step(board):
+    steps = [(10, 3.0), (20, 2.5), (10, None), (20, 2.0)]  # it was started again after 20 steps
+    for t, (step, loss) in enumerate(steps):
+        board.apply({"kind": "step", "t": t, "peer_id": "peer-1", "step": step, "loss": loss, "outer_step": 1})
+    board.apply({"kind": "outer", "t": 5.0, "peer_id": "peer-1", "outer_step": 2, "digest": "d2", "reason": "all in"})
+    board.apply({"kind": "outer", "t": 5.0, "peer_id": "stranger", "outer_step": 2, "digest": "d2", "reason": "all in"})
+    assert [(point.step, point.loss) for point in board.peers["peer-1"].curve] == [(10, 3.0), (20, 2.5), (40, 2.0)]
+    assert board.digest_reports == {("peer-1", 2, "d2")}
 
 
 def test_a_lost_peer_sends_nothing(board):
@@ -65,6 +75,7 @@ def test_a_round_shows_the_worst_verdict_the_mean_weight_and_the_whole_norm(boar
     cells = board.rounds[0].cells
     assert (cells["peer-0"].verdict, cells["peer-0"].weight, cells["peer-0"].norm) == ("ok", 0.75, 5.0)
     assert (cells["peer-1"].verdict, cells["peer-1"].weight, cells["peer-1"].norm) == ("nonfinite", 0.25, math.inf)
+    assert (cells["peer-1"].bad, cells["peer-1"].parts) == (1, 2)
     assert [(row.merged, row.rejected) for row in board.peers.values()] == [(1, 0), (1, 1)]
 
 

@@ -63,30 +63,37 @@ PLAN = ShowPlan(killed="peer-2", kill_at=4, coordinator_kill_at=5)
 
 def test_a_killed_peer_is_missed_before_it_comes_back_and_the_coordinator_waits_for_its_turn():
     show = Show(PLAN, away_s=3, patience_s=30, coordinator_away_s=1)
+    all_train, without = ("peer-1", "peer-2"), ("peer-1",)
     transcript = [
-        ((3, 0.0), ()),
-        ((4, 1.0), (Cue(Part.KILL, "peer-2"),)),
-        ((4, 9.0), ()),  # nothing was committed without it
-        ((5, 9.1), (Cue(Part.RESTART, "peer-2"),)),
-        ((5, 9.2), (Cue(Part.KILL, "coordinator"),)),
-        ((5, 9.9), ()),
-        ((5, 10.3), (Cue(Part.RESTART, "coordinator"),)),
-        ((6, 11.0), ()),
+        ((3, all_train, 0.0), ()),
+        ((4, all_train, 1.0), (Cue(Part.KILL, "peer-2"),)),
+        ((4, without, 9.0), ()),  # nothing was committed without it
+        ((5, without, 9.1), (Cue(Part.RESTART, "peer-2"),)),
+        ((5, without, 9.2), ()),
+        ((6, without, 12.0), ()),  # it is not yet back
+        ((6, all_train, 13.0), ()),
+        ((6, all_train, 13.2), (Cue(Part.KILL, "coordinator"),)),
+        ((6, all_train, 13.9), ()),
+        ((6, all_train, 14.3), (Cue(Part.RESTART, "coordinator"),)),
+        ((7, all_train, 15.0), ()),
     ]
-    for (outer_step, now), cues in transcript:
-        assert show.due(outer_step, now) == cues, (outer_step, now)
+    for arguments, cues in transcript:
+        assert show.due(*arguments) == cues, arguments
     assert show.over
 
 
 def test_a_peer_comes_back_early_only_after_its_time_away_and_late_even_without_a_commit():
     quick, stuck = (Show(PLAN, away_s=3, patience_s=30) for _ in range(2))
-    assert quick.due(4, 0.0) == stuck.due(4, 0.0) == (Cue(Part.KILL, "peer-2"),)
-    assert quick.due(6, 2.9) == ()
-    assert quick.due(6, 3.0) == (Cue(Part.RESTART, "peer-2"),)
-    assert stuck.due(4, 30.0) == (Cue(Part.RESTART, "peer-2"),)
+    assert quick.due(4, (), 0.0) == stuck.due(4, (), 0.0) == (Cue(Part.KILL, "peer-2"),)
+    assert quick.due(6, (), 2.9) == ()
+    assert quick.due(6, (), 3.0) == (Cue(Part.RESTART, "peer-2"),)
+    assert stuck.due(4, (), 30.0) == (Cue(Part.RESTART, "peer-2"),)
+    assert stuck.due(9, (), 59.0) == ()
+    assert stuck.due(9, (), 60.0) == ()  # gives up waiting for it
+    assert stuck.due(9, (), 60.1) == (Cue(Part.KILL, "coordinator"),)
 
 
 def test_no_plan_no_show():
     show = Show(ShowPlan())
     assert show.over
-    assert show.due(100, 1.0) == ()
+    assert show.due(100, (), 1.0) == ()

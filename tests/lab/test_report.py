@@ -25,7 +25,7 @@ def results_of(board, **changes):
         "run_id": "demo-<1>",
         "seed": 3,
         "wall_s": 61.5,
-        "losses": Losses(initial=5.5, outer=1.8, lone=2.0),
+        "losses": Losses(initial=5.5, outer=1.8, lone=2.0, windows=512),
         "restart": Restart(6, "d6", "d6"),
         "sample": "if a < b & c:",
     }
@@ -107,7 +107,7 @@ def test_an_empty_run_has_a_page_too(make_board):
 
 @pytest.mark.parametrize(("outer", "words"), [(1.8, "10.0 % better"), (2.2, "10.0 % worse")])
 def test_the_headline_does_not_hide_a_bad_result(make_board, outer, words):
-    assert words in headline(results_of(make_board(), losses=Losses(initial=5.0, outer=outer, lone=2.0)))
+    assert words in headline(results_of(make_board(), losses=Losses(initial=5.0, outer=outer, lone=2.0, windows=512)))
 
 
 def test_the_terminal_prints_the_rows_of_the_page(make_board):
@@ -136,7 +136,7 @@ def test_a_falling_curve_falls_on_the_picture():
     points = coordinates(chart, "s0")
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert [y for _, y in points] == sorted(y for _, y in points)
-    assert f'x1="{points[1][0]:.1f}"' in chart  # the mark stands where the curve is at step 50
+    assert re.search(rf'class="mark fault".* L{points[1][0]:.1f},', chart)  # the mark stands where the curve is at step 50
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_one_another():
