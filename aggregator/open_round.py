@@ -66,12 +66,11 @@ class OpenRound:
         self.punctual.discard(peer_id)
 
     def fault(self, peer_id: str, reason: str) -> None:
-        """Its bytes were bad: it is out of the round, with what is not reduced yet."""
+        """Its bytes were bad: it is out of the round, with all that no Reduce was emitted for."""
         self.faults.setdefault(peer_id, reason)
         self.expect_no_more(peer_id)
-        for fragment_id, peers in enumerate(self.delivered):
-            if fragment_id not in self.asked:
-                peers.discard(peer_id)
+        for peers in self.delivered:
+            peers.discard(peer_id)
 
     def note_quorum(self, now: float) -> None:
         """Remember since when a quorum is complete."""

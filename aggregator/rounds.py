@@ -233,9 +233,7 @@ class RoundMachine:
         if refusal:
             return [refusal]
         if self._round:
-            self._round.offered.add(event.peer_id)
-        if event.peer_id in self._live:  # rounds may be shorter than the time between two reports
-            self._live[event.peer_id] = event.outer_step
+            self._note_sending(self._round, event.peer_id)
         return []
 
     def _arrived(self, event: Arrived, now: float) -> list[Effect]:
@@ -246,7 +244,7 @@ class RoundMachine:
         if refusal or current is None:
             return [refusal] if refusal else []
         was_complete = event.peer_id in current.complete
-        current.offered.add(event.peer_id)
+        self._note_sending(current, event.peer_id)
         current.delivered[event.fragment_id].add(event.peer_id)
         if not was_complete and event.peer_id in current.complete & current.punctual:
             self._deadlines.record(event.peer_id, now - current.opened_at)
@@ -360,6 +358,11 @@ class RoundMachine:
             return []
         current.commit_asked = True
         return [Commit(current.round_id, current.outer_step + 1, current.close_reason, current.absent)]
+
+    def _note_sending(self, current: OpenRound, peer_id: str) -> None:
+        current.offered.add(peer_id)
+        if peer_id in self._live:  # rounds may be shorter than the time between two reports
+            self._live[peer_id] = current.outer_step
 
     def _expect(self, current: OpenRound, peer_id: str) -> None:
         current.expect(peer_id, until=current.counted_from + self._deadlines.expected_s(peer_id))

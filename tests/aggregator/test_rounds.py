@@ -236,6 +236,29 @@ def test_results_nobody_asked_for_are_our_own_bug(event: Event) -> None:
     assert (subject.outer_step, subject.phase) == (0, Phase.COLLECTING)
 
 
+def test_only_peers_that_were_there_from_the_opening_on_are_measured() -> None:
+    """A latecomer's or a returned peer's time says nothing about how long a round should wait for it."""
+    run = Watched(quorum=1, start_peers=2)
+    for peer_id in "ab":
+        run.feed(MemberReady(peer_id, 0))
+    for _ in range(3):
+        run.now += 8
+        step, round_id = run.machine.outer_step, run.machine.round_id
+        run.act("offer", "b", 0, 0)
+        run.feed(MemberLost("b", "closed"))
+        for peer_id in "bc":  # b comes back to its transfer, c is new
+            run.feed(MemberReady(peer_id, step))
+        for peer_id in "cba":
+            run.act("send", peer_id, 0, 0)
+        while run.asked:
+            run.act("reduced", "", 0, 0)
+        run.feed(MemberLost("c", "closed"))
+        run.act("committed", "", 0, 0)
+        assert run.machine.round_id > round_id
+    assert run.machine.expected_s("a") == pytest.approx(8 + 6 * 0.8)
+    assert run.machine.expected_s("b") is None and run.machine.expected_s("c") is None
+
+
 def test_a_machine_at_the_last_step_is_finished() -> None:
     subject = RoundMachine(RoundsConfig(), fragments=1, outer_step=6, outer_steps=6, first_round_id=1)
     assert subject.handle(MemberReady("a", 6), 0.0) == []
