@@ -102,12 +102,14 @@ def latest(folder: Path) -> Path | None:
     return path_of(folder, steps[-1]) if steps else None
 
 
-def recover(folder: Path) -> Recovered | None:
+def recover(folder: Path, *, tidy: bool = True) -> Recovered | None:
     """The newest checkpoint that can be trusted, and what is to be replayed onto it; None when the folder holds none.
 
-    Raises StorageError when there are checkpoints, and all of them are damaged.
+    tidy: remove half-written files and set damaged checkpoints aside; False for a reader beside a running coordinator. Raises
+    StorageError when there are checkpoints, and all of them are damaged.
     """
-    _remove_temporary(folder)
+    if tidy:
+        _remove_temporary(folder)
     steps = _steps(folder, ".safetensors")
     seen = [*steps, *_steps(folder, ".journal"), *_steps(folder, ".safetensors.damaged")]
     notes: list[str] = []
@@ -120,7 +122,8 @@ def recover(folder: Path) -> Recovered | None:
         except StorageError as error:
             notes.append(str(error))
             continue
-        _set_aside(folder, [later for later in steps if later > step])
+        if tidy:
+            _set_aside(folder, [later for later in steps if later > step])
         return Recovered(
             path=path,
             outer_step=step,

@@ -74,9 +74,14 @@ class Slot:
         return self._received
 
     def payload(self) -> memoryview:
-        """All bytes, to be read only; from disk they are mapped, not copied. Raises LocalProtocolError, StorageError."""
-        if not self.complete or self._dropped:
-            raise LocalProtocolError(f"{self}: {'dropped' if self._dropped else 'not complete'}")
+        """All bytes, to be read only; from disk they are mapped, not copied: let go of them soon, ask again when needed.
+
+        Raises LocalProtocolError before the slot is complete, StorageError when the bytes are gone (dropped, or the disk failed).
+        """
+        if not self.complete:
+            raise LocalProtocolError(f"{self}: not complete")
+        if self._dropped:
+            raise StorageError(f"{self}: dropped, its round is over")
         if self._path is None:
             return memoryview(self._memory)
         try:

@@ -94,7 +94,7 @@ def test_an_incomplete_or_dropped_payload_is_not_read(intake: Intake) -> None:
         slot.payload()
     fill(slot)
     intake.drop(slot)
-    with pytest.raises(LocalProtocolError, match="dropped"):
+    with pytest.raises(StorageError, match="dropped, its round is over"):
         slot.payload()
     with pytest.raises(RemoteProtocolError, match="its round is over"):
         put(slot, 0, DATA[:1])
