@@ -63,6 +63,8 @@ class Slot:
         end = offset + len(data)
         if offset < 0 or end > self.total_bytes:
             raise RemoteProtocolError(f"{self}: bytes {offset} to {end} exceed the declared {self.total_bytes}")
+        if not data:
+            return self._received
         if end <= self._received:
             self._check_repeated(offset, data)
         elif offset != self._received:
@@ -76,7 +78,7 @@ class Slot:
     def payload(self) -> memoryview:
         """All bytes, to be read only; from disk they are mapped, not copied: let go of them soon, ask again when needed.
 
-        Raises LocalProtocolError before the slot is complete, StorageError when the bytes are gone (dropped, or the disk failed).
+        Raises LocalProtocolError before the slot is complete, StorageError when the bytes are gone (dropped, or a bad disk).
         """
         if not self.complete:
             raise LocalProtocolError(f"{self}: not complete")

@@ -66,6 +66,7 @@ def test_a_wrong_checksum_is_refused(intake: Intake) -> None:
 
 def test_what_came_already_may_come_again(intake: Intake) -> None:
     slot = intake.open("a", 1, 0, len(DATA))
+    assert put(slot, 0, b"") == 0
     fill(slot, DATA[:300])
     assert put(slot, 0, DATA[:100]) == 300
     assert put(slot, 50, DATA[50:300]) == 300
