@@ -90,6 +90,11 @@ class Members:
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
         return None
 
+    def evicted(self, peer_id: str) -> bool:
+        """Whether the operator shut this member out."""
+        record = self._records.get(peer_id)
+        return record is not None and record.evicted is not None
+
     def admit(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
         """Remember a member and its newest certificate."""
         record = MemberRecord(peer_id=identity.peer_id, role=identity.role, serial=f"{certificate.serial_number:x}", issued=now)

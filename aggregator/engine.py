@@ -212,9 +212,7 @@ class Engine:
     # ---- attendance ----------------------------------------------------------------------------------------------------
 
     def attend(self, peer_id: str, schema: Schema) -> Attendance:
-        """A peer's stream opened. Raises EvictedError or RefusedError (the reason is for the peer's operator)."""
-        if (reason := self.members.refusal(peer_id)) is not None:
-            raise EvictedError(reason)
+        """A peer's stream opened. Raises RefusedError; the reason is for the peer's operator."""
         if self.outer is not None and (difference := self.outer.schema.first_difference(schema)) is not None:
             raise RefusedError(f"another model: {difference}")
         if (older := self._attendances.get(peer_id)) is not None:
@@ -400,8 +398,6 @@ class Engine:
         if self.outer is None or self.machine is None:
             raise StaleError("the run has no parameters yet")
         self._same_run(header.run_id)
-        if (reason := self.members.refusal(header.peer_id)) is not None:
-            raise EvictedError(reason)
         if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
         self._feed(Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id), refuse=True)

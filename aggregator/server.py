@@ -83,7 +83,9 @@ class Coordinator:
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         engine = Engine(folder.run_id, config, resources, first_round_id=first_round_id)
-        coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS), worker)
+        coordinator = cls(
+            folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS), worker
+        )
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
         service = EnrolmentService(authority, clock.unix, coordinator.endpoints)

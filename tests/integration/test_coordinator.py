@@ -304,6 +304,17 @@ def test_a_certificate_of_another_authority_opens_nothing(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+def test_a_new_certificate_of_an_identity_shuts_the_old_one_out(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as old, run.peer("a") as new:
+            await old.dial()
+            expel = await old.hear(Expel)
+            assert "replaced by a newer one" in expel.reason
+            await found_run(new)
+
+    asyncio.run(scenario())
+
+
 def test_roles_are_kept_apart(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.channel("eye", "observer") as watching:
