@@ -1,6 +1,6 @@
 """Stands in for edit-coordinator and edit-peer: their command lines and files, no training. Run as a script by test_demo.py.
 
-argv: coordinator|peer [--dies NAME] COMMAND ... The coordinator commits six outer steps at its first start, the others at the
+argv: coordinator|peer [--dies NAME] COMMAND ... The coordinator commits twelve outer steps at its first start, eight at the
 next. A peer leaves its command line in its home.
 """
 
@@ -40,7 +40,7 @@ def serve(state: Path) -> None:
     again = starts.exists()
     starts.touch()
     with (state / "metrics.jsonl").open("a") as file:
-        for step in range(7, 11) if again else range(1, 7):
+        for step in range(13, 21) if again else range(1, 13):
             for line in (round_line(step), *(peer_line(step, index) for index in range(4))):
                 file.write(json.dumps(line) + "\n")
     (state / "addresses.json").write_text("{}")

@@ -100,12 +100,12 @@ def console() -> tuple[Console, io.StringIO]:
 def test_a_demo_with_faults_from_start_to_report(tmp_path):
     out = tmp_path / "demo"
     screen, output = console()
-    results = run_demo(DemoOptions(steps=100, out=out), screen, outside())
+    results = run_demo(DemoOptions(steps=600, out=out), screen, outside())
     assert no_process_left(out)
-    assert (results.complete, results.run_id, results.committed) == (True, "demo-fake", 10)
+    assert (results.complete, results.run_id, results.committed) == (True, "demo-fake", 20)
     assert results.losses.percent_below_lone == pytest.approx(10.0)
     assert results.restart.equal
-    assert (results.restart.outer_step, results.digests.unequal) == (6, ())
+    assert (results.restart.outer_step, results.digests.unequal) == (12, ())
     assert json.loads((out / "results.json").read_text())["complete"] is True
     assert (out / "outer.safetensors").read_bytes() == b"outer"
     assert (out / "sample.txt").read_text() == "import os"
@@ -116,14 +116,14 @@ def test_a_demo_with_faults_from_start_to_report(tmp_path):
         "SIGKILL to peer-2 (process",
         "peer-2 started again with nothing but its certificate",
         "SIGKILL to coordinator (process",
-        "coordinator is back at outer step 6, digest d6 as before the kill",
+        "coordinator is back at outer step 12, digest d12 as before the kill",
         "outer step 3: peer-3 sent NaN or infinite values: weight 0, the others' are merged",
     ):
         assert text.count(story) == 1, story
 
 
 def test_every_line_of_the_merged_metrics_names_its_source(tmp_path):
-    run_demo(DemoOptions(steps=100, out=tmp_path / "demo", faults=True), console()[0], outside())
+    run_demo(DemoOptions(steps=600, out=tmp_path / "demo", faults=True), console()[0], outside())
     lines = [json.loads(line) for line in (tmp_path / "demo/metrics.jsonl").read_text().splitlines()]
     kinds = {(line["source"], line["kind"]) for line in lines}
     assert {("coordinator", "round"), ("coordinator", "peer"), ("lone", "lone"), ("lab", "event")} <= kinds
@@ -131,10 +131,10 @@ def test_every_line_of_the_merged_metrics_names_its_source(tmp_path):
 
 
 def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path):
-    run_demo(DemoOptions(steps=100, out=tmp_path / "demo"), console()[0], outside())
+    run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], outside())
     argv = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "demo/peers").glob("*/argv.json")}
     assert argv["peer-1"][argv["peer-1"].index("--throttle") + 1] == "2"
-    assert argv["peer-3"][argv["peer-3"].index("--fault") + 1] == "nan@2,huge@3"
+    assert argv["peer-3"][argv["peer-3"].index("--fault") + 1] == "nan@5,huge@6"
     assert not {"--throttle", "--fault"} & {*argv["peer-0"], *argv["peer-2"]}
 
 
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):
 
     screen, output = console()
     with pytest.raises(KeyboardInterrupt):
-        run_demo(DemoOptions(steps=100, out=tmp_path / "demo"), screen, outside(pause=interrupt))
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), screen, outside(pause=interrupt))
     assert no_process_left(tmp_path / "demo")
     assert f"partial results are in {tmp_path / 'demo'}" in output.getvalue()
     assert json.loads((tmp_path / "demo/results.json").read_text())["complete"] is False
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):
 
 def test_a_peer_that_dies_unasked_is_named_with_its_last_words(tmp_path):
     with pytest.raises(ChildDied, match=r"peer-1 ended \(exit code 70\)(.|\n)*the data folder is on fire"):
-        run_demo(DemoOptions(steps=100, out=tmp_path / "demo"), console()[0], outside("--dies", "peer-1"))
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], outside("--dies", "peer-1"))
     assert no_process_left(tmp_path / "demo")
 
 

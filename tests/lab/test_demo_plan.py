@@ -46,7 +46,8 @@ def test_a_setting_that_the_run_would_refuse_is_refused_here():
 def test_the_show_fits_into_the_run_in_order(options):
     show = plan_show(options)
     assert 0 < show.nan_at < show.huge_at < options.outer_steps - 1
-    assert 0 < show.kill_at < show.coordinator_kill_at < options.outer_steps - 1
+    assert 0 < show.kill_at < (show.coordinator_kill_at or options.outer_steps) <= options.outer_steps
+    assert bool(show.coordinator_kill_at) != options.quick
     assert len({show.slow, show.killed, show.damaged, "peer-0"}) == 4
     settings = plan_run(options, show, "127.0.0.1:1", "127.0.0.1:2")
     assert settings["penalty"]["observations"] <= show.huge_at - 1  # else the huge one is not yet judged
