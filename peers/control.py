@@ -84,7 +84,8 @@ class Attendance:
             while not self._leaving.is_set():
                 reason = await self._attempt()
                 delay = self._session.reconnect_delay()
-                if delay is None or self._leaving.is_set():
+                answered = self._hello.schema is None and self._session.welcome is not None
+                if delay is None or answered or self._leaving.is_set():
                     return
                 self._say_once(f"{self._dial.endpoint}: {reason}; trying again")
                 self._dial.rotate()
@@ -162,10 +163,13 @@ class Attendance:
             raise RemoteProtocolError(wrong)
 
     def _refused(self, error: grpc.aio.AioRpcError) -> str:
-        """The reason of a failed stream. A refusal for good ends the session; before the first Welcome a misfit is one too."""
+        """The reason of a failed stream. A refusal for good ends the session.
+
+        Before the first Welcome so does a Hello that is not understood, or a certificate of another authority.
+        """
         blame = from_rpc(error)
         reason = handshake_refusal(str(blame)) or str(blame)
-        misfit = isinstance(blame, RemoteProtocolError) or reason != str(blame)
+        misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT or reason != str(blame)
         if isinstance(blame, (EvictedError, RefusedError)) or (misfit and self._session.welcome is None):
             self._tell(lambda: self._session.expelled(Expel(isinstance(blame, EvictedError), reason)))
         return reason

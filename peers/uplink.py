@@ -16,7 +16,7 @@ from functools import partial
 
 from editpb.messages import ContributionHeader
 
-from edit.errors import EditError, LocalProtocolError, RefusedError
+from edit.errors import EditError, LocalProtocolError, RefusedError, RemoteProtocolError
 from edit.records import Contribution
 from peers.bridge import Bridge
 from peers.data_plane import DataPlane
@@ -125,7 +125,8 @@ class Uplink:
 
     def _failed(self, attempt: _Attempt, fragment_id: int, error: EditError) -> None:
         """The outcome still comes from the view: the round ends with or without this fragment."""
-        _log.info("round %d: fragment %d was not taken: %s", attempt.round_id, fragment_id, error)
+        level = logging.WARNING if isinstance(error, RemoteProtocolError) else logging.INFO
+        _log.log(level, "round %d: fragment %d was not taken: %s", attempt.round_id, fragment_id, error)
         attempt.queue.clear()
         if isinstance(error, RefusedError):
             self._refused = self._refused or error

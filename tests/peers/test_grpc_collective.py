@@ -286,6 +286,35 @@ def test_a_peer_that_does_not_fit_is_refused_on_joining() -> None:
             peer.collective.join(peer.schema, lambda: [])
 
 
+def test_a_passing_failure_of_the_coordinator_is_tried_again() -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.refuse_attendance = [(grpc.StatusCode.INTERNAL, "a bug"), (grpc.StatusCode.UNAVAILABLE, "starting")]
+        assert peer.collective.configuration() == config()
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "the peer speaks protocol 1, this side 2", RefusedError),
+        (grpc.StatusCode.PERMISSION_DENIED, "the certificate is of another run", RefusedError),
+        (grpc.StatusCode.PERMISSION_DENIED, "evicted: key lost", EvictedError),
+        (grpc.StatusCode.UNAVAILABLE, "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed", RefusedError),
+    ],
+)
+def test_who_is_refused_at_the_door_does_not_knock_again(code: grpc.StatusCode, details: str, error: type[Exception]) -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.refuse_attendance = [(code, details)]
+        with pytest.raises(error):
+            peer.collective.configuration()
+
+
+def test_a_snapshot_that_is_gone_while_it_is_read_is_replaced_by_a_newer_one() -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.lose_snapshots = 2
+        assert peer.collective.join(peer.schema, lambda: []).digest == fake.view.digest
+        assert fake.calls["DescribeSnapshot"] == 3
+
+
 def test_a_finished_run_says_so() -> None:
     with run_of() as (fake, peer):
         fake.script = finish

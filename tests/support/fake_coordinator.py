@@ -74,8 +74,10 @@ class FakeCoordinator:
         self.break_contribution_after: list[int] = []  # bytes after which the next streams break
         self.break_snapshot_after: list[int] = []
         self.refuse_contributions: list[tuple[grpc.StatusCode, str]] = []
+        self.refuse_attendance: list[tuple[grpc.StatusCode, str]] = []
         self.damage_updates = 0
         self.damage_snapshots = 0
+        self.lose_snapshots = 0
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.port = 0
         self._credentials: grpc.ServerCredentials | None = None
@@ -190,6 +192,8 @@ class _Control(control_pb2_grpc.ControlServicer):
         fake = self._fake
         hello = peer_message_from_pb(await anext(requests))
         assert isinstance(hello, Hello)
+        if fake.refuse_attendance:
+            await context.abort(*fake.refuse_attendance.pop(0))
         fake.bridge.change(lambda: fake.hellos.append(hello))
         found = hello.schema is not None and fake.state is None
         welcome = Welcome(run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), found=found)
@@ -299,6 +303,9 @@ class _Data(data_pb2_grpc.DataServicer):
     ) -> AsyncIterator[tensors_pb2.Chunk]:
         fake = self._fake
         fake.calls["FetchSnapshot"] += 1
+        if fake.lose_snapshots > 0:
+            fake.lose_snapshots -= 1
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
         fake.starts.append(request.offset)
         assert fake.state is not None
         sent, limit = 0, fake.break_snapshot_after.pop(0) if fake.break_snapshot_after else None
