@@ -17,9 +17,7 @@ from rich.table import Table
 from aggregator.authority import Authority
 from aggregator.operator import call_operator, pause_run, read_status, resume_run
 from aggregator.operator import evict_peer as evict_remote
-from aggregator.server import serve_run
 from aggregator.state_folder import RUN_TOML, StateFolder
-from aggregator.store import export_parameters
 from edit.errors import ConfigError
 from edit.exits import run_command
 
@@ -63,6 +61,8 @@ def serve(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator serve --state my-run
     """
+    from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
+
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
@@ -214,6 +214,8 @@ def export(
 
     Example: edit-coordinator export --state my-run --out model.safetensors
     """
+    from aggregator.store import export_parameters
+
     outer_step, digest = export_parameters(StateFolder(state), out)
     typer.echo(f"{out}: outer step {outer_step}, digest {digest[:12]}")
 

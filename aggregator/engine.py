@@ -416,11 +416,14 @@ class Engine:
         key = (header.peer_id, header.fragment_id)
         if key in current.payloads:
             return
-        payload = EncodedTensor(header.codec, header.numel, slot.payload())
-        norm = await self._in_worker(measure, payload)
+
+        def read() -> EncodedTensor:
+            return EncodedTensor(header.codec, header.numel, slot.payload())
+
+        norm = await self._in_worker(lambda: measure(read()))
         if key in current.payloads or self._round is not current:
             return
-        current.payloads[key] = Measured(header.peer_id, header.inner_steps, header.tokens, norm, payload)
+        current.payloads[key] = Measured(header.peer_id, header.inner_steps, header.tokens, norm, read)
         current.bytes_in += header.total_bytes
         self._feed(Arrived(header.peer_id, header.round_id, header.fragment_id))
 

@@ -37,14 +37,14 @@ _HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
 
 
 def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
-    """Who calls: a certificate of this run, a role that may, neither evicted nor replaced. Raises RefusedError, EvictedError."""
+    """Who calls: an identity of this run, in a fitting role, neither evicted nor replaced. Raises RefusedError, EvictedError."""
     facts = context.auth_context()
     identity = from_auth_context(facts)
     if identity.run_id != engine.run_id:
         raise RefusedError(f"the certificate is of run {identity.run_id}, this is {engine.run_id}")
     if identity.role not in roles:
         raise RefusedError(f"role {identity.role} may not do this; it needs {' or '.join(roles)}")
-    serial = x509.load_pem_x509_certificate(facts["x509_pem_cert"][0]).serial_number
+    serial = x509.load_pem_x509_certificate(next(iter(facts["x509_pem_cert"]))).serial_number
     if (reason := engine.members.is_allowed(identity, serial)) is not None:
         raise EvictedError(reason) if engine.members.evicted(identity.peer_id) else RefusedError(reason)
     return identity

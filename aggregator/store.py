@@ -129,15 +129,15 @@ class Store:
 
 def load_outer(folder: StateFolder) -> OuterState:
     """The outer state of the last commit, read without touching the folder. Raises ConfigError when the run has none yet."""
-    loaded = _load(folder.outer, folder.config(), folder.run_id)
+    loaded = _load(folder.outer, folder.config(), folder.run_id, tidy=False)
     if loaded is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
     return loaded[0]
 
 
-def _load(folder: Path, config: RunConfig, run_id: str) -> tuple[OuterState, int, list[Commit]] | None:
+def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> tuple[OuterState, int, list[Commit]] | None:
     """(state, base of the newest journal segment, the commits of that segment and the checkpoint's last one)."""
-    recovered = checkpoint.recover(folder)
+    recovered = checkpoint.recover(folder, tidy=tidy)
     if recovered is None:
         return None
     for note in recovered.notes:

@@ -1,10 +1,13 @@
 """EDiT: local SGD with layer-wise exchange and a pseudo-gradient penalty.
 
 The public API: what a user's own loop needs (`EditWorker`, a `Collective`), a run's configuration, and the values and errors
-that cross the seams. Importing it starts nothing, reads nothing and opens nothing.
+that cross the seams. Importing it starts nothing, reads nothing and opens nothing; torch is imported with the first name that
+needs it, so that a command line that only asks a question answers at once.
 """
 
-from edit.codecs import codec, codec_names, decode, encode
+import importlib
+import typing
+
 from edit.collective import Collective
 from edit.config import (
     CodecConfig,
@@ -29,10 +32,6 @@ from edit.errors import (
     StorageError,
     TransportError,
 )
-from edit.feedback import ErrorFeedback
-from edit.local import LocalCollective, LocalRun
-from edit.outer import digest
-from edit.outer_state import OuterState
 from edit.records import (
     Aborted,
     Behind,
@@ -49,7 +48,14 @@ from edit.records import (
     Verdict,
 )
 from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
-from edit.worker import EditWorker, WorkerConfig
+
+if typing.TYPE_CHECKING:
+    from edit.codecs import codec, codec_names, decode, encode
+    from edit.feedback import ErrorFeedback
+    from edit.local import LocalCollective, LocalRun
+    from edit.outer import digest
+    from edit.outer_state import OuterState
+    from edit.worker import EditWorker, WorkerConfig
 
 __all__ = [
     "Aborted",
@@ -101,3 +107,24 @@ __all__ = [
     "encode",
     "plan_fragments",
 ]
+
+_LAZY = {
+    "codec": "edit.codecs",
+    "codec_names": "edit.codecs",
+    "decode": "edit.codecs",
+    "encode": "edit.codecs",
+    "ErrorFeedback": "edit.feedback",
+    "LocalCollective": "edit.local",
+    "LocalRun": "edit.local",
+    "digest": "edit.outer",
+    "OuterState": "edit.outer_state",
+    "EditWorker": "edit.worker",
+    "WorkerConfig": "edit.worker",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name whose module needs torch (PEP 562)."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'edit' has no attribute {name!r}")

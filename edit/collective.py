@@ -8,12 +8,13 @@ returns `Aborted(reason)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from edit.records import Contribution, Outcome, Snapshot
 from edit.schema import Schema
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Collective"]
 

@@ -22,6 +22,7 @@ from typing import Any
 from edit.errors import ConfigError
 
 __all__ = [
+    "CODECS",
     "CodecConfig",
     "InnerConfig",
     "MembershipConfig",
@@ -35,6 +36,7 @@ __all__ = [
     "SyncConfig",
 ]
 
+CODECS = ("fp32", "bf16", "fp16", "int8")  # those of `edit.codecs`, whose import needs torch; a test holds them together
 _T = typing.TypeVar("_T")
 
 
@@ -192,10 +194,8 @@ class CodecConfig:
     down: str = "bf16"
 
     def __post_init__(self) -> None:
-        from edit.codecs import codec_names  # the registry is the single list of names
-
-        _one_of("codec.up", self.up, codec_names())
-        _one_of("codec.down", self.down, codec_names())
+        _one_of("codec.up", self.up, CODECS)
+        _one_of("codec.down", self.down, CODECS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

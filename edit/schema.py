@@ -13,10 +13,12 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from edit.errors import ConfigError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = ["FragmentSpec", "Schema", "TensorSpec", "plan_fragments"]
 

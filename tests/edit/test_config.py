@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import edit.config
 from edit.config import OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError
 
@@ -227,3 +228,7 @@ def test_configurations_are_frozen_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RunConfig().seed = 1  # type: ignore[misc]
     assert RunConfig() == RunConfig() and dataclasses.replace(RunConfig(), seed=1) != RunConfig()
+
+
+def test_the_names_of_codecs_are_those_of_the_registry() -> None:
+    assert edit.codec_names() == edit.config.CODECS
