@@ -37,7 +37,7 @@ _HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
 
 
 def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
-    """Who calls: an identity of this run, in a fitting role, neither evicted nor replaced. Raises RefusedError, EvictedError."""
+    """Who calls: a member of this run in a fitting role, neither evicted nor replaced. Raises RefusedError, EvictedError."""
     facts = context.auth_context()
     identity = from_auth_context(facts)
     if identity.run_id != engine.run_id:
