@@ -30,7 +30,7 @@ from peers.session import Session
 __all__ = ["Attendance", "Report"]
 
 ANSWER_S = 10.0
-GOODBYE_S = 1.0
+GOODBYE_S = 0.5
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb2.CoordinatorMessage]
