@@ -90,7 +90,7 @@ class Crew:
 
     def _lone(self) -> tuple[str, ...]:
         folder, options = self._folder, self._options
-        steps = str(options.outer_steps * options.sync_every)
+        steps = str(options.lone_steps)
         data = str(folder.data / options.peer_ids[0])
         argv = ("alone", "--run", str(folder.run_toml), "--data", data, "--steps", steps)
         return (*argv, "--out", str(folder.lone), "--threads", "1")

@@ -63,8 +63,8 @@ class Measurer:
             raise TransportError("the coordinator gave no snapshot of the final outer parameters; see logs/coordinator.log")
         self._point(snapshot)
         if lone.exists():
-            board = self.recorder.board
-            self.recorder.validation(LONE, board.outer_steps * board.sync_every, self.evaluator.of_file(lone, TRACK_BATCHES))
+            steps = max((point.step for point in self.recorder.board.lone), default=0)
+            self.recorder.validation(LONE, steps, self.evaluator.of_file(lone, TRACK_BATCHES))
         losses = Losses(
             initial=self.evaluator.initial(batches),
             outer=self.evaluator.of_fragments(snapshot.fragments, batches),

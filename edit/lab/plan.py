@@ -22,7 +22,7 @@ Settings = Mapping[str, Setting | Mapping[str, Setting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 1500, or 120 when quick."""
+    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 900, or 120 when quick."""
 
     peers: int = 4
     steps: int | None = None
@@ -44,7 +44,7 @@ class DemoOptions:
     @property
     def inner_steps(self) -> int:
         """Inner steps asked for; the run makes the largest multiple of `sync_every` that is not above."""
-        return (120 if self.quick else 1500) if self.steps is None else self.steps
+        return (120 if self.quick else 900) if self.steps is None else self.steps
 
     @property
     def sync_every(self) -> int:
@@ -53,6 +53,12 @@ class DemoOptions:
     @property
     def outer_steps(self) -> int:
         return self.inner_steps // self.sync_every
+
+    @property
+    def lone_steps(self) -> int:
+        """Inner steps of the lone peer: no fewer than the others make, who train on while the killed coordinator is away."""
+        away = 2 * self.sync_every if self.faults and self.sync_every == LONG_SYNC else 0
+        return self.outer_steps * self.sync_every + away
 
     @property
     def peer_ids(self) -> tuple[str, ...]:

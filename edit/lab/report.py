@@ -118,7 +118,8 @@ def _validation_chart(board: Board) -> str:
         lone = [(lone[0][0] * 0.97, lone[0][1]), lone[0]]
     outer = _points(board.validation.get("outer", ()))
     series = [Series("outer parameters", "s0", outer), Series("peer-0 alone", "lone", lone)]
-    return line_chart(series, _marks(board), _last_step(board), "inner steps", height=340)
+    longest = max((x for x, _ in lone), default=0.0)
+    return line_chart(series, _marks(board), max(longest, _last_step(board)), "inner steps", height=340)
 
 
 def _training_chart(board: Board) -> str:
@@ -216,6 +217,9 @@ def result_rows(results: Results) -> list[tuple[str, str, str]]:
         rows.append(("held-out loss, outer parameters", f"{results.losses.outer:.4f}", "measured"))
         if results.losses.percent_below_lone is not None:
             rows.append(("outer below alone", f"{results.losses.percent_below_lone:.1f} %", "measured"))
+    own = [peer.own_steps for peer in results.peers]
+    rows.append(("own inner steps, peers", f"{min(own)} to {max(own)}", "counted"))
+    rows.append(("own inner steps, peer-0 alone", str(results.lone_steps), "counted"))
     received = sum(peer.received for peer in results.peers) / len(results.peers)
     rows.append(("sent per peer", bytes_text(results.mean_sent), "counted, mean"))
     rows.append(("received per peer", bytes_text(received), "counted, mean"))

@@ -91,6 +91,7 @@ class Results:
     coordinator_memory_bytes: int
     losses: Losses | None
     peers: tuple[PeerResult, ...]
+    lone_steps: int
     data_parallel_bytes: int
     digests: DigestCheck
     restart: Restart | None
@@ -150,6 +151,7 @@ def collect(
         coordinator_memory_bytes=board.status.memory_bytes if board.status else 0,
         losses=losses,
         peers=_peers(board),
+        lone_steps=max((point.step for point in board.lone), default=0),
         data_parallel_bytes=data_parallel_bytes(len(board.peers), parameters, steps),
         digests=check_digests(board),
         restart=restart,

@@ -53,6 +53,12 @@ def test_the_show_fits_into_the_run_in_order(options):
     assert settings["penalty"]["observations"] <= show.huge_at - 1  # else the huge one is not yet judged
 
 
+def test_the_lone_peer_makes_no_fewer_steps_than_peers_that_wait_for_a_killed_coordinator():
+    assert DemoOptions(steps=600).lone_steps == 660
+    assert DemoOptions(steps=600, faults=False).lone_steps == 600
+    assert DemoOptions(steps=125).lone_steps == 120
+
+
 def test_fewer_peers_mean_fewer_parts():
     assert plan_show(DemoOptions(peers=2)).killed is None
     assert plan_show(DemoOptions(peers=2)).slow == "peer-1"

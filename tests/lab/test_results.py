@@ -32,6 +32,7 @@ def test_results_of_a_whole_board(make_board):
     results = results_of(make_board())
     assert (results.complete, results.committed, results.aborted, results.steps) == (True, 10, 0, 300)
     assert results.round_s == 2.9
+    assert (results.lone_steps, results.peers[0].own_steps) == (300, 300)
     damaged = results.peers[3]
     assert (damaged.merged, damaged.verdicts) == (8, {"ok": 8, "nonfinite": 1, "anomalous": 1})
     assert results.peers[2].verdicts == {"ok": 8}
