@@ -1,12 +1,13 @@
 """One exchange of a whole model over gRPC with mutual TLS, beside a raw gRPC stream of the same bytes in the same run.
 
-    python benchmarks/exchange.py                     # 124M parameters, fp32 and int8, 2 and 4 peers: about 10 minutes on 2 cores
+    python benchmarks/exchange.py  # 124M parameters, fp32 and int8, 2 and 4 peers: about 10 minutes on 2 cores
     python benchmarks/exchange.py --parameters 5e6 --codecs int8 --peers 2
 
-Coordinator and peers are separate processes on loopback; the penalty is on; a round is from the moment the last peer begins to
-encode to the moment the last peer has applied the update and checked its digest. The raw stream moves the same bytes by the same
-number of client processes through one grpc.aio server process with the same TLS and chunk size, up and then down, and does nothing
-else: no codec, no checksum, no merge, no journal. Results are appended to benchmarks/results/exchange.jsonl.
+Coordinator and peers are separate processes on loopback; the penalty is on; a round is from the moment the last peer begins
+to encode to the moment the last peer has applied the update and checked its digest. The raw stream moves the same bytes by
+the same number of client processes through one grpc.aio server process with the same TLS and chunk size, up and then down,
+and does nothing else: no codec, no checksum, no merge, no journal. Results are appended to
+benchmarks/results/exchange.jsonl.
 """
 
 from __future__ import annotations
@@ -108,11 +109,13 @@ def ours(peers: int, parameters: int, codec_name: str) -> list[float]:
         (root / "run.toml").write_text(
             f'name = "bench"\n[sync]\nevery = 1\nouter_steps = 1000\n[codec]\nup = "{codec_name}"\ndown = "{codec_name}"\n'
             f"[rounds]\nstart_peers = {peers}\nquorum = {peers}\n[storage]\ncheckpoint_every = 1000\nkeep_updates = 1\n"
-            f'buffer_bytes = {8 << 30}\n[membership]\nheartbeat_s = 2.0\nlease_s = 60.0\n'
+            f"buffer_bytes = {8 << 30}\n[membership]\nheartbeat_s = 2.0\nlease_s = 60.0\n"
             '[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'
         )
         command = [sys.executable, "-m", "aggregator"]
-        subprocess.run([*command, "init", "--state", root / "run", "--config", root / "run.toml"], check=True, capture_output=True)
+        subprocess.run(
+            [*command, "init", "--state", root / "run", "--config", root / "run.toml"], check=True, capture_output=True
+        )
         serving = subprocess.Popen([*command, "serve", "--state", root / "run"], stderr=subprocess.PIPE, text=True)
         try:
             assert serving.stderr is not None
