@@ -165,7 +165,7 @@ class Demo:
     def follow(self) -> None:
         """Until the last outer step is committed, the lone peer is done and the peers have left."""
         evaluator = self._outside.evaluator(RunConfig.from_toml(self._folder.run_toml), self._folder.data / "validation")
-        self._measurer = Measurer(evaluator, self._recorder)
+        self._measurer = Measurer(evaluator, self._recorder, points=5 if self._options.quick else 16)
         self._run = self._outside.connect(self._folder.state)
         self._open.callback(self._run.close)
         self._measurer.initial()
@@ -201,7 +201,7 @@ class Demo:
         """Compare initial, lone and outer parameters on the same held-out text; write the checkpoint and a sample."""
         self._recorder.poll()
         self._say("measuring the final losses on held-out text")
-        batches = FINAL_BATCHES // 2 if self._options.quick else FINAL_BATCHES
+        batches = FINAL_BATCHES // 4 if self._options.quick else FINAL_BATCHES
         self._losses, snapshot = self._measurer.final(self._run, self._folder.lone / "model.safetensors", batches)
         self._measurer.evaluator.save(snapshot.fragments, self._folder.checkpoint)
         self._sample = self._measurer.evaluator.sample(snapshot.fragments, _SAMPLE_BYTES, self._options.seed)

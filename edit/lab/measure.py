@@ -20,7 +20,6 @@ __all__ = ["FINAL_BATCHES", "TRACK_BATCHES", "Measurer", "SnapshotSource"]
 
 TRACK_BATCHES = 6
 FINAL_BATCHES = 48
-_POINTS = 16
 
 
 class SnapshotSource(Protocol):
@@ -31,10 +30,11 @@ class SnapshotSource(Protocol):
 
 @dataclass(slots=True)
 class Measurer:
-    """`track` often; it evaluates about 16 times in a run."""
+    """`track` often; it evaluates about `points` times in a run."""
 
     evaluator: Evaluator
     recorder: Recorder
+    points: int = 16
     next_step: int = 0
 
     def initial(self) -> None:
@@ -50,7 +50,7 @@ class Measurer:
         snapshot = source.snapshot(self.evaluator.schema)
         if snapshot is not None:
             self._point(snapshot)
-            self.next_step = snapshot.outer_step + max(1, board.outer_steps // _POINTS)
+            self.next_step = snapshot.outer_step + max(1, board.outer_steps // self.points)
 
     def _point(self, snapshot: Snapshot) -> None:
         loss = self.evaluator.of_fragments(snapshot.fragments, TRACK_BATCHES)

@@ -22,7 +22,7 @@ Settings = Mapping[str, Setting | Mapping[str, Setting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 900, or 120 when quick."""
+    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 900, or 100 when quick."""
 
     peers: int = 4
     steps: int | None = None
@@ -44,7 +44,7 @@ class DemoOptions:
     @property
     def inner_steps(self) -> int:
         """Inner steps asked for; the run makes the largest multiple of `sync_every` that is not above."""
-        return (120 if self.quick else 900) if self.steps is None else self.steps
+        return (100 if self.quick else 900) if self.steps is None else self.steps
 
     @property
     def sync_every(self) -> int:
