@@ -30,7 +30,7 @@ def _commands() -> None:
 @app.command()
 def demo(
     peers: Annotated[int, typer.Option(help="How many peers train together.")] = 4,
-    steps: Annotated[int | None, typer.Option(help="Inner steps of each peer.", show_default="900; with --quick 100")] = None,
+    steps: Annotated[int | None, typer.Option(help="Inner steps of each peer.", show_default="750; with --quick 100")] = None,
     seed: Annotated[int, typer.Option(help="Decides the initial parameters, the order of the data, what is held out.")] = 0,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Nobody is slow, killed or damaged.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for results; wiped if an earlier demo wrote it.")] = Path("runs/demo"),

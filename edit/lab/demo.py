@@ -143,9 +143,9 @@ class Demo:
         options = self._options
         corpus = write_corpus(plan_corpus(standard_library(), options.peers, options.seed), self._folder.data)
         self._folder.run_toml.write_text(to_toml(plan_run(options, self._plan, _LISTEN, _LISTEN)), encoding="utf-8")
-        sizes = ", ".join(bytes_text(sum(file.size for file in group.train)) for group in corpus.groups)
+        smallest = bytes_text(min(sum(file.size for file in group.train) for group in corpus.groups))
         held_out = bytes_text(corpus.validation_bytes)
-        self._say(f"text: Python's standard library, a different part for each peer ({sizes}); held out {held_out}")
+        self._say(f"text: another part of Python's standard library for each peer, {smallest}; held out {held_out}")
 
     def start(self) -> None:
         """Found the run, enrol the peers, start them and the lone one."""
@@ -165,7 +165,7 @@ class Demo:
     def follow(self) -> None:
         """Until the last outer step is committed, the lone peer is done and the peers have left."""
         evaluator = self._outside.evaluator(RunConfig.from_toml(self._folder.run_toml), self._folder.data / "validation")
-        self._measurer = Measurer(evaluator, self._recorder, points=5 if self._options.quick else 16)
+        self._measurer = Measurer(evaluator, self._recorder, points=5 if self._options.quick else 12)
         self._run = self._outside.connect(self._folder.state)
         self._open.callback(self._run.close)
         self._measurer.initial()

@@ -30,11 +30,11 @@ class SnapshotSource(Protocol):
 
 @dataclass(slots=True)
 class Measurer:
-    """`track` often; it evaluates about `points` times in a run."""
+    """`track` often; it evaluates `points` times or somewhat more in a run."""
 
     evaluator: Evaluator
     recorder: Recorder
-    points: int = 16
+    points: int = 12
     next_step: int = 0
 
     def initial(self) -> None:

@@ -14,6 +14,7 @@ from edit.lab.board import Board, Cell, Event, RoundRow
 
 __all__ = ["Narrator"]
 
+_DAMAGE = 10.0  # times the others' norm
 _AWAY = ("lost", "left", "evicted")
 
 
@@ -48,10 +49,16 @@ def _round(row: RoundRow) -> list[Event]:
         return [Event(row.t, f"round {row.round_id % 1_000_000} aborted: {row.reason}", "info")]
     usual = [cell.norm for cell in row.cells.values() if cell.verdict == "ok"]
     return [
-        Event(row.t, f"outer step {row.outer_step}: {peer_id} {_blame(cell, usual)}: {_extent(cell)}", "good")
+        Event(row.t, f"outer step {row.outer_step}: {peer_id} {_blame(cell, usual)}: {_extent(cell)}", _tone(cell, usual))
         for peer_id, cell in row.cells.items()
         if cell.verdict != "ok"
     ]
+
+
+def _tone(cell: Cell, usual: list[float]) -> str:
+    """Damage that was kept out is good news; a norm that is merely unusual is no news."""
+    damaged = cell.verdict == "nonfinite" or (usual and cell.norm > _DAMAGE * statistics.median(usual))
+    return "good" if damaged else "info"
 
 
 def _extent(cell: Cell) -> str:

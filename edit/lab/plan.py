@@ -22,7 +22,7 @@ Settings = Mapping[str, Setting | Mapping[str, Setting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 900, or 100 when quick."""
+    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 750, or 100 when quick."""
 
     peers: int = 4
     steps: int | None = None
@@ -44,7 +44,7 @@ class DemoOptions:
     @property
     def inner_steps(self) -> int:
         """Inner steps asked for; the run makes the largest multiple of `sync_every` that is not above."""
-        return (100 if self.quick else 900) if self.steps is None else self.steps
+        return (100 if self.quick else 750) if self.steps is None else self.steps
 
     @property
     def sync_every(self) -> int:
@@ -120,7 +120,8 @@ def plan_run(options: DemoOptions, show: ShowPlan, listen: str, enrol_listen: st
         "model": {"name": "builtin:gpt", "layers": 4, "heads": 4, "width": 128, "context": 128, "vocabulary": 256},
         "inner": {"lr": 2e-3, "warmup_steps": min(50, options.inner_steps // 10), "batch_size": 4},
         "sync": {"every": options.sync_every, "outer_steps": options.outer_steps},
-        "penalty": {"enabled": True, "observations": observations},
+        # delta: a peer that trained on while the coordinator was away sends more than usual, and means no harm
+        "penalty": {"enabled": True, "observations": observations, "delta": 6.0},
         "outer": outer,
         "codec": {"up": "int8", "down": "int8"},
         "rounds": {"start_peers": options.peers, "quorum": max(1, options.peers // 2), "ceiling_s": 60.0},

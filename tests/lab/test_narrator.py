@@ -41,6 +41,15 @@ def test_damage_is_named_with_its_size(board):
     assert "peer-1 sent NaN or infinite values" in told(board, nan)[0]
 
 
+@pytest.mark.parametrize(
+    ("verdict", "norm", "tone"), [("anomalous", 2000.0, "good"), ("anomalous", 4.0, "info"), ("nonfinite", None, "good")]
+)
+def test_only_real_damage_is_marked(board, verdict, norm, tone):
+    line = round_line({"peer-0": ["ok", 2.0, 1.0], "peer-1": [verdict, norm, 0.0]})
+    board.apply(line)
+    assert [event.tone for event in Narrator().tell(line, board)] == [tone]
+
+
 def test_when_nobody_is_ok_there_is_nothing_to_compare_with(board):
     texts = told(board, round_line({"peer-0": ["anomalous", 9.0, 0.0], "peer-1": ["idle", 0.0, 0.0]}))
     assert len(texts) == 2
