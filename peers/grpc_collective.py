@@ -155,6 +155,7 @@ class GrpcCollective:
     def contribute(self, contribution: Contribution) -> None:
         """See `Collective.contribute`: queued, sent once a round for its outer step is open."""
         uplink = self._inside().uplink
+        self._stands_at(contribution.outer_step)
         self._bridge.change(lambda: uplink.add(contribution))
         self._bridge.post(lambda: self._bridge.change(uplink.advance))
         self._set_state(PeerState.EXCHANGING)
@@ -308,6 +309,11 @@ class GrpcCollective:
     def _raise_if_refused(self) -> None:
         if self._entered is not None and self._entered.uplink.refused is not None:
             raise self._entered.uplink.refused
+
+    def _stands_at(self, outer_step: int) -> None:
+        """A caller that reports nothing itself is still known to be where its contribution says, or nobody would wait for it."""
+        if outer_step > self._report.heartbeat.outer_step:
+            self.report(dataclasses.replace(self._report.heartbeat, outer_step=outer_step, digest=""))
 
     def _set_state(self, state: PeerState) -> None:
         self.report(dataclasses.replace(self._report.heartbeat, state=state))

@@ -1,0 +1,153 @@
+"""One answer from three carriers: gRPC with a real coordinator, the in-process run, and reference.py, on the same inputs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from editpb.identity import Identity
+from tests.support.served import Served, new_folder, served
+from torch import Tensor, nn
+
+import edit.reference as reference
+from aggregator.state_folder import StateFolder
+from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
+from peers.bridge import Bridge
+from peers.dial import Dial
+from peers.grpc_collective import GrpcCollective
+
+ROUNDS, EVERY, NAMES = 4, 3, ("a", "b", "c")
+TOML = """
+name = "agree"
+[sync]
+every = 3
+outer_steps = {rounds}
+[penalty]
+{penalty}
+[outer]
+optimizer = "nesterov"
+lr = 0.7
+momentum = 0.6
+[codec]
+up = "{up}"
+down = "{down}"
+[rounds]
+quorum = 3
+[server]
+listen = "127.0.0.1:0"
+enrol_listen = "127.0.0.1:0"
+"""
+
+
+@contextmanager
+def running(folder: StateFolder) -> Iterator[Served]:
+    """A served coordinator on a loop of its own thread, while this thread plays the peers."""
+    ready: Future[tuple[Served, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        async with served(folder) as run:
+            stop = asyncio.Event()
+            ready.set_result((run, asyncio.get_running_loop(), stop))
+            await stop.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    run, loop, stop = ready.result(timeout=30)
+    try:
+        yield run
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(timeout=30)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(name: str) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(ord(name))
+    return [(torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)) for _ in range(ROUNDS * EVERY)]
+
+
+def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
+    """Interleave the peers' plain loops step by step; returns theta by tensor name after all rounds."""
+    with ExitStack() as stack:
+        peers = []
+        for name, collective in collectives.items():
+            network = model()
+            optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
+            worker = stack.enter_context(
+                EditWorker(network, optimizer, collective, WorkerConfig(sync_every=EVERY, codec=codec))
+            )
+            peers.append((network, optimizer, worker, batches(name)))
+        for step in range(ROUNDS * EVERY):
+            for network, optimizer, _, data in peers:
+                inputs, targets = data[step]
+                nn.functional.mse_loss(network(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for _, _, worker, _ in peers:
+            worker.synchronize()
+        assert {worker.outer_step for _, _, worker, _ in peers} == {ROUNDS}
+        assert len({worker.digest for _, _, worker, _ in peers}) == 1
+        return peers[0][2].outer_state_dict()
+
+
+def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
+    with running(folder) as run, Bridge() as bridge:
+        endpoint = json.loads(folder.addresses.read_text())["listen"]
+        collectives = {
+            name: GrpcCollective(bridge, Dial([endpoint], run.credentials(name)), Identity(folder.run_id, "peer", name))
+            for name in NAMES
+        }
+        try:
+            return train(dict(collectives), codec)
+        finally:
+            for collective in collectives.values():
+                collective.close()
+
+
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16")], ids=["lossless", "lossy"])
+@pytest.mark.parametrize("penalty", ["enabled = true", "enabled = false"])
+def test_grpc_and_the_in_process_run_give_the_same_bits(tmp_path: Path, codecs: tuple[str, str], penalty: str) -> None:
+    toml = TOML.format(rounds=ROUNDS, penalty=penalty, up=codecs[0], down=codecs[1])
+    folder = new_folder(tmp_path / "run", toml=toml)
+    carried = over_grpc(folder, codecs[0])
+    run = LocalRun(RunConfig.from_toml(folder.run_toml), NAMES)
+    local = train({name: run.collective(name) for name in NAMES}, codecs[0])
+    assert carried.keys() == local.keys()
+    assert all(torch.equal(carried[name], local[name]) for name in local)
+
+
+def test_grpc_gives_what_the_naive_diloco_gives(tmp_path: Path) -> None:
+    """The oracle knows nothing of fragments, codecs or carriers."""
+    toml = TOML.format(rounds=ROUNDS, penalty="enabled = false", up="fp32", down="fp32")
+    carried = over_grpc(new_folder(tmp_path / "run", toml=toml), "fp32")
+    networks = {name: model() for name in NAMES}
+    optimizers = {name: torch.optim.AdamW(networks[name].parameters(), lr=0.05) for name in NAMES}
+    theta = {name: value.detach().clone() for name, value in model().named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
+    data = {name: batches(name) for name in NAMES}
+    for round_number in range(ROUNDS):
+        for name, network in networks.items():
+            with torch.no_grad():
+                for key, parameter in network.named_parameters():
+                    parameter.copy_(theta[key])
+            for step in range(round_number * EVERY, (round_number + 1) * EVERY):
+                inputs, targets = data[name][step]
+                nn.functional.mse_loss(network(inputs), targets).backward()
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+        for key in theta:
+            local = {name: dict(networks[name].named_parameters())[key].detach().clone() for name in NAMES}
+            theta[key], momentum[key] = reference.diloco(theta[key], momentum[key], local, 0.7, 0.6)
+    for key in theta:
+        torch.testing.assert_close(carried[key], theta[key], rtol=1e-5, atol=1e-6)
