@@ -25,13 +25,13 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from editpb.identity import ROLES, Identity
-from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
-from editpb.limits import one_line
 
 from aggregator.certificates import CA_LIFETIME_S, Issuer, key_pem, make_ca, names_of, new_key, public_der, public_key_of
 from aggregator.state_folder import write_atomic
 from edit.errors import ConfigError, RefusedError, StorageError
+from editpb.identity import ROLES, Identity
+from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
+from editpb.limits import one_line
 
 __all__ = ["MEMBER_LIFETIME_S", "Authority", "MemberRecord", "Members"]
 

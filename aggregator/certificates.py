@@ -17,9 +17,9 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from editpb.identity import Identity
 
 from edit.errors import ConfigError, RemoteProtocolError
+from editpb.identity import Identity
 
 __all__ = ["CA_LIFETIME_S", "Issuer", "key_pem", "make_ca", "names_of", "new_key", "public_der", "public_key_of"]
 

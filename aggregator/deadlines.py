@@ -6,7 +6,7 @@ Must not know: the clock, rounds, quorum, why a time is long.
     expected_s(peer) = clamp(median + spread * max(MAD, median / 10), floor, ceiling)     ceiling before 3 measurements
     round_s(peers)   = max of expected_s over the peers
 
-Constant times have a MAD of 0; the tenth of the median keeps a margin for them (ALGORITHMS.md, section 11: fixed timeouts are
+Constant times have a MAD of 0; the tenth of the median keeps a margin for them (fixed timeouts are
 wrong both ways).
 """
 

@@ -18,7 +18,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, PeerState, RunPhase, SnapshotManifest, View
 from torch import Tensor
 
 from aggregator.authority import Members
@@ -57,6 +56,7 @@ from edit.outer_state import Measured, OuterState, Staged
 from edit.records import Commit as CommitRecord
 from edit.records import EncodedTensor
 from edit.schema import Schema
+from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, PeerState, RunPhase, SnapshotManifest, View
 
 __all__ = ["Attendance", "Clock", "Engine", "Pinned", "Resources"]
 

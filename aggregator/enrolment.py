@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 import grpc
-from editpb import enrolment_pb2 as pb
-from editpb.status import to_status
 
 from aggregator.authority import Authority
 from edit.errors import EditError, RemoteProtocolError
+from editpb import enrolment_pb2 as pb
+from editpb.status import to_status
 
 __all__ = ["EnrolmentService"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from editpb import control_pb2 as pb
-from editpb import control_pb2_grpc
-from editpb.status import from_status
 
 from aggregator.state_folder import StateFolder
 from edit.errors import ConfigError, TransportError
+from editpb import control_pb2 as pb
+from editpb import control_pb2_grpc
+from editpb.status import from_status
 
 __all__ = ["call_operator", "connect", "evict_peer", "pause_run", "read_status", "resume_run", "status_as_json"]
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
-from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
-from editpb.chunks import CHUNK_BYTES
 
 from aggregator.authority import Authority
 from aggregator.engine import Clock, Engine, Resources
@@ -27,6 +25,8 @@ from aggregator.services import ControlService, DataService
 from aggregator.state_folder import StateFolder, write_atomic
 from aggregator.store import Store
 from edit.errors import ConfigError
+from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
+from editpb.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from edit.config import RunConfig

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from cryptography import x509
+from torch import Tensor
+
+from aggregator.engine import Attendance, Engine
+from aggregator.status import status_reply
+from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 from editpb import control_pb2 as cpb
 from editpb import convert
 from editpb import data_pb2 as dpb
@@ -19,14 +24,10 @@ from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
 from editpb.identity import Identity, from_auth_context
 from editpb.messages import PROTOCOL, ContributionHeader, Expel, Goodbye, Heartbeat, Hello, Welcome
 from editpb.status import to_status
-from torch import Tensor
-
-from aggregator.engine import Attendance, Engine
-from aggregator.status import status_reply
-from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 
 if TYPE_CHECKING:
     import grpc
+
     from editpb import tensors_pb2 as tpb
 
     Context = grpc.aio.ServicerContext[Any, Any]

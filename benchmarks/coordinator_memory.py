@@ -4,7 +4,7 @@
 
 A real coordinator process; the peers' sides run in this process (their memory is not measured). All contributions of a
 round are sent before the last one completes it, so 32 peers have 640 MB on their way into a 64 MB buffer. The peak is what
-the operating system says of the coordinator process (ru_maxrss), read from `edit-coordinator status`. The limit beside it:
+the operating system says of the coordinator process (VmHWM), read from `edit-coordinator status`. The limit beside it:
 what the outer state alone needs (theta, momentum, downlink residual, and their successors while a round commits, fp32) plus
 the buffer, plus a process with torch that serves nothing, measured in the same run. Appends to
 benchmarks/results/coordinator_memory.jsonl.
@@ -27,7 +27,6 @@ from pathlib import Path
 import grpc
 import torch
 from cryptography.hazmat.primitives import serialization
-from editpb.identity import Identity
 
 from aggregator.authority import Authority
 from aggregator.certificates import key_pem, new_key
@@ -35,6 +34,7 @@ from aggregator.state_folder import StateFolder
 from edit.codecs import encode
 from edit.records import Committed, Contribution
 from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb.identity import Identity
 from peers.bridge import Bridge
 from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective

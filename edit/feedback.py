@@ -1,4 +1,4 @@
-"""Error feedback: what a codec rounds away is added to the next vector (ALGORITHMS section 7).
+"""Error feedback: what a codec rounds away is added to the next vector (Karimireddy et al., arXiv 1901.09847).
 
 u = delta + e; q = encode(u); e <- u - decode(q), adopted only when the round commits. Owns: the residual and its staging.
 Must not know: rounds, verdicts, carriers.

@@ -1,6 +1,6 @@
 """Merging one fragment: measure, judge, weigh, average in peer_id order, clip; or roll back.
 
-Owns: the numbers of one fragment of one round (ALGORITHMS section 2, steps 2 to 8). Pure: it changes no state. Norms are
+Owns: the numbers of one fragment of one round (arXiv 2412.07210, section 3.3). Pure: it changes no state. Norms are
 taken of what was decoded, never believed; weight 0 never touches the sum. Must not know: rounds, carriers, optimizers.
 """
 

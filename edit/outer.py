@@ -43,7 +43,7 @@ def _sgd(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dic
 
 
 def _nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """v <- mu v + D; s = nu (D + mu v) (ALGORITHMS section 2, step 9)."""
+    """v <- mu v + D; s = nu (D + mu v) (arXiv 2311.08105, algorithm 1)."""
     momentum = torch.mul(slots["momentum"], config.momentum).add_(merged)
     return torch.mul(momentum, config.momentum).add_(merged).mul_(config.lr), {"momentum": momentum}
 

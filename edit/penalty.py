@@ -1,7 +1,7 @@
 """The EDiT penalty on scalars: whose contribution is anomalous, and how much weight the others have.
 
-Owns: the verdicts, the moving statistics behind them and the weights (Cheng et al., arXiv 2412.07210, section 3.3; ALGORITHMS
-section 2, steps 3 to 5). Pure functions of floats. Must not know: tensors, codecs, rounds.
+Owns: the verdicts, the moving statistics behind them and the weights (Cheng et al., arXiv 2412.07210, section 3.3).
+Pure functions of floats. Must not know: tensors, codecs, rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DiLoCo and EDiT, naively: the test oracle. One fragment, fp32, plain operations, written from ALGORITHMS section 2 alone.
+"""DiLoCo and EDiT, naively: the test oracle. One fragment, fp32, plain operations, written from the papers alone.
 
 Owns: the rule in its most readable form. Must not know: the fast code it checks, codecs, carriers. Slow on purpose.
 """

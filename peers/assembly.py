@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from editpb import data_pb2, tensors_pb2
-from editpb.convert import Reassembly, commit_from_parts, update_manifest_from_pb
 from torch import Tensor
 
 from edit.errors import RemoteProtocolError
 from edit.records import Commit
 from edit.schema import FragmentSpec, Schema
+from editpb import data_pb2, tensors_pb2
+from editpb.convert import Reassembly, commit_from_parts, update_manifest_from_pb
 
 __all__ = ["SnapshotFragment", "UpdateAssembly"]
 

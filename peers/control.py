@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
+
+from edit.config import RunConfig
+from edit.errors import ConfigError, EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2, control_pb2_grpc
 from editpb.convert import coordinator_message_from_pb, peer_message_to_pb
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, View, Welcome
 from editpb.status import from_rpc
-
-from edit.config import RunConfig
-from edit.errors import ConfigError, EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from peers.bridge import Bridge
 from peers.dial import Dial, Traffic, handshake_refusal
 from peers.session import Session

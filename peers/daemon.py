@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
-from editpb.identity import Identity
-from editpb.messages import Heartbeat, PeerState
 
 from edit.config import RunConfig
 from edit.errors import ConfigError
 from edit.worker import EditWorker, WorkerConfig
+from editpb.identity import Identity
+from editpb.messages import Heartbeat, PeerState
 from peers.bridge import Bridge, Interrupted
 from peers.data import Batches, open_tokens, stream_seed
 from peers.dial import Dial

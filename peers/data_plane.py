@@ -13,6 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
+from torch import Tensor
+
+from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
+from edit.outer import combine
+from edit.records import Commit, Snapshot
+from edit.schema import FragmentSpec, Schema
 from editpb import data_pb2, data_pb2_grpc
 from editpb.convert import (
     contribution_header_to_pb,
@@ -25,13 +32,6 @@ from editpb.convert import (
 )
 from editpb.messages import ContributionHeader, FoundHeader, Received, SnapshotManifest, SnapshotRequest, UpdateRequest
 from editpb.status import from_rpc
-from google.protobuf.message import Message
-from torch import Tensor
-
-from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
-from edit.outer import combine
-from edit.records import Commit, Snapshot
-from edit.schema import FragmentSpec, Schema
 from peers.assembly import SnapshotFragment, UpdateAssembly
 from peers.dial import Dial, Traffic
 

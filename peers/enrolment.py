@@ -14,13 +14,13 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError, TransportError
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
 from editpb.status import from_rpc
-
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError, TransportError
 from peers.dial import handshake_refusal
 from peers.home import Home, certificate_fault
 

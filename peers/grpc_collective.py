@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from editpb.identity import Identity
-from editpb.messages import ContributionHeader, Heartbeat, Hello, PeerState, RunPhase
 from torch import Tensor
 
 from edit.config import RunConfig
@@ -31,6 +29,8 @@ from edit.errors import (
 from edit.outer import digest as digest_of
 from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
 from edit.schema import Schema
+from editpb.identity import Identity
+from editpb.messages import ContributionHeader, Heartbeat, Hello, PeerState, RunPhase
 from peers.bridge import Bridge
 from peers.control import Attendance, Report
 from peers.data_plane import DataPlane
@@ -311,7 +311,7 @@ class GrpcCollective:
             raise self._entered.uplink.refused
 
     def _stands_at(self, outer_step: int) -> None:
-        """A caller that reports nothing itself is still known to be where its contribution says, or nobody would wait for it."""
+        """A caller that reports nothing itself is where its contribution says it is; or nobody would wait for it."""
         if outer_step > self._report.heartbeat.outer_step:
             self.report(dataclasses.replace(self._report.heartbeat, outer_step=outer_step, digest=""))
 

@@ -18,10 +18,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from editpb.identity import Identity, from_certificate
-from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 
 from edit.errors import ConfigError, RefusedError, StorageError
+from editpb.identity import Identity, from_certificate
+from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 
 __all__ = ["Enrolled", "Home", "certificate_fault"]
 

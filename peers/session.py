@@ -33,9 +33,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from editpb.messages import Expel, RunPhase, View, Welcome
-
 from edit.errors import LocalProtocolError
+from editpb.messages import Expel, RunPhase, View, Welcome
 
 __all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Session"]
 

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from editpb.messages import ContributionHeader
-
 from edit.errors import EditError, LocalProtocolError, RefusedError, RemoteProtocolError
 from edit.records import Contribution
+from editpb.messages import ContributionHeader
 from peers.bridge import Bridge
 from peers.data_plane import DataPlane
 from peers.session import Session

@@ -10,12 +10,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from editpb.identity import Identity, from_certificate
-from editpb.invitation import Invitation
 
 import aggregator.authority as authority_module
 from aggregator.authority import Authority, Members
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StorageError
+from editpb.identity import Identity, from_certificate
+from editpb.invitation import Invitation
 
 NOW = 1_800_000_000.0
 RUN = "run-0123abcd"

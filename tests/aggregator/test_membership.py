@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from editpb.messages import Heartbeat, PeerState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator.membership import Change, Membership, MemberState, digest_mismatch
 from edit.config import MembershipConfig
 from edit.errors import EvictedError, RefusedError
+from editpb.messages import Heartbeat, PeerState
 
 TRAINING = Heartbeat(state=PeerState.TRAINING, outer_step=3)
 EXCHANGING = Heartbeat(state=PeerState.EXCHANGING, outer_step=3)

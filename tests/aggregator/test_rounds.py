@@ -273,7 +273,7 @@ def test_impossible_machines(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("name", ["rounds", "open_round", "round_events", "deadlines", "membership"])
 def test_the_deciding_modules_do_no_io(name: str) -> None:
-    """ARCHITECTURE: sans-IO modules never import a clock, chance, a loop, a carrier or a log."""
+    """Sans-IO modules never import a clock, chance, a loop, a carrier or a log."""
     tree = ast.parse(Path(aggregator.rounds.__file__).with_name(f"{name}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -139,7 +139,7 @@ def test_weights_are_shares_of_the_good_ones_only(
 
 
 def test_raw_weights_are_the_papers() -> None:
-    """exp(-G) / sum exp(-G): G 3 against 1 gives the slow peer 0.88 (ALGORITHMS section 2)."""
+    """exp(-G) / sum exp(-G): G 3 against 1 gives the slow peer 0.88 (arXiv 2412.07210)."""
     assert share([Verdict.OK] * 2, [3.0, 1.0], CONFIG)[1] == pytest.approx(1 / (1 + math.exp(-2)))
     warm = share([Verdict.OK] * 2, [3.0, 1.0], PenaltyConfig(norm="raw", temperature=4.0))
     assert warm[1] == pytest.approx(1 / (1 + math.exp(-0.5)))

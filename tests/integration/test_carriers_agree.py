@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from editpb.identity import Identity
-from tests.support.served import Served, new_folder, served
 from torch import Tensor, nn
 
 import edit.reference as reference
 from aggregator.state_folder import StateFolder
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
+from editpb.identity import Identity
 from peers.bridge import Bridge
 from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective
+from tests.support.served import Served, new_folder, served
 
 ROUNDS, EVERY, NAMES = 4, 3, ("a", "b", "c")
 TOML = """

@@ -11,9 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from editpb import control_pb2, data_pb2
-from editpb.chunks import make_chunks
-from editpb.messages import Expel, RunPhase
 
 from aggregator.authority import Authority
 from aggregator.server import Coordinator
@@ -23,6 +20,9 @@ from edit.errors import ConfigError
 from edit.outer import digest
 from edit.records import Verdict
 from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb import control_pb2, data_pb2
+from editpb.chunks import make_chunks
+from editpb.messages import Expel, RunPhase
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, theta
 
 

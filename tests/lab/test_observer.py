@@ -6,11 +6,11 @@ from concurrent import futures
 import grpc
 import pytest
 import torch
-from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.lab.observer import Observer, open_observer
 from edit.schema import plan_fragments
+from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 
 VALUES = [torch.arange(5.0), torch.tensor([2.5, -1.0])]
 SCHEMA = plan_fragments([("a.weight", torch.nn.Parameter(torch.zeros(5))), ("b.weight", torch.nn.Parameter(torch.zeros(2)))])

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from editpb.identity import Identity
-from editpb.messages import Expel, PeerState, RunPhase
 
 from edit.config import RunConfig
 from edit.errors import ConfigError, EvictedError
 from edit.records import Verdict
 from edit.schema import plan_fragments
+from editpb.identity import Identity
+from editpb.messages import Expel, PeerState, RunPhase
 from peers.daemon import PeerOptions, attend, run_peer
 from peers.dial import Dial
 from peers.faults import Fault, FaultInjector, parse_faults

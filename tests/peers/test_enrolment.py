@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from cryptography.hazmat.primitives import serialization
-from editpb import enrolment_pb2 as pb
-from editpb import enrolment_pb2_grpc
-from editpb.identity import Identity, from_auth_context
-from editpb.invitation import Invitation
 
 from aggregator.authority import Authority
 from aggregator.certificates import new_key
 from aggregator.enrolment import EnrolmentService
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
+from editpb import enrolment_pb2 as pb
+from editpb import enrolment_pb2_grpc
+from editpb.identity import Identity, from_auth_context
+from editpb.invitation import Invitation
 from peers.enrolment import join
 from peers.home import Home
 

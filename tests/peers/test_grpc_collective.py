@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import grpc
 import pytest
 import torch
-from editpb.identity import Identity
-from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from torch import Tensor
 
 from edit.codecs import decode, encode
@@ -20,6 +18,8 @@ from edit.errors import EvictedError, RefusedError, TransportError
 from edit.outer import digest
 from edit.records import Aborted, Behind, Committed, Contribution, EncodedTensor, Evicted, Finished, Outcome
 from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb.identity import Identity
+from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.bridge import Bridge, Interrupted
 from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from editpb.messages import Expel, RunPhase, View, Welcome
 
 from edit.errors import LocalProtocolError
+from editpb.messages import Expel, RunPhase, View, Welcome
 from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Link, Session
 
 WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=False)

@@ -8,11 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from editpb import control_pb2 as cpb
-from editpb import convert, limits
-from editpb import data_pb2 as dpb
-from editpb import messages as msg
-from editpb import tensors_pb2 as tpb
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +15,11 @@ from hypothesis import strategies as st
 from edit.codecs import codec_names
 from edit.errors import RemoteProtocolError
 from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb import control_pb2 as cpb
+from editpb import convert, limits
+from editpb import data_pb2 as dpb
+from editpb import messages as msg
+from editpb import tensors_pb2 as tpb
 from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
 
 Reader = Callable[[Any], object]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from editpb.identity import ROLES, Identity, from_auth_context, from_uri
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edit.errors import ConfigError, RefusedError
+from editpb.identity import ROLES, Identity, from_auth_context, from_uri
 
 _IDS = st.text("abcXYZ019._-", min_size=1, max_size=64)
 SAN = "x509_subject_alternative_name"

@@ -9,12 +9,12 @@ import json
 from typing import Any
 
 import pytest
-from editpb.identity import Identity
-from editpb.invitation import Invitation, fingerprint, is_endpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edit.errors import ConfigError, RefusedError
+from editpb.identity import Identity
+from editpb.invitation import Invitation, fingerprint, is_endpoint
 
 INVITATION = Invitation(
     identity=Identity("run-0123abcd", "peer", "university-a"),

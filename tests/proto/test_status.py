@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from editpb.status import ERRORS, from_rpc, from_status, to_status
 
 from edit import errors
 from edit.errors import (
@@ -20,6 +19,7 @@ from edit.errors import (
     StorageError,
     TransportError,
 )
+from editpb.status import ERRORS, from_rpc, from_status, to_status
 
 CODES = list(grpc.StatusCode)
 KINDS = [getattr(errors, name) for name in errors.__all__]

@@ -15,6 +15,14 @@ from types import TracebackType
 
 import grpc
 import torch
+from torch import Tensor
+
+from edit.config import RunConfig
+from edit.merge import measure
+from edit.outer import digest, fragment_hash
+from edit.outer_state import Measured, OuterState
+from edit.records import Commit, EncodedTensor
+from edit.schema import Schema
 from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.convert import (
     contribution_header_from_pb,
@@ -35,14 +43,6 @@ from editpb.messages import (
     View,
     Welcome,
 )
-from torch import Tensor
-
-from edit.config import RunConfig
-from edit.merge import measure
-from edit.outer import digest, fragment_hash
-from edit.outer_state import Measured, OuterState
-from edit.records import Commit, EncodedTensor
-from edit.schema import Schema
 from peers.bridge import Bridge
 
 RUN_ID = "run-0a1b2c3d"

@@ -15,10 +15,6 @@ from pathlib import Path
 import grpc
 import torch
 from cryptography.hazmat.primitives import serialization
-from editpb import control_pb2_grpc, convert, data_pb2, data_pb2_grpc
-from editpb.chunks import make_chunks
-from editpb.identity import Identity
-from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, Hello, PeerState, View, Welcome
 from torch import Tensor
 
 from aggregator.authority import Authority
@@ -31,6 +27,10 @@ from edit.codecs import encode
 from edit.outer import digest
 from edit.records import Commit
 from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb import control_pb2_grpc, convert, data_pb2, data_pb2_grpc
+from editpb.chunks import make_chunks
+from editpb.identity import Identity
+from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, Hello, PeerState, View, Welcome
 
 TOML = """
 name = "test"

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from editpb import messages as msg
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from edit.codecs import codec
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
 from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb import messages as msg
 
 __all__ = ["DIGEST", "RUN", "SCHEMA", "commit", "header", "messages"]
 
