@@ -474,7 +474,7 @@ class Engine:
             merged = outer.reduce(effect.fragment_id, contributions)
             staged = outer.stage(merged)
             self._store.append_fragment(effect.round_id, outer.outer_step + 1, merged)
-            return staged
+            return replace(staged, merged=replace(merged, merged=None))  # D is on disk and in the step: free its memory
 
         try:
             current.staged[effect.fragment_id] = await self._in_worker(work)

@@ -1,7 +1,7 @@
 """Between a model's parameters and the flat fp32 vector of a fragment: read, compare with the outer one, write back.
 
 Owns: the order of elements in a fragment (its tensors row-major, one after the other) and the sign of a pseudo-gradient
-(outer minus local). Outer vectors are fp32 on the CPU whatever the parameters' dtype and device (defect T15 of the EDiT authors' code).
+(outer minus local). Outer vectors are fp32 on the CPU, whatever the parameters' dtype and device (defect T15).
 Must not know: codecs, rounds, peers.
 """
 

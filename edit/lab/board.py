@@ -200,8 +200,10 @@ class Board:
 
     def _outer(self, record: Record) -> None:
         """A peer says which outer parameters it has: in a heartbeat, or in its own file for every outer step."""
-        if record.get("digest") and record["peer_id"] in self.peers:
-            self.digest_reports.add((str(record["peer_id"]), int(record["outer_step"]), str(record["digest"])))
+        row = self.peers.get(str(record["peer_id"]))
+        if row is not None and record.get("digest"):
+            row.outer_step = int(record["outer_step"])
+            self.digest_reports.add((row.peer_id, row.outer_step, str(record["digest"])))
 
     def _round(self, record: Record) -> None:
         row = RoundRow(

@@ -172,6 +172,7 @@ def curves(board: Board) -> RenderableType:
     finite = [value for _, _, values in lines for value in values if not math.isnan(value)]
     if not finite:
         return Text()
+    low, high = min(finite), min(max(finite), 1.8 * min(finite))  # the steep beginning would flatten the rest
     table = _table("loss")
     _columns(table, "left", "", "")
     _columns(table, "right", "")
@@ -179,7 +180,7 @@ def curves(board: Board) -> RenderableType:
     for name, style, values in lines:
         newest = next((value for value in reversed(values) if not math.isnan(value)), math.nan)
         number = "" if math.isnan(newest) else f"{newest:.3f}"
-        table.add_row(name, Text(sparkline(_carried(values), min(finite), max(finite)), style=style), Text(number, style=style))
+        table.add_row(name, Text(sparkline(_carried(values), low, high), style=style), Text(number, style=style))
     return table
 
 
