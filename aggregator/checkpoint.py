@@ -3,7 +3,7 @@
 Owns: names in the folder, the atomic write, the checksum, what is kept, which checkpoint a restart begins with. Must not know:
 what the tensors mean, how a journal is laid out.
 
-    FOLDER/step-00000020.safetensors   fp32 tensors; JSON metadata and a SHA-256 over both in the safetensors metadata
+    FOLDER/step-00000020.safetensors   fp32 tensors; JSON metadata and a BLAKE3 over both in the safetensors metadata
     FOLDER/step-00000020.journal       the segment with the commits after step 20
 
 A checkpoint that cannot be trusted is renamed to *.damaged, and the one before it, with all segments since, takes its place.
@@ -13,7 +13,6 @@ Segments are kept as long as the oldest kept checkpoint, so that fallback loses 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -70,7 +70,7 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_temporary(folder)
-        write(whole, temporary, {"edit": text, "sha256": _checksum(whole, text)})
+        write(whole, temporary, {"edit": text, "blake3": _checksum(whole, text)})
         _sync(temporary)
         temporary.replace(path)
         _sync(folder)
@@ -89,7 +89,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             written = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         text = written["edit"]
-        if written["sha256"] != _checksum(tensors, text):
+        if written["blake3"] != _checksum(tensors, text):
             raise StorageError(f"{path}: damaged (wrong checksum)")
         return tensors, json.loads(text)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -180,8 +180,8 @@ def _remove_temporary(folder: Path) -> None:
 
 
 def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
-    """SHA-256 over the metadata and every tensor's name, type, shape and bytes, in order of names."""
-    digest = hashlib.sha256(text.encode())
+    """BLAKE3 over the metadata and every tensor's name, type, shape and bytes, in order of names."""
+    digest = blake3(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

@@ -374,7 +374,7 @@ class Engine:
         self._pins = {step: pin for step, pin in self._pins.items() if pin.until > now}
         if outer_step not in self._pins:
             hashes = await self._in_worker(fragment_hashes, fragments)
-            manifest = SnapshotManifest(outer_step=outer_step, digest=digest_now, schema=schema, fragment_sha256=hashes)
+            manifest = SnapshotManifest(outer_step=outer_step, digest=digest_now, schema=schema, fragment_hash=hashes)
             self._pins[outer_step] = Pinned(manifest, fragments, now + _PIN_S)
         return self._pins[outer_step]
 

@@ -165,7 +165,7 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
 
 
 def fragment_hashes(fragments: Sequence[Tensor]) -> tuple[bytes, ...]:
-    """SHA-256 of each fragment's fp32 little-endian bytes."""
+    """BLAKE3 of each fragment's fp32 little-endian bytes."""
     return tuple(fragment_hash(fragment) for fragment in fragments)
 
 

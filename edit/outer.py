@@ -10,10 +10,10 @@ algorithm 2), whose delta is local minus outer, add. As there, no bias correctio
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from edit.config import OuterConfig
@@ -76,15 +76,15 @@ _RULES: Mapping[str, Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[s
 
 
 def fragment_hash(fragment: Tensor) -> bytes:
-    """SHA-256 of a flat fp32 tensor's little-endian bytes."""
-    return hashlib.sha256(fragment.detach().contiguous().numpy().data).digest()
+    """BLAKE3 of a flat fp32 tensor's little-endian bytes."""
+    return blake3(fragment.detach().contiguous().numpy().data.cast("B")).digest()
 
 
 def combine(hashes: Iterable[bytes]) -> str:
     """The digest (hex) of theta from its fragments' hashes, in fragment order."""
-    return hashlib.sha256(b"".join(hashes)).hexdigest()
+    return blake3(b"".join(hashes)).hexdigest()
 
 
 def digest(fragments: Sequence[Tensor]) -> str:
-    """SHA-256 (hex) over the SHA-256 of each fragment's bytes: equal exactly when theta is equal to the bit."""
+    """BLAKE3 (hex) over the BLAKE3 of each fragment's bytes: equal exactly when theta is equal to the bit."""
     return combine(fragment_hash(fragment) for fragment in fragments)

@@ -5,9 +5,8 @@ Owns: whose turn it is, and that what arrived is what the manifest announced. Mu
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from edit.errors import RemoteProtocolError
@@ -54,9 +53,9 @@ class UpdateAssembly:
 class SnapshotFragment:
     """One fragment of a snapshot, over as many streams as it takes. Raises RemoteProtocolError for what does not fit."""
 
-    def __init__(self, fragment: FragmentSpec, sha256: bytes) -> None:
+    def __init__(self, fragment: FragmentSpec, digest: bytes) -> None:
         self._fragment = fragment
-        self._sha256 = sha256
+        self._digest = digest
         self.clear()
 
     @property
@@ -68,7 +67,7 @@ class SnapshotFragment:
         """Trust nothing that arrived."""
         total = 4 * self._fragment.numel
         self._bytes = Reassembly(f"snapshot of fragment {self._fragment.name}", total, total)
-        self._hash = hashlib.sha256()
+        self._hash = blake3()
 
     def take(self, chunk: tensors_pb2.Chunk) -> None:
         """Append one chunk."""
@@ -76,8 +75,8 @@ class SnapshotFragment:
         self._hash.update(chunk.data)
 
     def finish(self) -> Tensor:
-        """The flat fp32 tensor (numel,), once all bytes are there and their SHA-256 is right."""
+        """The flat fp32 tensor (numel,), once all bytes are there and their BLAKE3 is right."""
         data = self._bytes.finish()
-        if self._hash.digest() != self._sha256:
-            raise RemoteProtocolError(f"snapshot of fragment {self._fragment.name}: its SHA-256 is not the manifest's")
+        if self._hash.digest() != self._digest:
+            raise RemoteProtocolError(f"snapshot of fragment {self._fragment.name}: its BLAKE3 is not the manifest's")
         return torch.frombuffer(data, dtype=torch.float32)

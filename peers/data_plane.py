@@ -122,7 +122,7 @@ class DataPlane:
     async def _describe(self, schema: Schema) -> SnapshotManifest:
         request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
         manifest = snapshot_manifest_from_pb(self._down(await self._stub().DescribeSnapshot(request)), schema)
-        if combine(manifest.fragment_sha256) != manifest.digest:
+        if combine(manifest.fragment_hash) != manifest.digest:
             raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
         return manifest
 
@@ -143,7 +143,7 @@ class DataPlane:
         await _retrying("founding", attempt, wanted)
 
     async def _snapshot_fragment(self, manifest: SnapshotManifest, fragment: FragmentSpec, wanted: Wanted) -> Tensor:
-        into = SnapshotFragment(fragment, manifest.fragment_sha256[fragment.fragment_id])
+        into = SnapshotFragment(fragment, manifest.fragment_hash[fragment.fragment_id])
 
         async def attempt() -> Tensor:
             request = SnapshotRequest(

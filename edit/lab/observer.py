@@ -6,7 +6,6 @@ what the answers are used for.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import grpc
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from edit.errors import ConfigError, RemoteProtocolError
@@ -61,7 +61,7 @@ class Observer:
         stub: Any = data_pb2_grpc.DataStub(self.data)
         try:
             manifest = stub.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=self.run_id), timeout=self.timeout_s)
-            if len(manifest.fragment_sha256) != len(schema.fragments) or schema.numel * 4 > _MAX_BYTES:
+            if len(manifest.fragment_hash) != len(schema.fragments) or schema.numel * 4 > _MAX_BYTES:
                 raise RemoteProtocolError("the run's snapshot does not fit the lab's model")
             fragments = tuple(
                 self._fragment(stub, manifest, fragment.fragment_id, fragment.numel) for fragment in schema.fragments
@@ -77,7 +77,7 @@ class Observer:
             if chunk.offset != len(data) or len(data) + len(chunk.data) > 4 * numel:
                 raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: chunks out of order, or too many bytes")
             data += chunk.data
-        if hashlib.sha256(data).digest() != manifest.fragment_sha256[fragment_id] or len(data) != 4 * numel:
+        if blake3(data).digest() != manifest.fragment_hash[fragment_id] or len(data) != 4 * numel:
             raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: damaged on the way")
         return torch.frombuffer(data, dtype=torch.float32)
 

@@ -195,7 +195,7 @@ def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManif
         outer_step=manifest.outer_step,
         digest=manifest.digest,
         schema=schema_to_pb(manifest.schema),
-        fragment_sha256=manifest.fragment_sha256,
+        fragment_hash=manifest.fragment_hash,
     )
 
 
@@ -204,13 +204,13 @@ def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | No
     theirs = schema_from_pb(message.schema)
     if schema is not None and (difference := theirs.first_difference(schema)) is not None:
         fail(f"a snapshot of another model: {one_line(difference)}")
-    if len(message.fragment_sha256) != len(theirs.fragments) or any(len(sha) != 32 for sha in message.fragment_sha256):
-        fail("a snapshot needs one SHA-256 per fragment")
+    if len(message.fragment_hash) != len(theirs.fragments) or any(len(sha) != 32 for sha in message.fragment_hash):
+        fail("a snapshot needs one BLAKE3 per fragment")
     return msg.SnapshotManifest(
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
         digest=check_digest("digest", message.digest),
         schema=theirs,
-        fragment_sha256=tuple(message.fragment_sha256),
+        fragment_hash=tuple(message.fragment_hash),
     )
 
 

@@ -121,16 +121,16 @@ class SnapshotManifestRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class SnapshotManifest(_message.Message):
-    __slots__ = ("outer_step", "digest", "schema", "fragment_sha256")
+    __slots__ = ("outer_step", "digest", "schema", "fragment_hash")
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
-    FRAGMENT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_HASH_FIELD_NUMBER: _ClassVar[int]
     outer_step: int
     digest: str
     schema: _tensors_pb2.Schema
-    fragment_sha256: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_sha256: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    fragment_hash: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("run_id", "outer_step", "fragment_id", "offset")

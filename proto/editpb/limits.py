@@ -80,7 +80,7 @@ def check_id(field: str, text: str) -> str:
 def check_digest(field: str, text: str, *, empty: bool = False) -> str:
     """`text`, when it is 64 lower-case hexadecimal digits (or nothing, where `empty` allows it)."""
     if not (_DIGEST.fullmatch(text) or (empty and not text)):
-        fail(f"{field} {_short(text)} is not a SHA-256 in hexadecimal")
+        fail(f"{field} {_short(text)} is not 64 hexadecimal digits")
     return text
 
 

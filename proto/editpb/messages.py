@@ -210,12 +210,12 @@ class UpdateManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotManifest:
-    """theta at `outer_step`; fragment_sha256: of each fragment's fp32 little-endian bytes."""
+    """theta at `outer_step`; fragment_hash: of each fragment's fp32 little-endian bytes."""
 
     outer_step: int
     digest: str
     schema: Schema
-    fragment_sha256: tuple[bytes, ...]
+    fragment_hash: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

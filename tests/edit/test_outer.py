@@ -1,9 +1,8 @@
 """Outer optimizers: against torch.optim and the paper's equations in fp64, bit-stable, sign as a gradient; the digest."""
 
-import hashlib
-
 import pytest
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from edit.config import OuterConfig
@@ -103,8 +102,8 @@ def test_sgd_with_lr_one_makes_theta_the_mean_of_the_peers() -> None:
 
 def test_the_digest_is_a_hash_of_the_fragments_hashes() -> None:
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
-    hashes = [hashlib.sha256(bytes.fromhex(text)).digest() for text in ("0000803f00000040", "00004040")]
-    assert digest([a, b]) == hashlib.sha256(b"".join(hashes)).hexdigest()
+    hashes = [blake3(bytes.fromhex(text)).digest() for text in ("0000803f00000040", "00004040")]
+    assert digest([a, b]) == blake3(b"".join(hashes)).hexdigest()
 
 
 def test_the_digest_sees_the_last_bit_the_sign_of_zero_and_the_cut() -> None:

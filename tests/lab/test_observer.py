@@ -1,11 +1,11 @@
 """The lab's client against a small real gRPC server on loopback, without TLS."""
 
-import hashlib
 from concurrent import futures
 
 import grpc
 import pytest
 import torch
+from blake3 import blake3
 
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.lab.observer import Observer, open_observer
@@ -28,8 +28,8 @@ class Data(data_pb2_grpc.DataServicer):
         self.offset_shift = 0
 
     def DescribeSnapshot(self, request, context):
-        hashes = [hashlib.sha256(tensor.numpy().tobytes()).digest() for tensor in VALUES]
-        return data_pb2.SnapshotManifest(outer_step=7, digest="d7", fragment_sha256=hashes)
+        hashes = [blake3(tensor.numpy().tobytes()).digest() for tensor in VALUES]
+        return data_pb2.SnapshotManifest(outer_step=7, digest="d7", fragment_hash=hashes)
 
     def FetchSnapshot(self, request, context):
         payload = self.payloads[request.fragment_id]

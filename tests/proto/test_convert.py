@@ -210,8 +210,8 @@ def test_own_reasons_are_made_one_bounded_line_before_they_are_sent() -> None:
         ({"state": 0}, "peer_state 0"),
         ({"state": 77}, "peer_state 77"),
         ({"outer_step": 1 << 60}, "outer_step"),
-        ({"digest": DIGEST.upper()}, "not a SHA-256"),
-        ({"digest": "0"}, "not a SHA-256"),
+        ({"digest": DIGEST.upper()}, "not 64 hexadecimal"),
+        ({"digest": "0"}, "not 64 hexadecimal"),
         ({"step_s": math.nan}, "step_s"),
         ({"tokens_per_s": -1.0}, "tokens_per_s"),
         ({"bytes_sent": (1 << 64) - 1}, "bytes_sent"),
@@ -365,15 +365,15 @@ def test_a_wrong_update_manifest_is_refused(change: Callable[[dpb.UpdateManifest
 
 
 def test_a_snapshot_manifest_survives_and_another_model_is_named() -> None:
-    sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_sha256=(bytes(32), b"\1" * 32))
+    sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_hash=(bytes(32), b"\1" * 32))
     message = convert.snapshot_manifest_to_pb(sent)
     assert convert.snapshot_manifest_from_pb(message, SCHEMA) == convert.snapshot_manifest_from_pb(message) == sent
     other = Schema((*SCHEMA.fragments[:1], dataclasses.replace(SCHEMA.fragments[1], name="blocks.1")))
     assert "blocks.1" in expect_refusal(lambda m: convert.snapshot_manifest_from_pb(m, other), message)
-    del message.fragment_sha256[1]
-    assert "one SHA-256 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
-    message.fragment_sha256.append(bytes(31))
-    assert "one SHA-256 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    del message.fragment_hash[1]
+    assert "one BLAKE3 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    message.fragment_hash.append(bytes(31))
+    assert "one BLAKE3 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
 
 
 def test_requests_survive_and_are_bounded() -> None:

@@ -294,7 +294,7 @@ class _Data(data_pb2_grpc.DataServicer):
                 outer_step=fake.state.outer_step,
                 digest=fake.state.digest,
                 schema=fake.schema,
-                fragment_sha256=tuple(fragment_hash(part) for part in fake.state.theta),
+                fragment_hash=tuple(fragment_hash(part) for part in fake.state.theta),
             )
         )
 
