@@ -20,45 +20,33 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from aggregator import round_events as events
 from aggregator.authority import Members
 from aggregator.intake import Intake, Slot
 from aggregator.membership import Change, Membership, digest_mismatch
 from aggregator.metrics import MetricsLog, RoundReport
-from aggregator.rounds import (
-    Arrived,
-    Commit,
-    CommitSucceeded,
-    Effect,
-    Event,
-    Faulted,
-    MemberLost,
-    MemberReady,
-    Offered,
-    Pause,
-    Phase,
-    Reduce,
-    Reduced,
-    Refused,
-    Resume,
-    RoundClosed,
-    RoundFailed,
-    RoundMachine,
-    RoundOpened,
-    RunFinished,
-    Tick,
-)
-from aggregator.store import Store, fragment_hashes
+from aggregator.round_events import Phase
+from aggregator.rounds import RoundMachine
+from aggregator.shelf import Shelf
+from aggregator.store import Store
 from edit.config import RunConfig
 from edit.errors import EvictedError, GoneError, RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.merge import measure
-from edit.outer import digest
 from edit.outer_state import Measured, OuterState, Staged
-from edit.records import Commit as CommitRecord
-from edit.records import EncodedTensor
+from edit.records import Commit, EncodedTensor
 from edit.schema import Schema
-from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, PeerState, RunPhase, SnapshotManifest, View
+from editpb.messages import (
+    ContributionHeader,
+    FoundHeader,
+    Heartbeat,
+    PeerState,
+    RunPhase,
+    SnapshotManifest,
+    SnapshotRequest,
+    View,
+)
 
-__all__ = ["Attendance", "Clock", "Engine", "Pinned", "Resources"]
+__all__ = ["Attendance", "Clock", "Engine", "Resources"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +59,6 @@ _PHASES = {
 }
 _T = TypeVar("_T")
 _TICK_S = 0.25  # how often leases and deadlines are looked at
-_PIN_S = 60.0  # how long a snapshot is kept after it was last read from
 _PEER_LINE_S = 1.0  # at most one metrics line per peer in this time
 
 
@@ -97,25 +84,16 @@ class Attendance:
     last_line: float = -math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """A snapshot that is being read; until: when it may be forgotten, monotonic seconds."""
-
-    manifest: SnapshotManifest
-    fragments: tuple[Tensor, ...]
-    until: float
-
-
 @dataclass(slots=True)
 class _Round:
     """What belongs to the open round. A new round gets a new object, so late results of an old one land nowhere."""
 
     round_id: int
-    opened: RoundOpened
+    opened: events.RoundOpened
     payloads: dict[tuple[str, int], Measured] = field(default_factory=dict)
     staged: dict[int, Staged] = field(default_factory=dict)
     bytes_in: int = 0
-    commit: CommitRecord | None = None
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +124,7 @@ class Engine:
         self._founder: str | None = None
         self._sequence = 0
         self._round: _Round | None = None
-        self._pins: dict[int, Pinned] = {}
+        self.shelf = Shelf()
         self._last_closed: tuple[int, bool, str] = (0, False, "")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -181,7 +159,7 @@ class Engine:
             await asyncio.sleep(_TICK_S)
             for change in self.membership.tick(self.clock.monotonic()):
                 self._member_changed(change)
-            self._feed(Tick())
+            self._feed(events.Tick())
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -205,7 +183,7 @@ class Engine:
             outer_steps=self.config.sync.outer_steps,
             first_round_id=self._first_round_id,
         )
-        self._feed(Tick())
+        self._feed(events.Tick())
         if self.machine.phase is Phase.FINISHED:
             self.finished.set()
 
@@ -248,7 +226,7 @@ class Engine:
             self.metrics.line("peer", self.clock.unix(), {"peer_id": peer_id, **heartbeat.as_json()})
         self._check_digest(attendance, heartbeat)
         if heartbeat.state is not PeerState.STARTING and not attendance.heal:
-            self._feed(MemberReady(peer_id, heartbeat.outer_step))
+            self._feed(events.MemberReady(peer_id, heartbeat.outer_step))
 
     def _check_digest(self, attendance: Attendance, heartbeat: Heartbeat) -> None:
         """Rule: the aggregator's theta is the truth; a peer whose digest differs takes a snapshot, and the reason is logged."""
@@ -266,7 +244,7 @@ class Engine:
         self.metrics.line("member", self.clock.unix(), fields)
         if not change.live:
             _log.info("%s: %s (%s)", change.peer_id, change.state.value, change.reason)
-            self._feed(MemberLost(change.peer_id, change.reason))
+            self._feed(events.MemberLost(change.peer_id, change.reason))
 
     def _expel(self, attendance: Attendance, error: EvictedError | RefusedError) -> None:
         attendance.expelled = error
@@ -281,10 +259,10 @@ class Engine:
             self._expel(attendance, EvictedError(reason))
 
     def pause(self) -> None:
-        self._feed(Pause())
+        self._feed(events.Pause())
 
     def resume(self) -> None:
-        self._feed(Resume())
+        self._feed(events.Resume())
 
     # ---- what peers see ------------------------------------------------------------------------------------------------
 
@@ -315,7 +293,7 @@ class Engine:
 
     def check_founder(self, peer_id: str, header: FoundHeader) -> Schema:
         """The announced schema. Raises StaleError when the run has parameters, RefusedError when another peer was chosen."""
-        self._same_run(header.run_id)
+        self.same_run(header.run_id)
         if self.outer is not None:
             raise StaleError("the run has parameters already; take a snapshot")
         attendance = self._attendances.get(peer_id)
@@ -327,19 +305,19 @@ class Engine:
 
     async def found(self, peer_id: str, schema: Schema, theta: Sequence[Tensor], claimed_digest: str) -> None:
         """Take the founder's parameters as outer step 0. Raises as `check_founder`, RemoteProtocolError, StorageError."""
-        if not all(bool(fragment.isfinite().all()) for fragment in theta):
-            raise RemoteProtocolError("the founder's parameters are not finite")
-        if digest(theta) != claimed_digest:
-            raise RemoteProtocolError("the founder's parameters do not have the digest it claims")
+
+        def work() -> OuterState:
+            if not all(bool(fragment.isfinite().all()) for fragment in theta):
+                raise RemoteProtocolError("the founder's parameters are not finite")
+            outer = OuterState(schema, self.config, theta)
+            if outer.digest != claimed_digest:
+                raise RemoteProtocolError("the founder's parameters do not have the digest it claims")
+            self._store.found(outer)
+            return outer
+
+        outer = await self._in_worker(work)
         if self.outer is not None:
             raise StaleError("the run has parameters already; take a snapshot")
-        outer = OuterState(schema, self.config, theta)
-        self.outer = outer  # from here on nobody else founds
-        try:
-            await self._in_worker(self._store.found, outer)
-        except StorageError:
-            self.outer = None
-            raise
         _log.info("%s founded the run: %d parameters in %d fragments", peer_id, schema.numel, len(schema.fragments))
         self._adopt(outer)
         for attendance in list(self._attendances.values()):
@@ -349,9 +327,9 @@ class Engine:
 
     # ---- what peers fetch ----------------------------------------------------------------------------------------------
 
-    def update(self, run_id: str, outer_step: int) -> CommitRecord:
+    def update(self, run_id: str, outer_step: int) -> Commit:
         """The published update TO `outer_step`. Raises GoneError when it is not kept (any more)."""
-        self._same_run(run_id)
+        self.same_run(run_id)
         commit = self._store.update(outer_step)
         if commit is None:
             raise GoneError(f"the update to outer step {outer_step} is not kept; take a snapshot")
@@ -364,30 +342,26 @@ class Engine:
             raise StaleError("the run has no parameters yet")
         return self.outer.schema
 
-    async def pin_snapshot(self, run_id: str) -> Pinned:
-        """theta of now, kept for a while so that it can be read in several calls. Raises StaleError before the founding."""
-        self._same_run(run_id)
+    def describe_snapshot(self, run_id: str) -> SnapshotManifest:
+        """theta of now; it is kept for a while, so that it can be read in several calls. Raises StaleError."""
+        self.same_run(run_id)
         if self.outer is None:
             raise StaleError("the run has no parameters yet")
-        outer_step, digest_now, fragments = self.outer.outer_step, self.outer.digest, tuple(self.outer.theta)
-        schema, now = self.outer.schema, self.clock.monotonic()
-        self._pins = {step: pin for step, pin in self._pins.items() if pin.until > now}
-        if outer_step not in self._pins:
-            hashes = await self._in_worker(fragment_hashes, fragments)
-            manifest = SnapshotManifest(outer_step=outer_step, digest=digest_now, schema=schema, fragment_hash=hashes)
-            self._pins[outer_step] = Pinned(manifest, fragments, now + _PIN_S)
-        return self._pins[outer_step]
+        outer, now = self.outer, self.clock.monotonic()
+        return self.shelf.known(outer.outer_step, now) or self.shelf.put(
+            SnapshotManifest(
+                outer_step=outer.outer_step, digest=outer.digest, schema=outer.schema, fragment_hash=outer.fragment_hashes
+            ),
+            tuple(outer.theta),
+            now,
+        )
 
-    def pinned_fragment(self, run_id: str, outer_step: int, fragment_id: int) -> Tensor:
-        """One fragment of a pinned snapshot. Raises GoneError."""
-        self._same_run(run_id)
-        pinned = self._pins.get(outer_step)
-        if pinned is None:
-            raise GoneError(f"the snapshot of outer step {outer_step} is not kept; describe a new one")
-        self._pins[outer_step] = replace(pinned, until=self.clock.monotonic() + _PIN_S)
-        return pinned.fragments[fragment_id]
+    def snapshot_fragment(self, wanted: SnapshotRequest) -> Tensor:
+        """One fragment of a snapshot that was described. Raises GoneError."""
+        self.same_run(wanted.run_id)
+        return self.shelf.take(wanted.outer_step, wanted.fragment_id, self.clock.monotonic())
 
-    def _same_run(self, run_id: str) -> None:
+    def same_run(self, run_id: str) -> None:
         if run_id != self.run_id:
             raise RefusedError(f"this is run {self.run_id}, not {run_id}")
 
@@ -397,10 +371,10 @@ class Engine:
         """A contribution's header arrived: the slot for its bytes. Raises StaleError, RefusedError, RemoteProtocolError."""
         if self.outer is None or self.machine is None:
             raise StaleError("the run has no parameters yet")
-        self._same_run(header.run_id)
+        self.same_run(header.run_id)
         if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
-        self._feed(Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id), refuse=True)
+        self._feed(events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id), refuse=True)
         return self._intake.open(header.peer_id, header.round_id, header.fragment_id, header.total_bytes)
 
     def progress(self, peer_id: str) -> None:
@@ -425,23 +399,23 @@ class Engine:
             return
         current.payloads[key] = Measured(header.peer_id, header.inner_steps, header.tokens, norm, read)
         current.bytes_in += header.total_bytes
-        self._feed(Arrived(header.peer_id, header.round_id, header.fragment_id))
+        self._feed(events.Arrived(header.peer_id, header.round_id, header.fragment_id))
 
     def fault(self, peer_id: str, round_id: int, reason: str) -> None:
         """This peer's bytes broke the protocol: it is out of the round, and nothing else happens."""
         _log.warning("%s: %s", peer_id, reason)
-        self._feed(Faulted(peer_id, round_id, reason))
+        self._feed(events.Faulted(peer_id, round_id, reason))
 
     # ---- rounds --------------------------------------------------------------------------------------------------------
 
-    def _feed(self, event: Event, *, refuse: bool = False) -> None:
+    def _feed(self, event: events.Event, *, refuse: bool = False) -> None:
         """Hand an event to the round machine and carry out the effects. refuse: turn a refusal into StaleError."""
         if self.machine is None:
             return
         before = (self.machine.phase, self.machine.round_id)
-        refusal: Refused | None = None
+        refusal: events.Refused | None = None
         for effect in self.machine.handle(event, self.clock.monotonic()):
-            if isinstance(effect, Refused):
+            if isinstance(effect, events.Refused):
                 refusal = effect
             else:
                 self._carry_out(effect)
@@ -450,21 +424,21 @@ class Engine:
         if refusal is not None and refuse:
             raise StaleError(refusal.reason) if refusal.stale else RemoteProtocolError(refusal.reason)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case RoundOpened():
+            case events.RoundOpened():
                 self._round = _Round(round_id=effect.round_id, opened=effect)
-            case Reduce():
+            case events.Reduce():
                 self._spawn(self._reduce(effect))
-            case Commit():
+            case events.Commit():
                 self._spawn(self._commit(effect))
-            case RoundClosed():
+            case events.RoundClosed():
                 self._close_round(effect)
-            case RunFinished():
+            case events.RunFinished():
                 _log.info("finished at outer step %d", effect.outer_step)
                 self._spawn(self._finish())
 
-    async def _reduce(self, effect: Reduce) -> None:
+    async def _reduce(self, effect: events.Reduce) -> None:
         current, outer = self._round, self.outer
         if current is None or outer is None or current.round_id != effect.round_id:
             return
@@ -479,17 +453,17 @@ class Engine:
         try:
             current.staged[effect.fragment_id] = await self._in_worker(work)
         except StorageError as error:
-            self._feed(RoundFailed(effect.round_id, str(error)))
+            self._feed(events.RoundFailed(effect.round_id, str(error)))
         else:
-            self._feed(Reduced(effect.round_id, effect.fragment_id))
+            self._feed(events.Reduced(effect.round_id, effect.fragment_id))
 
-    async def _commit(self, effect: Commit) -> None:
+    async def _commit(self, effect: events.Commit) -> None:
         current, outer = self._round, self.outer
         if current is None or outer is None or current.round_id != effect.round_id:
             return
         staged = [current.staged[i] for i in sorted(current.staged)]
 
-        def work() -> CommitRecord:
+        def work() -> Commit:
             self._store.append_commit(effect.round_id, outer.outer_step + 1, effect.reason)
             commit = outer.commit(effect.round_id, effect.reason, staged)
             self._store.publish(commit)
@@ -498,10 +472,10 @@ class Engine:
         try:
             current.commit = await self._in_worker(work)
         except StorageError as error:
-            self._feed(RoundFailed(effect.round_id, str(error)))
+            self._feed(events.RoundFailed(effect.round_id, str(error)))
             return
         self._count(current.commit, effect.missing)
-        self._feed(CommitSucceeded(effect.round_id))
+        self._feed(events.CommitSucceeded(effect.round_id))
         if outer.outer_step % self.config.storage.checkpoint_every == 0:
             await self._checkpoint()
 
@@ -517,7 +491,7 @@ class Engine:
         self.finished.set()
         self._notify()
 
-    def _count(self, commit: CommitRecord, missing: Sequence[str]) -> None:
+    def _count(self, commit: Commit, missing: Sequence[str]) -> None:
         weights: dict[str, float] = {}
         for fragment in commit.fragments:
             for verdict in fragment.verdicts:
@@ -528,7 +502,7 @@ class Engine:
             absent=missing,
         )
 
-    def _close_round(self, effect: RoundClosed) -> None:
+    def _close_round(self, effect: events.RoundClosed) -> None:
         current, self._round = self._round, None
         self._intake.drop_round(effect.round_id)
         self._last_closed = (effect.round_id, effect.committed, effect.reason)

@@ -222,15 +222,14 @@ class DataService:
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         async with _answering(context):
             _admit(self._engine, context, "peer", "observer", "operator")
-            pinned = await self._engine.pin_snapshot(request.run_id)
-            return convert.snapshot_manifest_to_pb(pinned.manifest)
+            return convert.snapshot_manifest_to_pb(self._engine.describe_snapshot(request.run_id))
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
         async with _answering(context):
             _admit(self._engine, context, "peer", "observer", "operator")
             wanted = convert.snapshot_request_from_pb(request, self._engine.schema)
-            fragment = self._engine.pinned_fragment(wanted.run_id, wanted.outer_step, wanted.fragment_id)
+            fragment = self._engine.snapshot_fragment(wanted)
             for chunk in make_chunks(fragment.numpy().data, CHUNK_BYTES, start=wanted.offset):
                 yield chunk
 

@@ -26,12 +26,11 @@ from aggregator.state_folder import StateFolder
 from edit.config import RunConfig, StorageConfig
 from edit.errors import ConfigError, EditError, StorageError
 from edit.merge import Merged
-from edit.outer import fragment_hash
 from edit.outer_state import OuterState
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
 from edit.schema import Schema
 
-__all__ = ["Store", "export_parameters", "fragment_hashes", "load_outer"]
+__all__ = ["Store", "export_parameters", "load_outer"]
 
 _log = logging.getLogger(__name__)
 
@@ -162,11 +161,6 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
         return outer.commit(committed.round_id, committed.reason, [outer.stage(merged) for merged in committed.fragments])
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error
-
-
-def fragment_hashes(fragments: Sequence[Tensor]) -> tuple[bytes, ...]:
-    """BLAKE3 of each fragment's fp32 little-endian bytes."""
-    return tuple(fragment_hash(fragment) for fragment in fragments)
 
 
 def export_parameters(folder: StateFolder, out: Path) -> tuple[int, str]:

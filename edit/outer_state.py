@@ -85,6 +85,11 @@ class OuterState:
         """`edit.outer.digest` of theta; cheap, the fragments' hashes are kept."""
         return combine(fragment.theta_hash for fragment in self._fragments)
 
+    @property
+    def fragment_hashes(self) -> tuple[bytes, ...]:
+        """`edit.outer.fragment_hash` of each fragment."""
+        return tuple(fragment.theta_hash for fragment in self._fragments)
+
     def statistics(self, fragment_id: int) -> Mapping[str, NormStatistics]:
         """Norm statistics by peer_id."""
         return self._fragments[fragment_id].statistics
