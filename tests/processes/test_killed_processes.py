@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS = 24
+STEPS = 40
 TOML = f"""
 name = "killed"
 [model]
@@ -25,7 +25,7 @@ context = 32
 lr = 3e-3
 warmup_steps = 5
 [sync]
-every = 4
+every = 8
 outer_steps = {STEPS}
 [outer]
 optimizer = "nesterov"
@@ -93,7 +93,7 @@ def run(*arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(240)
 def test_a_killed_peer_returns_and_a_killed_coordinator_continues(tmp_path: Path) -> None:
     state, daemons = tmp_path / "state", list[Daemon]()
     (tmp_path / "run.toml").write_text(TOML)
@@ -105,7 +105,7 @@ def test_a_killed_peer_returns_and_a_killed_coordinator_continues(tmp_path: Path
 
     def peer(name: str) -> Daemon:
         # throttled, so that the run is still going on when the killed one is back
-        return start("peers", "run", "--home", tmp_path / name, "--data", tmp_path / "text.py", "--threads", 1, "--throttle", 6)
+        return start("peers", "run", "--home", tmp_path / name, "--data", tmp_path / "text.py", "--threads", 1, "--throttle", 10)
 
     run("aggregator", "init", "--state", state, "--config", tmp_path / "run.toml")
     with ending(daemons):
@@ -117,7 +117,7 @@ def test_a_killed_peer_returns_and_a_killed_coordinator_continues(tmp_path: Path
         b.until("outer step 3,")
         b.kill()
         assert "lost" in coordinator.until("b: lost")
-        coordinator.until("committed: all 1 contributors in")  # nobody waits for the dead
+        coordinator.until("committed: the only contributor in")  # nobody waits for the dead
 
         returned = peer("b")
         returned.until("joined at outer step")
