@@ -4,10 +4,9 @@
 
 A real coordinator process; the peers' sides run in this process (their memory is not measured). All contributions of a
 round are sent before the last one completes it, so 32 peers have 640 MB on their way into a 64 MB buffer. The peak is what
-the operating system says of the coordinator process (VmHWM), read from `edit-coordinator status`. The limit beside it:
-what the outer state alone needs (theta, momentum, downlink residual, and their successors while a round commits, fp32) plus
-the buffer, plus a process with torch that serves nothing, measured in the same run. Appends to
-benchmarks/results/coordinator_memory.jsonl.
+the operating system says of the coordinator process (VmHWM), read from `edit-coordinator status`. The limit
+beside it: the first row's peak plus the buffer; what the model itself needs (outer state, its successors while a round
+commits, kept updates) is in every row alike. Appends to benchmarks/results/coordinator_memory.jsonl.
 """
 
 from __future__ import annotations
@@ -127,12 +126,13 @@ def main() -> None:
     arguments.add_argument("--buffer-mb", type=int, default=64)
     options = arguments.parse_args()
     numel = model(int(options.parameters)).numel
-    state = 4 * numel * 2 * 3
     print(f"{numel:,} parameters; contributions of {numel / MB:.0f} MB; buffer {options.buffer_mb} MB")
     print(f"{'peers':>5} {'offered MB':>11} {'idle MB':>8} {'peak MB':>8} {'limit MB':>9}")
+    first: float | None = None
     for peers in options.peers:
         idle, highest = peak(peers, numel, options.buffer_mb << 20)
-        limit = idle + state + (options.buffer_mb << 20)
+        first = highest if first is None else first
+        limit = first + (options.buffer_mb << 20)
         print(f"{peers:5} {peers * numel / MB:11.0f} {idle / MB:8.0f} {highest / MB:8.0f} {limit / MB:9.0f}", flush=True)
         row = {
             "date": datetime.date.today().isoformat(),
