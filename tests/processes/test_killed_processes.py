@@ -105,7 +105,9 @@ def test_a_killed_peer_returns_and_a_killed_coordinator_continues(tmp_path: Path
 
     def peer(name: str) -> Daemon:
         # throttled, so that the run is still going on when the killed one is back
-        return start("peers", "run", "--home", tmp_path / name, "--data", tmp_path / "text.py", "--threads", 1, "--throttle", 10)
+        return start(
+            "peers", "run", "--home", tmp_path / name, "--data", tmp_path / "text.py", "--threads", 1, "--throttle", 10
+        )
 
     run("aggregator", "init", "--state", state, "--config", tmp_path / "run.toml")
     with ending(daemons):
