@@ -332,14 +332,26 @@ class EditWorker:
         return any(self._verdict(commit, i) for i in range(len(commit.fragments)))
 
     def _heal(self, reason: str) -> bool:
-        """Take a snapshot and replay the local progress onto it. False (and nothing is changed) when the carrier is cut off."""
+        """Take a snapshot and replay the local progress onto it. False (and nothing is changed) when the carrier is cut off.
+
+        Whether a pending contribution is in the snapshot cannot be known, so only what was done since sending it is replayed:
+        work may be lost here, never counted twice.
+        """
         self._last_reason = reason
         snapshot = self._fetch()
         if snapshot is None:
             return False
-        self._replica.move(snapshot, self._replica.progress)
+        self._replica.move(snapshot, self._unsent_progress)
+        if self._pending is not None:
+            self._schedule.merged(self._pending.work)
         self._drop_pending()
         return True
+
+    def _unsent_progress(self, i: int) -> Tensor | None:
+        if self._pending is None:
+            return self._replica.progress(i)
+        sent_from = self._pending.sent_from
+        return None if sent_from is None else self._replica.progress_since(i, sent_from[i])
 
     def _fetch(self) -> Snapshot | None:
         try:

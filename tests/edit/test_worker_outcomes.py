@@ -201,9 +201,28 @@ def test_a_fragment_that_did_not_arrive_is_replayed_while_the_others_are_taken(p
     assert not first.any() and second.any() and len(p.collective.rounds()) == 1
 
 
+@pytest.mark.parametrize("in_doubt", [False, True])
+def test_behind_never_counts_a_pending_contribution_twice(peer: Callable[..., Peer], in_doubt: bool) -> None:
+    """It may be in the snapshot: only what was done after sending it is replayed."""
+    p = peer(every=1, codec="fp32")
+    p.step()
+    sent, target = flat(p.model), snapshot_of(9, [part + 0.25 for part in p.theta.fragments])
+    if in_doubt:
+        p.collective.answers[0].append(None)
+        p.collective.answers[0].append(None)
+        p.step()
+    before = flat(p.model)
+    assert same(before, sent) is not in_doubt
+    p.collective.answers[0].append(Behind("too far"))
+    p.collective.snapshots.append(target)
+    p.worker.synchronize()
+    expected = [o + (now - then) for o, now, then in zip(target.fragments, before, sent, strict=True)]
+    assert same(flat(p.model), expected)
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_behind_takes_a_snapshot_and_replays_what_is_finite(peer: Callable[..., Peer], finite: bool) -> None:
-    p = peer(every=1, codec="int8")
+    p = peer(every=5, codec="int8")
     p.step()
     if not finite:
         with torch.no_grad():
@@ -212,7 +231,7 @@ def test_behind_takes_a_snapshot_and_replays_what_is_finite(peer: Callable[..., 
     target = snapshot_of(9, [part + 0.25 for part in theta.fragments])
     p.collective.answers[0].append(Behind("too far"))
     p.collective.snapshots.append(target)
-    p.forward()
+    p.worker.synchronize()
     expected = [o + (local - start) for o, local, start in zip(target.fragments, before, theta.fragments, strict=True)]
     if not finite:
         expected[0] = target.fragments[0]
