@@ -67,7 +67,6 @@ from aggregator.round_events import (
     Offered,
     Pause,
     Phase,
-    Reduce,
     Reduced,
     Refused,
     Resume,
@@ -80,29 +79,7 @@ from aggregator.round_events import (
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
-__all__ = [
-    "Arrived",
-    "Commit",
-    "CommitSucceeded",
-    "Effect",
-    "Event",
-    "Faulted",
-    "MemberLost",
-    "MemberReady",
-    "Offered",
-    "Pause",
-    "Phase",
-    "Reduce",
-    "Reduced",
-    "Refused",
-    "Resume",
-    "RoundClosed",
-    "RoundFailed",
-    "RoundMachine",
-    "RoundOpened",
-    "RunFinished",
-    "Tick",
-]
+__all__ = ["RoundMachine"]
 
 
 class RoundMachine:

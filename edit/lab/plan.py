@@ -108,7 +108,7 @@ def plan_show(options: DemoOptions) -> ShowPlan:
 def plan_run(options: DemoOptions, show: ShowPlan, listen: str, enrol_listen: str) -> Settings:
     """The settings of run.toml, only those that differ from the defaults or that a reader will look for.
 
-    Outer momentum needs many outer steps to pay (measured, see docs/outer-settings.md), so short runs do without.
+    Outer momentum needs many outer steps to pay (see docs/outer-settings.md), so short runs do without.
     """
     outer: Mapping[str, Setting] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6}
     if options.outer_steps < 40:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.rounds import (
+from aggregator.round_events import (
     Arrived,
     Commit,
     CommitSucceeded,
@@ -37,11 +37,11 @@ from aggregator.rounds import (
     Resume,
     RoundClosed,
     RoundFailed,
-    RoundMachine,
     RoundOpened,
     RunFinished,
     Tick,
 )
+from aggregator.rounds import RoundMachine
 from edit.config import RoundsConfig
 
 FOLDER = Path(__file__).parent / "transcripts"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aggregator.rounds
-from aggregator.rounds import (
+from aggregator.round_events import (
     Arrived,
     Commit,
     CommitSucceeded,
@@ -29,11 +29,11 @@ from aggregator.rounds import (
     Resume,
     RoundClosed,
     RoundFailed,
-    RoundMachine,
     RoundOpened,
     RunFinished,
     Tick,
 )
+from aggregator.rounds import RoundMachine
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
