@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from edit.boxes import Region
 from edit.records import Contribution, Outcome, Snapshot
 from edit.schema import Schema
 
@@ -27,18 +28,20 @@ class Collective(Protocol):
         """This peer's identity in verdicts."""
         ...
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
         """Enter the run; blocks until there are outer parameters to start from, and returns them.
 
-        found: gives this peer's own initial fragments (flat fp32); called only when the run has no parameters yet and this
-        peer was chosen to found it. Raises RefusedError when the schema differs from the run's (names the first tensor).
+        found: gives this peer's own initial fragments (flat fp32, whole; at a rank other than 0 whatever); called only when
+        the run has no parameters yet and this peer was chosen to found it, then at all of its ranks. regions: what this rank
+        holds of each fragment, and so what snapshots and commits bring it; None: everything.
+        Raises RefusedError when the schema differs from the run's (names the first tensor).
         """
         ...
 
     def contribute(self, contribution: Contribution) -> None:
-        """Hand over one fragment; returns at once, the carrier sends in the background.
+        """Hand over one fragment, or this rank's part of it; returns at once, the carrier sends in the background.
 
-        All fragments of one outer step together are one contribution of this peer to one round.
+        All fragments that the outer step exchanges, of all ranks, together are one contribution of this peer to one round.
         """
         ...
 
@@ -49,6 +52,7 @@ class Collective(Protocol):
         Aborted: the round this peer contributed to was lost, the outer step is still open. None: not known. With block=True
         None is returned only when the carrier is cut off: the contribution is then IN DOUBT, it may yet turn out committed, so
         the caller keeps it, trains on and asks again; it must not contribute to the same outer step before it has an answer.
+        All ranks of a replica ask together and get the same answer.
         """
         ...
 

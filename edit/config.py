@@ -121,14 +121,52 @@ class InnerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """every: H, the inner steps between exchanges. outer_steps: the run ends after so many outer steps."""
+    """When fragments are exchanged and how an update is applied.
+
+    every: H, the inner steps between two exchanges of the same fragment. outer_steps: the run ends after so many outer steps.
+    groups: P of Streaming DiLoCo: an outer step exchanges one of P groups of fragments, every H / P inner steps; pattern:
+    `sequential` (neighbours) or `strided` (every P-th).
+    mode: `blocking`: training waits for the update; `forward`: for the update of a layer, just before that layer's forward;
+    `delayed`: the update is applied `delay` inner steps after the contribution; `eager`: training goes on at once from an
+    estimate of the update, which is replaced by the update `delay` inner steps later.
+    mix: with `delayed`, what becomes of the progress made meanwhile: `replay` puts it onto the new outer parameters, `replace`
+    drops it, `lerp` keeps alpha of the local parameters (alpha * local + (1 - alpha) * outer).
+    strict: never train on without an outcome, even when the coordinator is away: slower after faults, but an interrupted
+    run is the same as one that was not, to the bit.
+    """
 
     every: int = 128
     outer_steps: int = 1000
+    groups: int = 1
+    pattern: str = "strided"
+    mode: str = "blocking"
+    delay: int = 1
+    mix: str = "replay"
+    alpha: float = 0.5
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _within("sync.every", self.every, 1, 1 << 32)
         _within("sync.outer_steps", self.outer_steps, 1, 1 << 40)
+        _within("sync.groups", self.groups, 1, 1 << 20)
+        _require(self.every % self.groups == 0, "sync.groups", self.groups, f"must divide sync.every ({self.every})")
+        _one_of("sync.pattern", self.pattern, ("sequential", "strided"))
+        _one_of("sync.mode", self.mode, ("blocking", "forward", "delayed", "eager"))
+        _one_of("sync.mix", self.mix, ("replay", "replace", "lerp"))
+        _within("sync.alpha", self.alpha, 0, 1)
+        _within("sync.delay", self.delay, 1, 1 << 32)
+        if self.mode in ("delayed", "eager"):
+            _require(
+                self.delay <= self.interval,
+                "sync.delay",
+                self.delay,
+                f"must not exceed sync.every / sync.groups ({self.interval}): one contribution is on its way at a time",
+            )
+
+    @property
+    def interval(self) -> int:
+        """Inner steps between two outer steps: H / P."""
+        return self.every // self.groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +434,10 @@ def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
             "penalty.enabled = false",
         ),
         (config.penalty.enabled, "penalty", {"weighting"}, "penalty.enabled = true"),
+        (config.sync.groups == 1, "sync", {"pattern"}, "sync.groups = 1"),
+        (config.sync.mode in ("blocking", "forward"), "sync", {"delay"}, f'sync.mode = "{config.sync.mode}"'),
+        (config.sync.mode != "delayed", "sync", {"mix"}, f'sync.mode = "{config.sync.mode}"'),
+        (config.sync.mode != "delayed" or config.sync.mix != "lerp", "sync", {"alpha"}, 'sync.mix other than "lerp"'),
         (config.outer.optimizer != "nesterov", "outer", momentum_keys, f'outer.optimizer = "{config.outer.optimizer}"'),
         (config.outer.optimizer in ("sgd", "nesterov"), "outer", moment_keys, f'outer.optimizer = "{config.outer.optimizer}"'),
         (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from edit.boxes import Region
 from edit.config import RunConfig
 from edit.errors import LocalProtocolError, RefusedError
 from edit.merge import measure
@@ -174,7 +175,7 @@ class LocalCollective:
         """This peer's identity in verdicts."""
         return self._peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
         """See `Collective.join`; the first peer to join founds the run."""
         return self._run.join(self._peer_id, schema, found)
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from edit.boxes import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
     "Aborted",
+    "Arriving",
     "Behind",
     "Commit",
     "Committed",
@@ -36,6 +39,14 @@ class EncodedTensor:
     codec: str
     numel: int
     data: bytes | bytearray | memoryview
+
+
+class Arriving(Protocol):
+    """An encoded tensor that is still on its way."""
+
+    def wait(self) -> EncodedTensor:
+        """Block until all of it is here. Raises TransportError when cut off, RemoteProtocolError when it is bad."""
+        ...
 
 
 class Verdict(Enum):
@@ -61,7 +72,8 @@ class PeerVerdict:
 class Contribution:
     """One fragment of one peer's pseudo-gradient, computed against the outer parameters of `outer_step`.
 
-    inner_steps, tokens: the work of THIS round behind it (never cumulative).
+    inner_steps, tokens: the work of THIS round behind it (never cumulative), of the whole replica. boxes: what of the fragment
+    the payload holds (see `edit.boxes.Region`); None: all of it.
     """
 
     outer_step: int
@@ -69,12 +81,14 @@ class Contribution:
     inner_steps: int
     tokens: int
     payload: EncodedTensor
+    boxes: tuple[Box, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentCommit:
     """One fragment's part of a commit. payload: the encoded outer step s, to be applied as theta <- theta - decode(payload);
-    None means rollback: theta stays. merged_norm: ||D|| before the clip; clip: beta."""
+    None means rollback: theta stays. A rank that holds a region of the fragment gets what `edit.codecs.cut` leaves of it.
+    merged_norm: ||D|| before the clip; clip: beta."""
 
     fragment_id: int
     payload: EncodedTensor | None
@@ -89,7 +103,11 @@ class FragmentCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """An advance from outer_step - 1 to `outer_step`. digest: of theta at `outer_step` (see `edit.outer.digest`)."""
+    """An advance from outer_step - 1 to `outer_step`. digest: of theta at `outer_step` (see `edit.outer.digest`).
+
+    fragments: those that this outer step exchanges (`edit.schedule.fragments_due`), in ascending fragment_id; theta of the
+    others stays.
+    """
 
     outer_step: int
     round_id: int
@@ -100,7 +118,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """theta at a committed outer step: one flat fp32 tensor per fragment, in fragment order."""
+    """theta at a committed outer step: one flat fp32 tensor per fragment, in fragment order; at a rank, of its regions.
+
+    digest: of all of theta, at every rank.
+    """
 
     outer_step: int
     digest: str
@@ -109,9 +130,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The outer step the peer asked about was committed."""
+    """The outer step the peer asked about was committed.
+
+    arriving: by position in commit.fragments, payloads that are still on their way (there the commit's own payload is None and
+    means nothing; None here is a rollback); empty: the commit has them all.
+    """
 
     commit: Commit
+    arriving: tuple[Arriving | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

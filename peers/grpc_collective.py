@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from edit.boxes import Region
 from edit.config import RunConfig
 from edit.errors import (
     ConfigError,
@@ -100,7 +101,7 @@ class GrpcCollective:
         except ConfigError as error:
             raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way."""
         if self._entered is not None:
             raise LocalProtocolError("joined twice")

@@ -1,0 +1,100 @@
+"""The ranks of one replica: how they agree, over torch.distributed, on what one of them decided.
+
+Owns: the few collectives that a sharded replica needs beside its engine's own. Decisions are taken by rank 0 and told to the
+others, exceptions included, so that ranks never disagree. One process is a replica of one rank: the same calls, no
+communication. Must not know: models, carriers, outer parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edit.errors import ConfigError
+
+__all__ = ["ALONE", "Ranks"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """rank, size: of this process in the replica. group: of all its ranks, able to move CPU tensors; None when size is 1."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def world(cls) -> Ranks:
+        """All processes of the initialised torch.distributed world, over a gloo group of their own; `ALONE` for one process."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ALONE
+        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def lead(self, call: Callable[[], _T]) -> _T:
+        """What `call` gives at rank 0, at every rank; an exception that it raises there is raised at every rank."""
+        if self.group is None:
+            return call()
+        result: list[object] = [None, None]
+        if self.leads:
+            try:
+                result[0] = call()
+            except Exception as error:
+                result[1] = error
+        dist.broadcast_object_list(result, group=self.group, group_src=0)
+        if isinstance(result[1], BaseException):
+            raise result[1]
+        return cast(_T, result[0])
+
+    def all(self, flags: Sequence[bool]) -> list[bool]:
+        """Element-wise: whether the flag is set at every rank."""
+        if self.group is None:
+            return list(flags)
+        tensor = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+        return [bool(value) for value in tensor.tolist()]
+
+    def collect(self, value: _T) -> list[_T]:
+        """Every rank's small value, by rank, at every rank."""
+        if self.group is None:
+            return [value]
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return cast(list[_T], values)
+
+    def same(self, what: str, value: object) -> None:
+        """Raise ConfigError at every rank unless `value` is equal at all of them."""
+        values = self.collect(value)
+        other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"the ranks of this replica disagree on {what}: rank 0 has {values[0]}, rank {other} {values[other]}"
+            )
+
+    def gather(self, tensor: Tensor, numels: Sequence[int], to: int = 0) -> list[Tensor] | None:
+        """Every rank's flat fp32 CPU tensor (numels[rank] elements) at rank `to`, None elsewhere."""
+        if self.group is None:
+            return [tensor]
+        if self.rank != to:
+            if tensor.numel():
+                dist.send(tensor, group=self.group, group_dst=to)
+            return None
+        parts = [tensor if rank == to else torch.empty(numels[rank], dtype=tensor.dtype) for rank in range(self.size)]
+        for rank, part in enumerate(parts):
+            if rank != to and part.numel():
+                dist.recv(part, group=self.group, group_src=rank)
+        return parts
+
+
+ALONE = Ranks()
