@@ -48,7 +48,7 @@ def test_values_arrive(tmp_path: Path) -> None:
     [
         ({"snyc": {}}, "snyc: unknown key; did you mean sync?"),
         ({"sync": {"evry": 3}}, "sync.evry: unknown key; did you mean sync.every?"),
-        ({"sync": {"zzz": 3}}, "sync.zzz: unknown key; known keys: every, outer_steps, groups"),
+        ({"sync": {"zzz": 3}}, "sync.zzz: unknown key; known keys: every, outer_steps, groups, pattern, mode, delay, mix, alpha, strict"),
         ({"sync": 3}, "sync: must be a table ([sync]), not int"),
         ({"sync": {"every": "3"}}, "sync.every: must be int, not str ('3')"),
         ({"sync": {"every": True}}, "sync.every: must be int, not bool (True)"),
