@@ -1,0 +1,149 @@
+"""A slow link: a TCP proxy on loopback with a bounded rate in each direction, a latency, and a switch that cuts it.
+
+Owns: the shape of the link. TLS passes through untouched; whoever dials the proxy's port talks to the target. All connections
+through one link share its rate, as they would share a cable, in pieces small enough that a heartbeat waits for a few of them
+and not for a whole transfer. Must not know: what passes through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Link", "LinkShape", "Rate"]
+
+PIECE_BYTES = 8192
+_QUEUE = 64  # pieces in flight per connection and direction, so that a latency does not limit the rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkShape:
+    """up: towards the target; down: from it; bits per second, 0 for no bound. latency_s: one way."""
+
+    up_bits_per_s: float = 0.0
+    down_bits_per_s: float = 0.0
+    latency_s: float = 0.0
+
+
+class Rate:
+    """A bucket that hands out departure times. Sans-IO. bits_per_s 0: at once."""
+
+    def __init__(self, bits_per_s: float) -> None:
+        self._bits_per_s = bits_per_s
+        self._free_at = 0.0
+
+    def departs(self, size: int, now: float) -> float:
+        """When the last bit of `size` bytes, offered at `now` (seconds), has left."""
+        if self._bits_per_s <= 0:
+            return now
+        self._free_at = max(self._free_at, now) + 8 * size / self._bits_per_s
+        return self._free_at
+
+
+class Link:
+    """Context manager: listens on a free loopback port (`port`) and carries connections to `target` until left.
+
+    It has a thread of its own, so that a script can hold one beside whatever it measures.
+    """
+
+    def __init__(self, target: tuple[str, int], shape: LinkShape) -> None:
+        self._target, self._shape = target, shape
+        self._rates = Rate(shape.up_bits_per_s), Rate(shape.down_bits_per_s)
+        self._cut = False
+        self._connections: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
+        self._server: asyncio.Server | None = None
+        self.carried_bytes = [0, 0]  # up, down
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._server = self._run(asyncio.start_server(self._accept, "127.0.0.1", 0))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def port(self) -> int:
+        """Where to dial."""
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        """Drop every connection and refuse new ones until `mend`."""
+        self._cut = True
+        self._run(self._drop())
+
+    def mend(self) -> None:
+        """Carry connections again."""
+        self._cut = False
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._drop()
+
+    async def _drop(self) -> None:
+        tasks = list(self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if not self._cut:
+                await self._carry(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # either end went away, or the link was cut: the other end is closed below
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        try:
+            await asyncio.gather(self._pass(0, reader, far_writer), self._pass(1, far_reader, writer))
+        finally:
+            far_writer.close()
+
+    async def _pass(self, way: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One direction of one connection, until its end, which is passed on."""
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE)
+        delivering = self._loop.create_task(self._deliver(queue, writer))
+        try:
+            while data := await reader.read(PIECE_BYTES):
+                self.carried_bytes[way] += len(data)
+                departs = self._rates[way].departs(len(data), self._loop.time())
+                await asyncio.sleep(departs - self._loop.time())
+                await queue.put((departs + self._shape.latency_s, data))
+            await queue.put((0.0, b""))
+            await delivering
+        finally:
+            delivering.cancel()
+
+    async def _deliver(self, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+        while True:
+            arrives, data = await queue.get()
+            if not data:
+                with contextlib.suppress(OSError):
+                    writer.write_eof()
+                return
+            await asyncio.sleep(max(0.0, arrives - self._loop.time()))
+            writer.write(data)
+            await writer.drain()

@@ -1,0 +1,64 @@
+"""A slow link: how it divides time, and that it carries, cuts and mends."""
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from edit.lab.link import Link, LinkShape, Rate
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while data := self.request.recv(65536):
+            self.request.sendall(data)
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[str, int]]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield ("127.0.0.1", server.server_address[1])
+        server.shutdown()
+
+
+def test_bytes_leave_one_after_the_other() -> None:
+    rate = Rate(8000)
+    assert rate.departs(1000, 0.0) == 1.0
+    assert rate.departs(500, 0.0) == 1.5  # behind the first
+    assert rate.departs(500, 10.0) == 10.5  # an idle link saves nothing up
+    assert Rate(0).departs(10**9, 3.0) == 3.0
+
+
+def _talk(port: int, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer
+
+
+def test_a_link_carries_everything_and_counts_it(echo: tuple[str, int]) -> None:
+    data = bytes(range(256)) * 1000
+    with Link(echo, LinkShape(up_bits_per_s=1e9, down_bits_per_s=1e9, latency_s=0.001)) as link:
+        assert _talk(link.port, data) == data
+        assert link.carried_bytes == [len(data), len(data)]
+
+
+def test_a_cut_link_drops_and_refuses_until_it_is_mended(echo: tuple[str, int]) -> None:
+    with Link(echo, LinkShape()) as link:
+        with socket.create_connection(("127.0.0.1", link.port), timeout=10) as connection:
+            connection.sendall(b"x")
+            assert connection.recv(1) == b"x"
+            link.cut()
+            assert connection.recv(1) == b""
+        with contextlib.suppress(ConnectionError):  # the refusal may arrive as a reset
+            assert _talk(link.port, b"y") == b""
+        link.mend()
+        assert _talk(link.port, b"z") == b"z"
