@@ -211,7 +211,7 @@ class DataService:
         """One commit: the same bytes for everybody."""
         async with _answering(context):
             _admit(self._engine, context, "peer")
-            wanted = convert.update_request_from_pb(request)
+            wanted = convert.update_request_from_pb(request, self._engine.schema)
             commit = self._engine.update(wanted.run_id, wanted.outer_step)
             yield dpb.UpdatePart(manifest=convert.update_manifest_to_pb(commit))
             for fragment in commit.fragments:

@@ -31,17 +31,27 @@ __all__ = [
 def hello_to_pb(hello: msg.Hello) -> cpb.Hello:
     """A peer's first message."""
     schema = schema_to_pb(hello.schema) if hello.schema is not None else None
-    return cpb.Hello(protocol=hello.protocol, run_id=hello.run_id, schema=schema, software=one_line(hello.software))
+    return cpb.Hello(
+        protocol=hello.protocol,
+        run_id=hello.run_id,
+        schema=schema,
+        software=one_line(hello.software),
+        rank=hello.rank,
+        ranks=hello.ranks,
+    )
 
 
 def hello_from_pb(message: cpb.Hello) -> msg.Hello:
     """A peer's first message; another protocol than ours is an error."""
     if message.protocol != msg.PROTOCOL:
         fail(f"the peer speaks protocol {message.protocol}, this side {msg.PROTOCOL}; update the older one")
+    ranks = within("ranks", message.ranks or 1, 1, lim.MAX_RANKS)
     return msg.Hello(
         run_id=check_id("run_id", message.run_id),
         schema=schema_from_pb(message.schema) if message.HasField("schema") else None,
         software=check_text("software", message.software),
+        rank=within("rank", message.rank, 0, ranks - 1),
+        ranks=ranks,
     )
 
 

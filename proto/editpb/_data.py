@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import edit.codecs
+from edit.boxes import Region
 from edit.records import Commit, EncodedTensor, FragmentCommit
 from edit.schema import FragmentSpec, Schema
 from editpb import data_pb2 as dpb
@@ -12,7 +14,15 @@ from editpb import limits as lim
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
 from editpb._control import fragment_verdicts_from_pb, fragment_verdicts_to_pb
-from editpb._tensors import check_encoded_size, codec_from_pb, codec_to_pb, schema_from_pb, schema_to_pb
+from editpb._tensors import (
+    boxes_to_pb,
+    check_encoded_size,
+    codec_from_pb,
+    codec_to_pb,
+    region_from_pb,
+    schema_from_pb,
+    schema_to_pb,
+)
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
 
 __all__ = [
@@ -47,12 +57,15 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
         codec=codec_to_pb(header.codec),
         numel=header.numel,
         total_bytes=header.total_bytes,
+        rank=header.rank,
+        attempt=header.attempt,
+        boxes=boxes_to_pb(header.boxes or ()),
     )
 
 
-def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema | None = None) -> msg.ContributionHeader:
+def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema) -> msg.ContributionHeader:
     """What a contribution is. schema: the run's; sizes and boxes are held against it when the header names the same schema
-    (another schema_hash is for the caller to refuse, with a better reason than a wrong size)."""
+    (another schema_hash is for the caller to refuse, with a better reason than a wrong size; boxes is then None)."""
     header = msg.ContributionHeader(
         run_id=check_id("run_id", message.run_id),
         round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
@@ -65,37 +78,29 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema 
         codec=codec_from_pb(message.codec),
         numel=within("numel", message.numel, 1, lim.MAX_NUMEL),
         total_bytes=within("total_bytes", message.total_bytes, 1, lim.MAX_BYTES),
+        rank=within("rank", message.rank, 0, lim.MAX_RANKS - 1),
+        attempt=within("attempt", message.attempt, 0, lim.MAX_COUNT),
     )
     check_encoded_size(header.codec, header.numel, header.total_bytes, f"fragment {header.fragment_id}")
-    if schema is None:
-        if message.boxes:
-            fail("a partial fragment (boxes) is not taken yet; send whole fragments")
-    elif header.schema_hash == schema.schema_hash:
-        fragment = _fragment_of(schema, header.fragment_id)
-        _same_numel(fragment, header.numel)
-        _whole(message.boxes, fragment)
-    return header
+    if header.schema_hash != schema.schema_hash:
+        return header
+    region = _region(_fragment_of(schema, header.fragment_id), message.boxes)
+    if header.numel != region.numel:
+        fail(f"fragment {region.fragment.name} has {region.numel} elements{_there(region)}, {header.numel} were announced")
+    return header if region.is_whole else dataclasses.replace(header, boxes=region.boxes)
 
 
 def _fragment_of(schema: Schema, fragment_id: int) -> FragmentSpec:
     return schema.fragments[within("fragment_id", fragment_id, 0, len(schema.fragments) - 1)]
 
 
-def _same_numel(fragment: FragmentSpec, numel: int) -> None:
-    if numel != fragment.numel:
-        fail(f"fragment {fragment.name} has {fragment.numel} elements, {numel} were announced")
+def _region(fragment: FragmentSpec, boxes: Sequence[tpb.Box]) -> Region:
+    """Where no boxes mean the whole fragment."""
+    return region_from_pb(boxes, fragment) if boxes else Region(fragment)
 
 
-def _whole(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> None:
-    """No boxes, or exactly one per tensor that covers it."""
-    if not boxes:
-        return
-    lim.at_most(f"boxes for fragment {fragment.name}", boxes, len(fragment.tensors))
-    for i, tensor in enumerate(fragment.tensors):
-        box = boxes[i] if i < len(boxes) else None
-        whole = box is not None and box.tensor == i and tuple(box.sizes) == tensor.shape and not any(box.offsets)
-        if not whole or box is None or len(box.offsets) != len(tensor.shape):
-            fail(f"a part of tensor {tensor.name} (a box) is not taken yet; send whole fragments")
+def _there(region: Region) -> str:
+    return "" if region.is_whole else " in those boxes"
 
 
 def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt, total_bytes: int) -> msg.Received:
@@ -105,13 +110,30 @@ def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt, total_by
 
 
 def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
-    """Ask for the update that led to this outer step."""
-    return dpb.UpdateRequest(run_id=request.run_id, outer_step=request.outer_step)
+    """Ask for the update that led to this outer step, or for what of it concerns this rank."""
+    held = [
+        dpb.FragmentBoxes(fragment_id=region.fragment.fragment_id, boxes=boxes_to_pb(region.boxes))
+        for region in request.regions or ()
+        if not region.is_whole
+    ]
+    return dpb.UpdateRequest(run_id=request.run_id, outer_step=request.outer_step, held=held)
 
 
-def update_request_from_pb(message: dpb.UpdateRequest) -> msg.UpdateRequest:
-    """Ask for the update that led to this outer step."""
-    return msg.UpdateRequest(check_id("run_id", message.run_id), within("outer_step", message.outer_step, 1, lim.MAX_STEP))
+def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.UpdateRequest:
+    """Ask for the update that led to this outer step. regions: None when everything is wanted."""
+    lim.at_most("fragments with boxes", message.held, len(schema.fragments))
+    held: dict[int, Region] = {}
+    for part in message.held:
+        fragment = _fragment_of(schema, part.fragment_id)
+        if held and fragment.fragment_id <= max(held):
+            fail(f"fragment {part.fragment_id} is named after fragment {max(held)}")
+        held[fragment.fragment_id] = region_from_pb(part.boxes, fragment)
+    regions = tuple(held.get(fragment.fragment_id) or Region(fragment) for fragment in schema.fragments)
+    return msg.UpdateRequest(
+        check_id("run_id", message.run_id),
+        within("outer_step", message.outer_step, 1, lim.MAX_STEP),
+        None if all(region.is_whole for region in regions) else regions,
+    )
 
 
 def update_manifest_to_pb(commit: Commit) -> dpb.UpdateManifest:
@@ -138,23 +160,36 @@ def _fragment_update_to_pb(fragment: FragmentCommit) -> dpb.FragmentUpdate:
     )
 
 
-def update_manifest_from_pb(message: dpb.UpdateManifest, schema: Schema, outer_step: int) -> msg.UpdateManifest:
-    """What the update to `outer_step` (the one asked for) consists of: every fragment of `schema`, in order."""
+def update_manifest_from_pb(
+    message: dpb.UpdateManifest,
+    schema: Schema,
+    outer_step: int,
+    *,
+    due: Sequence[int] | None = None,
+    regions: Sequence[Region] | None = None,
+) -> msg.UpdateManifest:
+    """What the update to `outer_step` (the one asked for) consists of.
+
+    due: the fragments that this outer step exchanges, ascending (`edit.schedule.fragments_due`); None: all of `schema`.
+    regions: those of the request, one per fragment of the schema; None: everything.
+    """
     if message.outer_step != outer_step:
         fail(f"an update to outer step {message.outer_step} where {outer_step} was asked for")
-    if len(message.fragments) != len(schema.fragments):
-        fail(f"an update of {len(message.fragments)} fragments, the model has {len(schema.fragments)}")
+    expected = [Region(f) for f in schema.fragments] if regions is None else list(regions)
+    wanted = expected if due is None else [expected[i] for i in due]
+    if len(message.fragments) != len(wanted):
+        fail(f"an update of {len(message.fragments)} fragments, {len(wanted)} are exchanged")
     return msg.UpdateManifest(
         outer_step=within("outer_step", message.outer_step, 1, lim.MAX_STEP),
         round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
         digest=check_digest("digest", message.digest),
         reason=check_text("reason", message.reason),
-        fragments=tuple(_fragment_update_from_pb(m, f) for m, f in zip(message.fragments, schema.fragments, strict=True)),
+        fragments=tuple(_fragment_update_from_pb(m, r) for m, r in zip(message.fragments, wanted, strict=True)),
     )
 
 
-def _fragment_update_from_pb(message: dpb.FragmentUpdate, fragment: FragmentSpec) -> msg.FragmentUpdate:
-    commit = fragment_verdicts_from_pb(message.verdicts)
+def _fragment_update_from_pb(message: dpb.FragmentUpdate, region: Region) -> msg.FragmentUpdate:
+    commit, fragment = fragment_verdicts_from_pb(message.verdicts), region.fragment
     if not message.fragment_id == commit.fragment_id == fragment.fragment_id:
         fail(f"an update names fragment {message.fragment_id} where {fragment.fragment_id} is due")
     if message.rollback:
@@ -162,13 +197,15 @@ def _fragment_update_from_pb(message: dpb.FragmentUpdate, fragment: FragmentSpec
             fail(f"fragment {fragment.name} was rolled back and yet has bytes")
         return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
     codec = codec_from_pb(message.codec)
-    _same_numel(fragment, message.numel)
+    expected = region.numel if region.is_whole else edit.codecs.cut_numel(codec, region)
+    if message.numel != expected:
+        fail(f"fragment {fragment.name} has {expected} elements{_there(region)}, {message.numel} were announced")
     total = check_encoded_size(codec, message.numel, message.total_bytes, f"fragment {fragment.name}")
     return msg.FragmentUpdate(commit=commit, codec=codec, numel=message.numel, total_bytes=total)
 
 
 def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | memoryview | None]) -> Commit:
-    """The commit, once the bytes of every fragment are there; None for each that was rolled back."""
+    """The commit, once the bytes of every fragment are there; None for each that was rolled back or has none for this rank."""
     if len(payloads) != len(manifest.fragments):
         fail(f"{len(payloads)} payloads for {len(manifest.fragments)} fragments")
     return Commit(
@@ -183,6 +220,7 @@ def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | b
 def _with_payload(update: msg.FragmentUpdate, data: bytes | bytearray | memoryview | None) -> FragmentCommit:
     if update.codec is None and data is None:
         return update.commit
+    data = b"" if data is None and not update.total_bytes else data
     if update.codec is None or data is None or memoryview(data).nbytes != update.total_bytes:
         got = "no" if data is None else memoryview(data).nbytes
         fail(f"fragment {update.commit.fragment_id}: {got} bytes where {update.total_bytes} were announced")
@@ -217,18 +255,23 @@ def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | No
 def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
     """Ask for one fragment of a snapshot."""
     return dpb.SnapshotRequest(
-        run_id=request.run_id, outer_step=request.outer_step, fragment_id=request.fragment_id, offset=request.offset
+        run_id=request.run_id,
+        outer_step=request.outer_step,
+        fragment_id=request.fragment_id,
+        offset=request.offset,
+        boxes=boxes_to_pb(request.boxes or ()),
     )
 
 
 def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> msg.SnapshotRequest:
-    """Ask for one fragment of a snapshot. offset: within the fragment's fp32 bytes."""
-    fragment = _fragment_of(schema, message.fragment_id)
+    """Ask for one fragment of a snapshot, or a part of it. offset: within the fp32 bytes of that."""
+    region = _region(_fragment_of(schema, message.fragment_id), message.boxes)
     return msg.SnapshotRequest(
         run_id=check_id("run_id", message.run_id),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
-        fragment_id=fragment.fragment_id,
-        offset=within("offset", message.offset, 0, 4 * fragment.numel),
+        fragment_id=region.fragment.fragment_id,
+        offset=within("offset", message.offset, 0, 4 * region.numel),
+        boxes=None if region.is_whole else region.boxes,
     )
 
 

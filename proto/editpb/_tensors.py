@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import edit.codecs
+from edit.boxes import Box, Region
 from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import limits as lim
 from editpb import tensors_pb2 as tpb
 from editpb.limits import fail, within
 
-__all__ = ["CODEC_IDS", "check_encoded_size", "codec_from_pb", "codec_to_pb", "schema_from_pb", "schema_to_pb"]
+__all__ = [
+    "CODEC_IDS",
+    "boxes_to_pb",
+    "check_encoded_size",
+    "codec_from_pb",
+    "codec_to_pb",
+    "region_from_pb",
+    "schema_from_pb",
+    "schema_to_pb",
+]
 
 CODEC_IDS: Mapping[str, tpb.CodecId] = MappingProxyType(
     {"fp32": tpb.CODEC_ID_FP32, "bf16": tpb.CODEC_ID_BF16, "fp16": tpb.CODEC_ID_FP16, "int8": tpb.CODEC_ID_INT8}
@@ -65,6 +75,24 @@ def _tensor_from_pb(message: tpb.TensorSpec) -> TensorSpec:
     shape = tuple(within(f"a dimension of tensor {name}", size, 1, lim.MAX_NUMEL) for size in message.shape)
     within(f"elements in tensor {name}", math.prod(shape), 1, lim.MAX_NUMEL)
     return TensorSpec(name=name, shape=shape)
+
+
+def boxes_to_pb(boxes: Iterable[Box]) -> list[tpb.Box]:
+    """The part of a fragment that a rank holds."""
+    return [tpb.Box(tensor=box.tensor, offsets=box.offsets, sizes=box.sizes) for box in boxes]
+
+
+def region_from_pb(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> Region:
+    """The part of `fragment` that a rank holds: boxes that lie inside their tensors, do not overlap, and are few."""
+    counts = [0] * len(fragment.tensors)
+    for box in boxes:
+        lim.at_most(f"offsets of a box of fragment {fragment.name}", box.offsets, lim.MAX_DIMS)
+        lim.at_most(f"sizes of a box of fragment {fragment.name}", box.sizes, lim.MAX_DIMS)
+        counts[within(f"a box of fragment {fragment.name}: tensor", box.tensor, 0, len(counts) - 1)] += 1
+    for count, tensor in zip(counts, fragment.tensors, strict=True):
+        if count > lim.MAX_BOXES_PER_TENSOR:
+            fail(f"{count} boxes of tensor {tensor.name}, more than {lim.MAX_BOXES_PER_TENSOR}")
+    return Region(fragment, [Box(box.tensor, tuple(box.offsets), tuple(box.sizes)) for box in boxes])
 
 
 def check_encoded_size(codec: str, numel: int, total_bytes: int, what: str) -> int:

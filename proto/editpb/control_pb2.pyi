@@ -37,16 +37,20 @@ RUN_PHASE_PAUSED: RunPhase
 RUN_PHASE_FINISHED: RunPhase
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "run_id", "schema", "software")
+    __slots__ = ("protocol", "run_id", "schema", "software", "rank", "ranks")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
     schema: _tensors_pb2.Schema
     software: str
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., software: _Optional[str] = ...) -> None: ...
+    rank: int
+    ranks: int
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., software: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received")

@@ -26,7 +26,7 @@ from editpb import tensors_pb2 as editpb_dot_tensors__pb2
 from editpb import control_pb2 as editpb_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x65\x64itpb/data.proto\x12\x06\x65\x64itpb\x1a\x14\x65\x64itpb/tensors.proto\x1a\x14\x65\x64itpb/control.proto\"\x8a\x02\n\x12\x43ontributionHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x12\n\nouter_step\x18\x03 \x01(\x04\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x13\n\x0b\x66ragment_id\x18\x05 \x01(\r\x12\x13\n\x0bschema_hash\x18\x06 \x01(\t\x12\x1a\n\x05\x62oxes\x18\x07 \x03(\x0b\x32\x0b.editpb.Box\x12\x13\n\x0binner_steps\x18\x08 \x01(\x04\x12\x0e\n\x06tokens\x18\t \x01(\x04\x12\x1e\n\x05\x63odec\x18\n \x01(\x0e\x32\x0f.editpb.CodecId\x12\r\n\x05numel\x18\x0b \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x0c \x01(\x04\"f\n\x0e\x43ontributePart\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.editpb.ContributionHeaderH\x00\x12\x1e\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\r.editpb.ChunkH\x00\x42\x06\n\x04kind\"?\n\x13\x43ontributionReceipt\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\"6\n\nProbeReply\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\"3\n\rUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nouter_step\x18\x02 \x01(\x04\"\xa7\x01\n\x0e\x46ragmentUpdate\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x10\n\x08rollback\x18\x02 \x01(\x08\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.editpb.CodecId\x12\r\n\x05numel\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12*\n\x08verdicts\x18\x06 \x01(\x0b\x32\x18.editpb.FragmentVerdicts\"\x81\x01\n\x0eUpdateManifest\x12\x12\n\nouter_step\x18\x01 \x01(\x04\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12)\n\tfragments\x18\x05 \x03(\x0b\x32\x16.editpb.FragmentUpdate\"h\n\nUpdatePart\x12*\n\x08manifest\x18\x01 \x01(\x0b\x32\x16.editpb.UpdateManifestH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.editpb.FragmentChunkH\x00\x42\x06\n\x04kind\"B\n\rFragmentChunk\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x1c\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\r.editpb.Chunk\")\n\x17SnapshotManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"m\n\x10SnapshotManifest\x12\x12\n\nouter_step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x1e\n\x06schema\x18\x03 \x01(\x0b\x32\x0e.editpb.Schema\x12\x15\n\rfragment_hash\x18\x04 \x03(\x0c\"Z\n\x0fSnapshotRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ragment_id\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"b\n\tFoundPart\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x13.editpb.FoundHeaderH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.editpb.FragmentChunkH\x00\x42\x06\n\x04kind\"B\n\x0b\x46oundHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bschema_hash\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x0c\n\nFoundReply2\xfc\x02\n\x04\x44\x61ta\x12\x43\n\nContribute\x12\x16.editpb.ContributePart\x1a\x1b.editpb.ContributionReceipt(\x01\x12\x37\n\x05Probe\x12\x1a.editpb.ContributionHeader\x1a\x12.editpb.ProbeReply\x12:\n\x0b\x46\x65tchUpdate\x12\x15.editpb.UpdateRequest\x1a\x12.editpb.UpdatePart0\x01\x12M\n\x10\x44\x65scribeSnapshot\x12\x1f.editpb.SnapshotManifestRequest\x1a\x18.editpb.SnapshotManifest\x12\x39\n\rFetchSnapshot\x12\x17.editpb.SnapshotRequest\x1a\r.editpb.Chunk0\x01\x12\x30\n\x05\x46ound\x12\x11.editpb.FoundPart\x1a\x12.editpb.FoundReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x65\x64itpb/data.proto\x12\x06\x65\x64itpb\x1a\x14\x65\x64itpb/tensors.proto\x1a\x14\x65\x64itpb/control.proto\"\xa9\x02\n\x12\x43ontributionHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x12\n\nouter_step\x18\x03 \x01(\x04\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x13\n\x0b\x66ragment_id\x18\x05 \x01(\r\x12\x13\n\x0bschema_hash\x18\x06 \x01(\t\x12\x1a\n\x05\x62oxes\x18\x07 \x03(\x0b\x32\x0b.editpb.Box\x12\x13\n\x0binner_steps\x18\x08 \x01(\x04\x12\x0e\n\x06tokens\x18\t \x01(\x04\x12\x1e\n\x05\x63odec\x18\n \x01(\x0e\x32\x0f.editpb.CodecId\x12\r\n\x05numel\x18\x0b \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x0c \x01(\x04\x12\x0c\n\x04rank\x18\r \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\x04\"f\n\x0e\x43ontributePart\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.editpb.ContributionHeaderH\x00\x12\x1e\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\r.editpb.ChunkH\x00\x42\x06\n\x04kind\"?\n\x13\x43ontributionReceipt\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\"6\n\nProbeReply\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\"@\n\rFragmentBoxes\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x1a\n\x05\x62oxes\x18\x02 \x03(\x0b\x32\x0b.editpb.Box\"X\n\rUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12#\n\x04held\x18\x03 \x03(\x0b\x32\x15.editpb.FragmentBoxes\"\xa7\x01\n\x0e\x46ragmentUpdate\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x10\n\x08rollback\x18\x02 \x01(\x08\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.editpb.CodecId\x12\r\n\x05numel\x18\x04 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12*\n\x08verdicts\x18\x06 \x01(\x0b\x32\x18.editpb.FragmentVerdicts\"\x81\x01\n\x0eUpdateManifest\x12\x12\n\nouter_step\x18\x01 \x01(\x04\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12)\n\tfragments\x18\x05 \x03(\x0b\x32\x16.editpb.FragmentUpdate\"h\n\nUpdatePart\x12*\n\x08manifest\x18\x01 \x01(\x0b\x32\x16.editpb.UpdateManifestH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.editpb.FragmentChunkH\x00\x42\x06\n\x04kind\"B\n\rFragmentChunk\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x1c\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\r.editpb.Chunk\")\n\x17SnapshotManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"m\n\x10SnapshotManifest\x12\x12\n\nouter_step\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x1e\n\x06schema\x18\x03 \x01(\x0b\x32\x0e.editpb.Schema\x12\x15\n\rfragment_hash\x18\x04 \x03(\x0c\"v\n\x0fSnapshotRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ragment_id\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x1a\n\x05\x62oxes\x18\x05 \x03(\x0b\x32\x0b.editpb.Box\"b\n\tFoundPart\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x13.editpb.FoundHeaderH\x00\x12&\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x15.editpb.FragmentChunkH\x00\x42\x06\n\x04kind\"B\n\x0b\x46oundHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bschema_hash\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x0c\n\nFoundReply2\xfc\x02\n\x04\x44\x61ta\x12\x43\n\nContribute\x12\x16.editpb.ContributePart\x1a\x1b.editpb.ContributionReceipt(\x01\x12\x37\n\x05Probe\x12\x1a.editpb.ContributionHeader\x1a\x12.editpb.ProbeReply\x12:\n\x0b\x46\x65tchUpdate\x12\x15.editpb.UpdateRequest\x1a\x12.editpb.UpdatePart0\x01\x12M\n\x10\x44\x65scribeSnapshot\x12\x1f.editpb.SnapshotManifestRequest\x1a\x18.editpb.SnapshotManifest\x12\x39\n\rFetchSnapshot\x12\x17.editpb.SnapshotRequest\x1a\r.editpb.Chunk0\x01\x12\x30\n\x05\x46ound\x12\x11.editpb.FoundPart\x1a\x12.editpb.FoundReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,35 +34,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'editpb.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONTRIBUTIONHEADER']._serialized_start=74
-  _globals['_CONTRIBUTIONHEADER']._serialized_end=340
-  _globals['_CONTRIBUTEPART']._serialized_start=342
-  _globals['_CONTRIBUTEPART']._serialized_end=444
-  _globals['_CONTRIBUTIONRECEIPT']._serialized_start=446
-  _globals['_CONTRIBUTIONRECEIPT']._serialized_end=509
-  _globals['_PROBEREPLY']._serialized_start=511
-  _globals['_PROBEREPLY']._serialized_end=565
-  _globals['_UPDATEREQUEST']._serialized_start=567
-  _globals['_UPDATEREQUEST']._serialized_end=618
-  _globals['_FRAGMENTUPDATE']._serialized_start=621
-  _globals['_FRAGMENTUPDATE']._serialized_end=788
-  _globals['_UPDATEMANIFEST']._serialized_start=791
-  _globals['_UPDATEMANIFEST']._serialized_end=920
-  _globals['_UPDATEPART']._serialized_start=922
-  _globals['_UPDATEPART']._serialized_end=1026
-  _globals['_FRAGMENTCHUNK']._serialized_start=1028
-  _globals['_FRAGMENTCHUNK']._serialized_end=1094
-  _globals['_SNAPSHOTMANIFESTREQUEST']._serialized_start=1096
-  _globals['_SNAPSHOTMANIFESTREQUEST']._serialized_end=1137
-  _globals['_SNAPSHOTMANIFEST']._serialized_start=1139
-  _globals['_SNAPSHOTMANIFEST']._serialized_end=1248
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1250
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1340
-  _globals['_FOUNDPART']._serialized_start=1342
-  _globals['_FOUNDPART']._serialized_end=1440
-  _globals['_FOUNDHEADER']._serialized_start=1442
-  _globals['_FOUNDHEADER']._serialized_end=1508
-  _globals['_FOUNDREPLY']._serialized_start=1510
-  _globals['_FOUNDREPLY']._serialized_end=1522
-  _globals['_DATA']._serialized_start=1525
-  _globals['_DATA']._serialized_end=1905
+  _globals['_CONTRIBUTIONHEADER']._serialized_end=371
+  _globals['_CONTRIBUTEPART']._serialized_start=373
+  _globals['_CONTRIBUTEPART']._serialized_end=475
+  _globals['_CONTRIBUTIONRECEIPT']._serialized_start=477
+  _globals['_CONTRIBUTIONRECEIPT']._serialized_end=540
+  _globals['_PROBEREPLY']._serialized_start=542
+  _globals['_PROBEREPLY']._serialized_end=596
+  _globals['_FRAGMENTBOXES']._serialized_start=598
+  _globals['_FRAGMENTBOXES']._serialized_end=662
+  _globals['_UPDATEREQUEST']._serialized_start=664
+  _globals['_UPDATEREQUEST']._serialized_end=752
+  _globals['_FRAGMENTUPDATE']._serialized_start=755
+  _globals['_FRAGMENTUPDATE']._serialized_end=922
+  _globals['_UPDATEMANIFEST']._serialized_start=925
+  _globals['_UPDATEMANIFEST']._serialized_end=1054
+  _globals['_UPDATEPART']._serialized_start=1056
+  _globals['_UPDATEPART']._serialized_end=1160
+  _globals['_FRAGMENTCHUNK']._serialized_start=1162
+  _globals['_FRAGMENTCHUNK']._serialized_end=1228
+  _globals['_SNAPSHOTMANIFESTREQUEST']._serialized_start=1230
+  _globals['_SNAPSHOTMANIFESTREQUEST']._serialized_end=1271
+  _globals['_SNAPSHOTMANIFEST']._serialized_start=1273
+  _globals['_SNAPSHOTMANIFEST']._serialized_end=1382
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1384
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1502
+  _globals['_FOUNDPART']._serialized_start=1504
+  _globals['_FOUNDPART']._serialized_end=1602
+  _globals['_FOUNDHEADER']._serialized_start=1604
+  _globals['_FOUNDHEADER']._serialized_end=1670
+  _globals['_FOUNDREPLY']._serialized_start=1672
+  _globals['_FOUNDREPLY']._serialized_end=1684
+  _globals['_DATA']._serialized_start=1687
+  _globals['_DATA']._serialized_end=2067
 # @@protoc_insertion_point(module_scope)

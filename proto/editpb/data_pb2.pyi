@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContributionHeader(_message.Message):
-    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes")
+    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes", "rank", "attempt")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class ContributionHeader(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     NUMEL_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round_id: int
     outer_step: int
@@ -34,7 +36,9 @@ class ContributionHeader(_message.Message):
     codec: _tensors_pb2.CodecId
     numel: int
     total_bytes: int
-    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[_Union[_tensors_pb2.CodecId, str]] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    rank: int
+    attempt: int
+    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[_Union[_tensors_pb2.CodecId, str]] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ContributePart(_message.Message):
     __slots__ = ("header", "chunk")
@@ -60,13 +64,23 @@ class ProbeReply(_message.Message):
     complete: bool
     def __init__(self, received_bytes: _Optional[int] = ..., complete: bool = ...) -> None: ...
 
+class FragmentBoxes(_message.Message):
+    __slots__ = ("fragment_id", "boxes")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    BOXES_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
+    def __init__(self, fragment_id: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
+
 class UpdateRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step")
+    __slots__ = ("run_id", "outer_step", "held")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[FragmentBoxes]
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ...) -> None: ...
 
 class FragmentUpdate(_message.Message):
     __slots__ = ("fragment_id", "rollback", "codec", "numel", "total_bytes", "verdicts")
@@ -133,16 +147,18 @@ class SnapshotManifest(_message.Message):
     def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "fragment_id", "offset")
+    __slots__ = ("run_id", "outer_step", "fragment_id", "offset", "boxes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BOXES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     fragment_id: int
     offset: int
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
 
 class FoundPart(_message.Message):
     __slots__ = ("header", "chunk")

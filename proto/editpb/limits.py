@@ -13,6 +13,7 @@ from typing import NoReturn
 from edit.errors import RemoteProtocolError
 
 __all__ = [
+    "MAX_BOXES_PER_TENSOR",
     "MAX_BYTES",
     "MAX_CHUNK_BYTES",
     "MAX_CONFIG_CHARS",
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_FRAGMENTS",
     "MAX_NAME_CHARS",
     "MAX_NUMEL",
+    "MAX_RANKS",
     "MAX_STEP",
     "MAX_TENSORS",
     "MAX_TEXT_CHARS",
@@ -43,6 +45,8 @@ MAX_TENSORS = 1 << 20  # of a whole schema
 MAX_NAME_CHARS = 512
 MAX_DIMS = 8
 MAX_NUMEL = 1 << 40  # of a whole schema, and so of every fragment and tensor
+MAX_BOXES_PER_TENSOR = 16  # of one rank; FSDP and tensor parallelism make one, strided shards a few
+MAX_RANKS = 1 << 16  # of one replica
 MAX_CHUNK_BYTES = 4 << 20
 MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element
 MAX_TEXT_CHARS = 4096

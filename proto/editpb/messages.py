@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from edit.boxes import Box, Region
 from edit.records import FragmentCommit
 from edit.schema import Schema
 
@@ -34,7 +35,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 1  # Hello.protocol; raised when old and new daemons could no longer understand one another
+PROTOCOL = 2  # Hello.protocol; raised when old and new daemons could no longer understand one another
 
 
 class PeerState(Enum):
@@ -58,11 +59,14 @@ class RunPhase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A peer's first message. schema None: it only asks for the configuration."""
+    """A rank's first message. schema None: it only asks for the configuration. rank, ranks: of the peer's replica; rank 0 is
+    the member, the others only get views."""
 
     run_id: str
     schema: Schema | None = None
     software: str = ""
+    rank: int = 0
+    ranks: int = 1
     protocol: int = PROTOCOL
 
 
@@ -141,17 +145,22 @@ class Expel:
 
 @dataclass(frozen=True, slots=True)
 class ContributionKey:
-    """What makes a retry idempotent: one identity contributes one fragment to one round once."""
+    """What makes a retry idempotent: one rank of one identity contributes its part of one fragment to one round once."""
 
     run_id: str
     round_id: int
     peer_id: str
     fragment_id: int
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionHeader:
-    """What a contribution is; the whole fragment. total_bytes: exactly what `codec` makes of `numel` elements."""
+    """What a contribution is, or one rank's part of it. numel: of the payload; total_bytes: exactly what `codec` makes of it.
+
+    boxes: what of the fragment the payload holds (see `edit.boxes.Region`), None: all of it; attempt: grows with each
+    contribution of the replica and is equal at its ranks, as inner_steps and tokens are.
+    """
 
     run_id: str
     round_id: int
@@ -164,10 +173,13 @@ class ContributionHeader:
     codec: str
     numel: int
     total_bytes: int
+    rank: int = 0
+    attempt: int = 0
+    boxes: tuple[Box, ...] | None = None
 
     @property
     def key(self) -> ContributionKey:
-        return ContributionKey(self.run_id, self.round_id, self.peer_id, self.fragment_id)
+        return ContributionKey(self.run_id, self.round_id, self.peer_id, self.fragment_id, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +192,18 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
+    """The update to `outer_step`. regions: what this rank holds, one per fragment of the schema; None: everything."""
+
     run_id: str
     outer_step: int
+    regions: tuple[Region, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentUpdate:
     """One fragment of a published update, without its bytes. codec None: rolled back, no bytes follow.
 
+    numel, total_bytes: of what is sent (`edit.codecs.cut`), 0 when this rank holds nothing of the fragment;
     commit: the verdicts and numbers; its payload is always None here.
     """
 
@@ -199,7 +215,7 @@ class FragmentUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateManifest:
-    """What a published update consists of; the bytes of its fragments follow in this order."""
+    """What a published update consists of: the fragments that the outer step exchanged; their bytes follow in this order."""
 
     outer_step: int
     round_id: int
@@ -220,12 +236,13 @@ class SnapshotManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRequest:
-    """One fragment of the snapshot at `outer_step`, from byte `offset` on."""
+    """One fragment of the snapshot at `outer_step`, from byte `offset` on. boxes: the part of it that is wanted; None: all."""
 
     run_id: str
     outer_step: int
     fragment_id: int
     offset: int = 0
+    boxes: tuple[Box, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

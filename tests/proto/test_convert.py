@@ -12,8 +12,10 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edit.boxes import Box, Region
 from edit.codecs import codec_names
 from edit.errors import RemoteProtocolError
+from edit.records import EncodedTensor
 from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2 as cpb
 from editpb import convert, limits
@@ -31,11 +33,10 @@ READERS: list[tuple[type[Message], Reader]] = [
     (cpb.CoordinatorMessage, convert.coordinator_message_from_pb),
     (cpb.FragmentVerdicts, convert.fragment_verdicts_from_pb),
     (cpb.EvictRequest, convert.evict_request_from_pb),
-    (dpb.ContributionHeader, convert.contribution_header_from_pb),
     (dpb.ContributionHeader, lambda m: convert.contribution_header_from_pb(m, SCHEMA)),
     (dpb.ProbeReply, lambda m: convert.received_from_pb(m, 99)),
     (dpb.ContributionReceipt, lambda m: convert.received_from_pb(m, 99)),
-    (dpb.UpdateRequest, convert.update_request_from_pb),
+    (dpb.UpdateRequest, lambda m: convert.update_request_from_pb(m, SCHEMA)),
     (dpb.UpdateManifest, lambda m: convert.update_manifest_from_pb(m, SCHEMA, 1)),
     (dpb.SnapshotManifest, convert.snapshot_manifest_from_pb),
     (dpb.SnapshotManifest, lambda m: convert.snapshot_manifest_from_pb(m, SCHEMA)),
@@ -166,6 +167,7 @@ def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
     [
         msg.Hello(run_id=RUN, schema=SCHEMA, software="edit 0.1"),
         msg.Hello(run_id=RUN),
+        msg.Hello(run_id=RUN, schema=SCHEMA, rank=3, ranks=4),
         HEARTBEAT,
         dataclasses.replace(HEARTBEAT, state=msg.PeerState.STARTING, digest="", loss=math.inf),
         msg.Goodbye("stopped by the user"),
@@ -226,9 +228,12 @@ def test_a_wrong_heartbeat_is_refused(fields: dict[str, Any], reason: str) -> No
     [
         (cpb.PeerMessage(), convert.peer_message_from_pb, "without content"),
         (cpb.CoordinatorMessage(), convert.coordinator_message_from_pb, "without content"),
-        (cpb.Hello(protocol=2, run_id=RUN), convert.hello_from_pb, "speaks protocol 2"),
-        (cpb.Hello(protocol=1, run_id="../run"), convert.hello_from_pb, "run_id"),
-        (cpb.Hello(protocol=1, run_id=RUN, software="x" * 4097), convert.hello_from_pb, "software"),
+        (cpb.Hello(protocol=1, run_id=RUN), convert.hello_from_pb, "speaks protocol 1"),
+        (cpb.Hello(protocol=2, run_id="../run"), convert.hello_from_pb, "run_id"),
+        (cpb.Hello(protocol=2, run_id=RUN, software="x" * 4097), convert.hello_from_pb, "software"),
+        (cpb.Hello(protocol=2, run_id=RUN, rank=1), convert.hello_from_pb, "rank is 1, not 0 to 0"),
+        (cpb.Hello(protocol=2, run_id=RUN, rank=4, ranks=4), convert.hello_from_pb, "rank is 4, not 0 to 3"),
+        (cpb.Hello(protocol=2, run_id=RUN, ranks=65537), convert.hello_from_pb, "ranks is 65537"),
         (cpb.View(phase=0), convert.view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
         (cpb.Welcome(run_id=RUN, peer_id="a" * 65), convert.welcome_from_pb, "peer_id"),
         (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), convert.welcome_from_pb, "config_json"),
@@ -299,31 +304,75 @@ def test_a_header_of_another_schema_is_left_to_the_caller_who_can_name_the_reaso
     assert convert.contribution_header_from_pb(other, SCHEMA).schema_hash == DIGEST
 
 
-def boxed(*boxes: tpb.Box) -> dpb.ContributionHeader:
-    message = convert.contribution_header_to_pb(header())
+SQUARE = tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2])
+SCALE = tpb.Box(tensor=1)
+ROW = tpb.Box(tensor=0, offsets=[1, 0], sizes=[1, 2])
+
+
+def boxed(*boxes: tpb.Box, **changes: Any) -> dpb.ContributionHeader:
+    message = convert.contribution_header_to_pb(header(**changes))
     message.boxes.extend(boxes)
     return message
 
 
-def test_boxes_that_cover_the_whole_fragment_are_taken() -> None:
-    whole = boxed(tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2]), tpb.Box(tensor=1))
-    assert convert.contribution_header_from_pb(whole, SCHEMA) == header()
+def test_boxes_that_are_the_whole_fragment_are_the_same_as_none() -> None:
+    assert convert.contribution_header_from_pb(boxed(SQUARE, SCALE), SCHEMA) == header()
 
 
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2])],
-        [tpb.Box(tensor=0, offsets=[0, 0], sizes=[1, 2]), tpb.Box(tensor=1)],
-        [tpb.Box(tensor=0, offsets=[1, 0], sizes=[2, 2]), tpb.Box(tensor=1)],
-        [tpb.Box(tensor=0, offsets=[0], sizes=[2, 2]), tpb.Box(tensor=1)],
-        [tpb.Box(tensor=1), tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2])],
-        [tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2]), tpb.Box(tensor=1), tpb.Box(tensor=1)],
-    ],
-)
-def test_a_partial_box_is_refused(boxes: list[tpb.Box]) -> None:
-    reason = expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), boxed(*boxes))
-    assert "box" in reason
+def test_a_ranks_part_of_a_contribution_survives() -> None:
+    sent = header(
+        rank=2,
+        attempt=1_800_000_000_000 << 20,
+        boxes=(Box(0, (1, 0), (1, 2)), Box(1, (), ())),
+        codec="fp32",
+        numel=3,
+        total_bytes=12,
+    )
+    message = parse(dpb.ContributionHeader, convert.contribution_header_to_pb(sent).SerializeToString())
+    received = convert.contribution_header_from_pb(message, SCHEMA)  # type: ignore[arg-type]
+    assert received == sent
+    assert received.key == msg.ContributionKey(RUN, 1_000_001, "alice", 1, 2)
+
+
+WRONG_BOXES = [
+    ([tpb.Box(tensor=0, offsets=[1, 0], sizes=[2, 2])], "no box at [1, 0] of [2, 2] lies in it"),
+    ([tpb.Box(tensor=0, offsets=[0], sizes=[2, 2])], "no box at [0]"),
+    ([tpb.Box(tensor=0, offsets=[0, 0], sizes=[0, 2])], "no box at"),
+    ([tpb.Box(tensor=0, offsets=[(1 << 64) - 1, 0], sizes=[1, 1])], "no box at"),
+    ([tpb.Box(tensor=0, offsets=[0, 0], sizes=[1 << 63, 1 << 63])], "no box at"),
+    ([tpb.Box(tensor=2)], "tensor is 2, not 0 to 1"),
+    ([tpb.Box(tensor=(1 << 32) - 1)], "not 0 to 1"),
+    ([ROW, SQUARE], "two shards overlap"),
+    ([SCALE, SCALE], "two shards overlap"),
+    ([ROW] * 17, "17 boxes of tensor blocks.0.weight, more than 16"),
+    ([tpb.Box(tensor=0, offsets=[0] * 9, sizes=[1, 1])], "9 offsets of a box of fragment blocks.0, more than 8"),
+    ([tpb.Box(tensor=0, offsets=[0, 0], sizes=[1] * 100_000)], "100000 sizes of a box of fragment blocks.0, more than 8"),
+]
+
+
+@pytest.mark.parametrize(("boxes", "reason"), WRONG_BOXES)
+def test_wrong_boxes_are_refused_wherever_they_stand(boxes: list[tpb.Box], reason: str) -> None:
+    update = dpb.UpdateRequest(run_id=RUN, outer_step=1, held=[dpb.FragmentBoxes(fragment_id=1, boxes=boxes)])
+    snapshot = dpb.SnapshotRequest(run_id=RUN, fragment_id=1, boxes=boxes)
+    assert reason in expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), boxed(*boxes))
+    assert reason in expect_refusal(lambda m: convert.update_request_from_pb(m, SCHEMA), update)
+    assert reason in expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), snapshot)
+
+
+def test_a_part_has_the_size_of_its_boxes() -> None:
+    reason = expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), boxed(ROW))
+    assert reason == "fragment blocks.0 has 2 elements in those boxes, 5 were announced"
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"rank": 65536}, "rank is 65536"), ({"attempt": 1 << 63}, "attempt")])
+def test_ranks_and_attempts_are_bounded(fields: dict[str, Any], reason: str) -> None:
+    message = changed(convert.contribution_header_to_pb(header()), **fields)
+    assert reason in expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), message)
+
+
+def test_boxes_of_a_header_of_another_schema_are_not_looked_at() -> None:
+    other = boxed(tpb.Box(tensor=99), schema_hash=DIGEST)
+    assert convert.contribution_header_from_pb(other, SCHEMA).boxes is None
 
 
 def test_a_commit_survives_as_manifest_and_bytes() -> None:
@@ -338,6 +387,57 @@ def test_a_commit_survives_as_manifest_and_bytes() -> None:
             convert.commit_from_parts(manifest, wrong)
 
 
+def held(*parts: tuple[Box, ...] | None) -> tuple[Region, ...]:
+    return tuple(Region(fragment, boxes) for fragment, boxes in zip(SCHEMA.fragments, parts, strict=True))
+
+
+def test_the_update_of_some_fragments_cut_to_what_a_rank_holds_survives() -> None:
+    regions = held((Box(0, (1, 0), (2, 3)),), ())
+    both = commit()
+    cut = EncodedTensor("bf16", 6, bytes(range(6, 18)))
+    nothing = dataclasses.replace(both.fragments[1], payload=EncodedTensor("int8", 0, b""))
+    sent = dataclasses.replace(both, fragments=(dataclasses.replace(both.fragments[0], payload=cut), nothing))
+    message = convert.update_manifest_to_pb(sent)
+    manifest = convert.update_manifest_from_pb(message, SCHEMA, 4, regions=regions)
+    assert [part.total_bytes for part in manifest.fragments] == [12, 0]
+    assert convert.commit_from_parts(manifest, [cut.data, None]) == sent, "None: nothing was sent, which is no rollback"
+    assert "6 were announced" in expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4), message)
+    other = held((Box(0, (1, 0), (1, 3)),), ())
+    reason = expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4, regions=other), message)
+    assert reason == "fragment embed has 3 elements in those boxes, 6 were announced"
+    second = convert.update_manifest_to_pb(dataclasses.replace(both, fragments=both.fragments[1:]))
+    assert convert.update_manifest_from_pb(second, SCHEMA, 4, due=(1,)).fragments[0].commit == both.fragments[1]
+    for due, reason in (((0,), "fragment 1 where 0 is due"), (None, "1 fragments, 2 are exchanged"), ((), "0 are exchanged")):
+        assert reason in expect_refusal(lambda m, due=due: convert.update_manifest_from_pb(m, SCHEMA, 4, due=due), second)
+
+
+def test_what_a_rank_holds_survives_in_a_request_for_an_update() -> None:
+    regions = held(None, (Box(0, (1, 0), (1, 2)),))
+    sent = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, regions))
+    received = convert.update_request_from_pb(parse(dpb.UpdateRequest, sent.SerializeToString()), SCHEMA)  # type: ignore[arg-type]
+    assert received.regions is not None
+    assert [region.boxes for region in received.regions] == [region.boxes for region in regions]
+    nothing = convert.update_request_from_pb(convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, ()))), SCHEMA)
+    assert nothing.regions is not None and [region.numel for region in nothing.regions] == [15, 0]
+    everything = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, None)))
+    assert convert.update_request_from_pb(everything, SCHEMA) == msg.UpdateRequest(RUN, 4)
+
+
+@pytest.mark.parametrize(
+    ("fragment_ids", "reason"),
+    [
+        ([2], "fragment_id is 2"),
+        ([1, 0], "fragment 0 is named after fragment 1"),
+        ([0, 0], "after"),
+        ([0, 1, 0], "more than 2"),
+    ],
+)
+def test_a_request_names_each_fragment_once_and_in_order(fragment_ids: list[int], reason: str) -> None:
+    parts = [dpb.FragmentBoxes(fragment_id=i) for i in fragment_ids]
+    message = dpb.UpdateRequest(run_id=RUN, outer_step=1, held=parts)
+    assert reason in expect_refusal(lambda m: convert.update_request_from_pb(m, SCHEMA), message)
+
+
 def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.UpdateManifest:
     message = convert.update_manifest_to_pb(commit())
     change(message)
@@ -350,8 +450,8 @@ def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.Update
         (lambda m: setattr(m, "outer_step", 5), "outer step 5 where 4"),
         (lambda m: setattr(m, "digest", ""), "digest"),
         (lambda m: setattr(m, "reason", "a\rb"), "reason"),
-        (lambda m: m.fragments.pop(), "1 fragments, the model has 2"),
-        (lambda m: m.fragments.add(), "3 fragments, the model has 2"),
+        (lambda m: m.fragments.pop(), "1 fragments, 2 are exchanged"),
+        (lambda m: m.fragments.add(), "3 fragments, 2 are exchanged"),
         (lambda m: m.fragments.reverse(), "fragment 1 where 0 is due"),
         (lambda m: setattr(m.fragments[0].verdicts, "fragment_id", 1), "fragment 0 where 0 is due"),
         (lambda m: setattr(m.fragments[0], "rollback", True), "rolled back and yet has bytes"),
@@ -378,7 +478,7 @@ def test_a_snapshot_manifest_survives_and_another_model_is_named() -> None:
 
 def test_requests_survive_and_are_bounded() -> None:
     update = msg.UpdateRequest(RUN, 4)
-    assert convert.update_request_from_pb(convert.update_request_to_pb(update)) == update
+    assert convert.update_request_from_pb(convert.update_request_to_pb(update), SCHEMA) == update
     found = msg.FoundHeader(run_id=RUN, schema_hash=SCHEMA.schema_hash, digest=DIGEST)
     assert convert.found_header_from_pb(convert.found_header_to_pb(found)) == found
     wanted = msg.SnapshotRequest(run_id=RUN, outer_step=4, fragment_id=1, offset=20)
@@ -386,6 +486,11 @@ def test_requests_survive_and_are_bounded() -> None:
     assert convert.snapshot_request_from_pb(sent, SCHEMA) == wanted
     for fields in ({"offset": 21}, {"fragment_id": 2}, {"run_id": "a b"}):
         expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, **fields))
-    expect_refusal(convert.update_request_from_pb, dpb.UpdateRequest(run_id=RUN, outer_step=0))
+    part = dataclasses.replace(wanted, boxes=(Box(0, (0, 1), (2, 1)),), offset=8)
+    sent = convert.snapshot_request_to_pb(part)
+    assert convert.snapshot_request_from_pb(sent, SCHEMA) == part
+    assert "offset is 9" in expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, offset=9))
+    wrong = dpb.UpdateRequest(run_id=RUN, outer_step=0)
+    assert "outer_step" in expect_refusal(lambda m: convert.update_request_from_pb(m, SCHEMA), wrong)
     assert convert.received_from_pb(dpb.ProbeReply(received_bytes=5), 5) == msg.Received(5, False)
     expect_refusal(lambda m: convert.received_from_pb(m, 5), dpb.ContributionReceipt(received_bytes=6))
