@@ -10,15 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING
 
-from edit.errors import RemoteProtocolError
+from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.schema import FragmentSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Box", "Region", "partition_fault"]
+__all__ = ["Band", "Box", "Region", "partition_fault"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,23 @@ class Box:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A box in its fragment's flat vector: runs of `length` elements from `start`, counts[i] times strides[i] elements apart.
+
+    Row-major, so in the box's own order. number: of runs; one is contiguous.
+    """
+
+    start: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    length: int
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.counts)
+
+
 class Region:
     """Boxes of `fragment`; None: the whole of it. Raises RemoteProtocolError for a box that does not lie inside its tensor.
 
@@ -50,12 +68,10 @@ class Region:
         whole = tuple(Box(i, (0,) * len(t.shape), t.shape) for i, t in enumerate(fragment.tensors))
         self.fragment = fragment
         self.boxes = whole if boxes is None else tuple(boxes)
-        for box in self.boxes:
-            _check_inside(box, fragment)
-        self.numel = sum(box.numel for box in self.boxes)
         self.is_whole = self.boxes == whole
-        if not self.is_whole and (fault := _overlap(self.boxes, fragment)):
+        if not self.is_whole and (fault := _outside(self.boxes, fragment) or _overlap(self.boxes, fragment)):
             raise RemoteProtocolError(fault)
+        self.numel = sum(box.numel for box in self.boxes)
 
     def take(self, flat: Tensor) -> Tensor:
         """This region of the fragment's flat vector; `flat` itself when the region is the whole, else a new tensor."""
@@ -77,42 +93,32 @@ class Region:
             outside.add_(inside)
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """(start, end) of each contiguous run in the fragment's flat vector, in the region's order; neighbours are joined."""
-        runs: list[tuple[int, int]] = []
-        for start, end in (run for box in self.boxes for run in self._runs(box)):
-            if runs and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], end)
-            else:
-                runs.append((start, end))
-        return tuple(runs)
+    def bands(self) -> tuple[Band, ...]:
+        """Where each box lies in the fragment's flat vector."""
+        return tuple(_band(box, self.fragment.tensors[box.tensor].shape, self._origins[box.tensor]) for box in self.boxes)
 
-    def _runs(self, box: Box) -> Iterator[tuple[int, int]]:
-        shape = self.fragment.tensors[box.tensor].shape
-        origin = sum(tensor.numel for tensor in self.fragment.tensors[: box.tensor])
-        inner = len(shape)  # dimensions from `inner` on are taken whole
-        while inner > 0 and box.sizes[inner - 1] == shape[inner - 1]:
-            inner -= 1
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        if inner == 0:
-            yield origin, origin + math.prod(shape)
-            return
-        length = box.sizes[inner - 1] * strides[inner - 1]
-        base = origin + sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-        starts = [base]
-        for size, stride in zip(box.sizes[: inner - 1], strides[: inner - 1], strict=True):
-            starts = [start + i * stride for start in starts for i in range(size)]
-        for start in starts:
-            yield start, start + length
+    @cached_property
+    def span(self) -> tuple[int, int] | None:
+        """(start, end) in the fragment's flat vector when the region is one contiguous run of it, in order; else None."""
+        ends = [(band.start, band.start + band.length) for band in self.bands]
+        apart = any(before[1] != after[0] for before, after in pairwise(ends))
+        if not ends or apart or any(band.number > 1 for band in self.bands):
+            return None
+        return ends[0][0], ends[-1][1]
+
+    @cached_property
+    def _origins(self) -> tuple[int, ...]:
+        return tuple(accumulate((tensor.numel for tensor in self.fragment.tensors), initial=0))
 
     def _views(self, part: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        origins = [0]
-        for tensor in self.fragment.tensors:
-            origins.append(origins[-1] + tensor.numel)
+        expected, given = (self.numel, self._origins[-1]), (part.numel(), flat.numel())
+        if given != expected:
+            raise LocalProtocolError(f"a region of {expected} elements was given vectors of {given}")
         start = 0
         for box in self.boxes:
-            shape = self.fragment.tensors[box.tensor].shape
-            outside = flat[origins[box.tensor] : origins[box.tensor + 1]].view(shape)
+            outside = flat[self._origins[box.tensor] : self._origins[box.tensor + 1]].view(
+                self.fragment.tensors[box.tensor].shape
+            )
             for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 outside = outside.narrow(dimension, offset, size)
             yield part[start : start + box.numel].view(box.sizes), outside
@@ -122,34 +128,76 @@ class Region:
 def partition_fault(fragment: FragmentSpec, shares: Sequence[Sequence[Box]]) -> str | None:
     """What keeps `shares` (boxes, by rank) from covering every element of the fragment exactly once, or None."""
     boxes = [box for share in shares for box in share]
-    if fault := _overlap(boxes, fragment):
+    if fault := _outside(boxes, fragment) or _overlap(boxes, fragment):
         return fault
-    for i, tensor in enumerate(fragment.tensors):
-        covered = sum(box.numel for box in boxes if box.tensor == i)
-        if covered != tensor.numel:
-            return f"tensor {tensor.name}: the shards cover {covered} of {tensor.numel} elements"
+    covered = [0] * len(fragment.tensors)
+    for box in boxes:
+        covered[box.tensor] += box.numel
+    for tensor, count in zip(fragment.tensors, covered, strict=True):
+        if count != tensor.numel:
+            return f"tensor {tensor.name}: the shards cover {count} of {tensor.numel} elements"
     return None
 
 
-def _check_inside(box: Box, fragment: FragmentSpec) -> None:
-    if not 0 <= box.tensor < len(fragment.tensors):
-        raise RemoteProtocolError(f"fragment {fragment.name} has no tensor {box.tensor}")
-    tensor = fragment.tensors[box.tensor]
-    fits = len(box.offsets) == len(box.sizes) == len(tensor.shape) and all(
-        offset >= 0 and size >= 1 and offset + size <= whole
-        for offset, size, whole in zip(box.offsets, box.sizes, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise RemoteProtocolError(
-            f"tensor {tensor.name} {list(tensor.shape)}: no box at {list(box.offsets)} of {list(box.sizes)} lies in it"
+def _band(box: Box, shape: tuple[int, ...], origin: int) -> Band:
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    split = len(shape)  # from here on every dimension is taken whole
+    while split > 0 and box.sizes[split - 1] == shape[split - 1]:
+        split -= 1
+    outer = max(split - 1, 0)
+    start = origin + sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return Band(start, box.sizes[:outer], strides[:outer], math.prod(box.sizes[outer:]))
+
+
+def _outside(boxes: Sequence[Box], fragment: FragmentSpec) -> str | None:
+    for box in boxes:
+        if not 0 <= box.tensor < len(fragment.tensors):
+            return f"fragment {fragment.name} has no tensor {box.tensor}"
+        tensor = fragment.tensors[box.tensor]
+        fits = len(box.offsets) == len(box.sizes) == len(tensor.shape) and all(
+            offset >= 0 and size >= 1 and offset + size <= whole
+            for offset, size, whole in zip(box.offsets, box.sizes, tensor.shape, strict=True)
         )
+        if not fits:
+            return f"tensor {tensor.name} {list(tensor.shape)}: no box at {list(box.offsets)} of {list(box.sizes)} lies in it"
+    return None
 
 
 def _overlap(boxes: Sequence[Box], fragment: FragmentSpec) -> str | None:
     by_tensor: dict[int, list[Box]] = {}
     for box in boxes:
-        earlier = by_tensor.setdefault(box.tensor, [])
-        if any(box.overlaps(other) for other in earlier):
-            return f"tensor {fragment.tensors[box.tensor].name}: two shards overlap"
-        earlier.append(box)
+        by_tensor.setdefault(box.tensor, []).append(box)
+    for i, group in by_tensor.items():
+        if _any_overlap(group):
+            return f"tensor {fragment.tensors[i].name}: two shards overlap"
     return None
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Whether two boxes of one tensor overlap. Groups are split at gaps along any dimension: a grid costs n log n, not n^2."""
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for dimension in range(len(group[0].sizes)):
+            parts = _split(group, dimension)
+            if len(parts) > 1:
+                groups += parts
+                break
+        else:
+            if any(a.overlaps(b) for a, b in combinations(group, 2)):
+                return True
+    return False
+
+
+def _split(boxes: list[Box], dimension: int) -> list[list[Box]]:
+    """Groups whose extents along `dimension` do not meet."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[dimension]):
+        if not groups or box.offsets[dimension] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[dimension] + box.sizes[dimension])
+    return groups

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from edit.boxes import Region
 from edit.errors import LocalProtocolError, RemoteProtocolError
 
 __all__ = ["PIECE", "Buffer", "Codec", "flat_fp32", "new_buffer", "view"]
@@ -24,11 +25,13 @@ PIECE = 1 << 17  # elements handled at a time: 512 KiB of fp32 stay in the cache
 class Codec(Protocol):
     """One format for a flat fp32 vector. A new one: a file with such a class, and a line in `edit.codecs`.
 
-    lossless: decode(encode(x)) is x to the bit, so error feedback keeps no residual.
+    lossless: decode(encode(x)) is x to the bit, so error feedback keeps no residual. granule: elements in a block,
+    which has bytes of its own; 1 where each element stands alone.
     """
 
     name: str
     lossless: bool
+    granule: int
 
     def encoded_size(self, numel: int) -> int:
         """Exact number of bytes that encode `numel` elements."""
@@ -43,6 +46,14 @@ class Codec(Protocol):
 
         A piece is fp32 and valid until the next one. That of a lossless codec may be `data` itself and is only to be read; any
         other is scratch that the caller may overwrite. The length of `data` has been checked.
+        """
+        ...
+
+    def cut(self, data: Buffer, region: Region) -> memoryview:
+        """What encodes a region out of `data`, which encodes its fragment; may share `data`'s memory.
+
+        granule 1: exactly the region, in its own order. Else: all blocks that it touches, ascending (see
+        `edit.codecs.blocks`), which is again a vector in this format. The length of `data` has been checked.
         """
         ...
 

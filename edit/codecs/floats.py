@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from edit.boxes import Region
 from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
 
 __all__ = ["RawFloat"]
@@ -18,6 +19,8 @@ __all__ = ["RawFloat"]
 
 class RawFloat(Codec):
     """Elements of one torch float type."""
+
+    granule = 1
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -43,3 +46,13 @@ class RawFloat(Codec):
         for start in range(0, numel, PIECE):
             raw = view(data, self._dtype, min(PIECE, numel - start), start * size, spare)
             yield raw if self.lossless else scratch[: raw.numel()].copy_(raw)
+
+    def cut(self, data: Buffer, region: Region) -> memoryview:
+        """The region's elements as they are."""
+        size, source = self._dtype.itemsize, memoryview(data).cast("B")
+        if region.span is not None:
+            start, end = region.span
+            return source[start * size : end * size]
+        spare = bytearray(source.nbytes if source.readonly else 0)
+        part = region.take(view(source, self._dtype, region.fragment.numel, 0, spare))
+        return part.view(torch.uint8).numpy().data

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from edit.boxes import Region
 from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
+from edit.codecs.blocks import covering
 
 __all__ = ["BLOCK", "BlockInt8"]
 
@@ -26,6 +28,7 @@ class BlockInt8(Codec):
 
     name = "int8"
     lossless = False
+    granule = BLOCK
 
     def encoded_size(self, numel: int) -> int:
         """One byte per element and four per block."""
@@ -59,6 +62,25 @@ class BlockInt8(Codec):
             scratch[:count].copy_(view(data, torch.int8, count, 4 * _blocks(numel) + start, spare))
             scratch[: rows * BLOCK].view(rows, BLOCK).mul_(scales.unsqueeze(1))
             yield scratch[:count]
+
+    def cut(self, data: Buffer, region: Region) -> memoryview:
+        """Scales and values of the blocks that the region touches."""
+        numel, source = region.fragment.numel, memoryview(data).cast("B")
+        spare = bytearray(source.nbytes if source.readonly else 0)
+        scales = view(source, torch.float32, _blocks(numel), 0, spare)
+        kept = covering(region, BLOCK)
+        whole, short = kept[kept < numel // BLOCK], numel % BLOCK if bool((kept == numel // BLOCK).any()) else 0
+        count = whole.numel() * BLOCK + short
+        cut = new_buffer(self.encoded_size(count))
+        torch.index_select(scales, 0, kept, out=view(cut, torch.float32, kept.numel(), 0, bytearray()))
+        values = view(source, torch.int8, numel, 4 * _blocks(numel), spare)
+        rows, out = (
+            values[: numel // BLOCK * BLOCK].view(-1, BLOCK),
+            view(cut, torch.int8, count, 4 * kept.numel(), bytearray()),
+        )
+        torch.index_select(rows, 0, whole, out=out[: count - short].view(-1, BLOCK))
+        out[count - short :] = values[numel - short :]
+        return cut
 
 
 def _blocks(numel: int) -> int:
