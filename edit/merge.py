@@ -1,7 +1,9 @@
 """Merging one fragment: measure, judge, weigh, average in peer_id order, clip; or roll back.
 
 Owns: the numbers of one fragment of one round (arXiv 2412.07210, section 3.3). Pure: it changes no state. Norms are
-taken of what was decoded, never believed; weight 0 never touches the sum. Must not know: rounds, carriers, optimizers.
+taken of what was decoded, never believed; weight 0 never touches the sum. A sharded replica is one contribution in parts, one a
+rank; the sum is taken element by element, so with a lossless codec and equal weights no bit depends on how anybody shards.
+Must not know: rounds, carriers, optimizers.
 """
 
 from __future__ import annotations
@@ -13,26 +15,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edit.codecs import PIECE, codec
+from edit.boxes import Region, partition_fault
+from edit.codecs import PIECE, codec, decode
 from edit.config import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.penalty import NormStatistics, observe, verdicts, weights
 from edit.records import EncodedTensor, PeerVerdict, Verdict
 
-__all__ = ["Measured", "Merged", "measure", "merge", "norm"]
+__all__ = ["Measured", "Merged", "Part", "measure", "merge", "norm", "whole_norm"]
 
 _ROW = 1024  # norms of rows of so many are taken in fp32, each by one thread; their squares are summed in fp64
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank contributes of a fragment. payload: the encoded region, or what reads it back from the spill."""
+
+    region: Region
+    payload: EncodedTensor | Callable[[], EncodedTensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """A contribution whose norm the merger has taken. payload: the encoded vector, or what reads it back from the spill."""
+    """A contribution whose norm the merger has taken, over the whole replica.
+
+    payload: the encoded vector, or what reads it back from the spill, or the parts of a sharded replica by rank.
+    """
 
     peer_id: str
     inner_steps: int
     tokens: int
     norm: float
-    payload: EncodedTensor | Callable[[], EncodedTensor]
+    payload: EncodedTensor | Callable[[], EncodedTensor] | tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,17 @@ def norm(flat: Tensor) -> float:
     return _norm(flat[start : start + PIECE] for start in range(0, flat.numel(), PIECE))
 
 
+def whole_norm(norms: Iterable[float]) -> float:
+    """||Delta||_2 of a replica from its parts' norms, whatever their order; NaN or Inf when one is, or when it overflows."""
+    squares = [norm * norm for norm in norms]
+    if not all(map(math.isfinite, squares)):
+        return math.nan if any(map(math.isnan, squares)) else math.inf
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
+
+
 def _norm(pieces: Iterable[Tensor]) -> float:
     total = 0.0
     for piece in pieces:
@@ -83,7 +108,8 @@ def merge(
 ) -> Merged:
     """Reduce one fragment. before: the contributors' statistics before this round, those without any left out.
 
-    Raises LocalProtocolError for a peer named twice, RemoteProtocolError for a payload of another length.
+    Raises LocalProtocolError for a peer named twice, RemoteProtocolError for a payload of another length and for parts that do
+    not make up the fragment.
     """
     ordered = sorted(contributions, key=lambda contribution: contribution.peer_id)
     norms = {contribution.peer_id: contribution.norm for contribution in ordered}
@@ -113,13 +139,44 @@ def _weighted_mean(fragment_id: int, numel: int, weighted: Sequence[tuple[Measur
         return None
     mean = torch.zeros(numel, dtype=torch.float32)
     for contribution, share in kept:
-        payload = contribution.payload() if callable(contribution.payload) else contribution.payload
-        if payload.numel != numel:
-            raise RemoteProtocolError(
-                f"fragment {fragment_id} of peer {contribution.peer_id} has {payload.numel} elements, not {numel}"
-            )
-        codec(payload.codec).decode_add(payload.data, mean, share)
+        what = f"fragment {fragment_id} of peer {contribution.peer_id}"
+        if not isinstance(contribution.payload, tuple):
+            _add(contribution.payload, share, mean, what)
+            continue
+        _check_parts(contribution.payload, numel, what)
+        for part in contribution.payload:
+            _add_part(part, share, mean, what)
     return mean
+
+
+def _check_parts(parts: Sequence[Part], numel: int, what: str) -> None:
+    fragment = parts[0].region.fragment if parts else None
+    if fragment is None or fragment.numel != numel or any(part.region.fragment != fragment for part in parts):
+        raise RemoteProtocolError(f"{what}: its parts are not of one fragment of {numel} elements")
+    if fault := partition_fault(fragment, [part.region.boxes for part in parts]):
+        raise RemoteProtocolError(f"{what}: {fault}")
+
+
+def _add_part(part: Part, share: float, mean: Tensor, what: str) -> None:
+    """mean[region] += share * decoded, rounded after the product and after the sum, as for a whole fragment."""
+    if part.region.span is not None:
+        start, end = part.region.span
+        _add(part.payload, share, mean[start:end], what)
+        return
+    weighted = decode(_read(part.payload, part.region.numel, what)).mul_(share)
+    part.region.add(weighted, mean)
+
+
+def _add(payload: EncodedTensor | Callable[[], EncodedTensor], share: float, out: Tensor, what: str) -> None:
+    encoded = _read(payload, out.numel(), what)
+    codec(encoded.codec).decode_add(encoded.data, out, share)
+
+
+def _read(payload: EncodedTensor | Callable[[], EncodedTensor], numel: int, what: str) -> EncodedTensor:
+    encoded = payload() if callable(payload) else payload
+    if encoded.numel != numel:
+        raise RemoteProtocolError(f"{what} has {encoded.numel} elements, not {numel}")
+    return encoded
 
 
 def _statistics_after(

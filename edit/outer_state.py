@@ -1,6 +1,6 @@
 """The outer state of a run: theta, the outer optimizer's state, the downlink's residual and the norm statistics, per fragment.
 
-Owns: these four and the only way they change: reduce (pure) -> stage (pure) -> commit (all fragments at once). Tensors are
+Owns: these four and the only way they change: reduce (pure) -> stage (pure) -> commit (all due fragments at once). Tensors are
 replaced, never written into, so whoever holds old ones may go on reading. The same Merged values in the same order give the
 same bits, which is what a journal replays. Must not know: rounds, disks, carriers, time.
 """
@@ -23,6 +23,7 @@ from edit.merge import Measured, Merged, merge
 from edit.outer import Slots, combine, fragment_hash, initial_slots, outer_step
 from edit.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit
+from edit.schedule import fragments_due
 from edit.schema import Schema
 
 __all__ = ["FragmentState", "Measured", "Merged", "OuterState", "Staged"]
@@ -52,8 +53,9 @@ class Staged:
 class OuterState:
     """theta and all that moves it.
 
-    theta: one flat fp32 tensor per fragment of `schema`, taken over, not copied; config: penalty, outer and codec.down matter.
-    Raises LocalProtocolError when theta does not fit the schema.
+    theta: one flat fp32 tensor per fragment of `schema`, taken over, not copied; config: penalty, outer, codec.down and the
+    groups of sync matter. Raises LocalProtocolError when theta does not fit the schema, ConfigError when there are more groups
+    than fragments.
     """
 
     def __init__(self, schema: Schema, config: RunConfig, theta: Sequence[Tensor]) -> None:
@@ -61,6 +63,7 @@ class OuterState:
             raise LocalProtocolError("theta does not fit the schema's fragments")
         if any(part.dtype != torch.float32 or part.device.type != "cpu" for part in theta):
             raise LocalProtocolError("theta must be fp32 on the CPU")
+        fragments_due(0, len(schema.fragments), config.sync.groups, config.sync.pattern)
         self.schema = schema
         self.config = config
         self._codec = codec(config.codec.down)
@@ -74,6 +77,12 @@ class OuterState:
     def outer_step(self) -> int:
         """Commits so far."""
         return self._outer_step
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        """The fragments that the next outer step exchanges, ascending."""
+        sync = self.config.sync
+        return fragments_due(self._outer_step, len(self._fragments), sync.groups, sync.pattern)
 
     @property
     def theta(self) -> list[Tensor]:
@@ -118,16 +127,19 @@ class OuterState:
         return Staged(self._outer_step, merged, after, None)
 
     def commit(self, round_id: int, reason: str, staged: Sequence[Staged]) -> Commit:
-        """Adopt every fragment's staged state at once and advance; returns the record to publish.
+        """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
 
-        Raises LocalProtocolError unless there is one Staged for each fragment, staged at this outer step; then nothing changes.
+        Raises LocalProtocolError unless there is one Staged for each of `due`, staged at this outer step; then nothing changes.
         """
         ordered = sorted(staged, key=lambda one: one.merged.fragment_id)
-        if [one.merged.fragment_id for one in ordered] != list(range(len(self._fragments))):
-            raise LocalProtocolError(f"a commit needs each of {len(self._fragments)} fragments once")
+        if tuple(one.merged.fragment_id for one in ordered) != self.due:
+            raise LocalProtocolError(
+                f"the commit of outer step {self._outer_step + 1} needs fragments {list(self.due)}, each once"
+            )
         if any(one.outer_step != self._outer_step for one in ordered):
             raise LocalProtocolError(f"a fragment was staged at another outer step than {self._outer_step}")
-        self._fragments = [one.after for one in ordered]
+        for one in ordered:
+            self._fragments[one.merged.fragment_id] = one.after
         self._outer_step += 1
         return Commit(
             outer_step=self._outer_step,

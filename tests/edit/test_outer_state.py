@@ -204,7 +204,7 @@ def test_a_commit_needs_every_fragment_once_and_staged_at_this_outer_step() -> N
     staged = [state.stage(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
     before = state.metadata()
     for wrong in ([], staged[:1], [*staged, staged[0]], [staged[0], staged[0]]):
-        with pytest.raises(LocalProtocolError, match="fragments once"):
+        with pytest.raises(LocalProtocolError, match=r"outer step 1 needs fragments \[0, 1\], each once"):
             state.commit(1, "", wrong)
     assert state.metadata() == before
     state.commit(1, "", staged)
