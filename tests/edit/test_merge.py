@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from edit.boxes import Box, Region
 from edit.codecs import PIECE, codec_names, decode, encode
 from edit.config import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError
-from edit.merge import Measured, Merged, measure, merge, norm
+from edit.merge import Measured, Merged, Part, measure, merge, norm, whole_norm
 from edit.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
+from edit.schema import FragmentSpec
+from tests.support.layouts import fragment, partitions, rows
 
 OFF = PenaltyConfig(enabled=False)
 RAW = PenaltyConfig(norm="raw", clip=0.0)
@@ -200,3 +203,105 @@ def test_the_result_is_finite_or_a_rollback(seeds: list[int], scales: list[float
         assert bool(result.merged.isfinite().all())
         assert sum(verdict.weight for verdict in good) == pytest.approx(1.0)
         assert not config.enabled or config.clip == 0 or norm(result.merged) <= config.clip * (1 + 1e-5)
+
+
+# Sharded replicas.
+
+
+def sharded(
+    peer_id: str, spec: FragmentSpec, delta: Tensor, shares: Sequence[Sequence[Box]], codec_name: str = "fp32"
+) -> Measured:
+    regions = [Region(spec, boxes) for boxes in shares if boxes]
+    parts = tuple(Part(region, encode(codec_name, region.take(delta))) for region in regions)
+    size = whole_norm(measure(part.payload) for part in parts if isinstance(part.payload, EncodedTensor))
+    return Measured(peer_id, 1, 1, size, parts)
+
+
+@given(layout=partitions(), weights=st.lists(st.integers(1, 9), min_size=3, max_size=3))
+@settings(deadline=None, max_examples=100)
+def test_with_a_lossless_codec_no_bit_of_the_mean_depends_on_the_layout(
+    layout: tuple[FragmentSpec, list[list[Box]]], weights: list[int]
+) -> None:
+    spec, shares = layout
+    config = PenaltyConfig(enabled=False, weighting="tokens")
+    deltas = [random_vector(spec.numel, seed) for seed in range(3)]
+    whole = [measured(p, delta, tokens=w) for p, delta, w in zip("abc", deltas, weights, strict=True)]
+    other = [[share for boxes in shares for share in ([box] for box in boxes)], rows(spec, 3), rows(spec, 2, 1)]
+    parts = [sharded(p, spec, delta, layout) for p, delta, layout in zip("abc", deltas, other, strict=True)]
+    parts = [Measured(m.peer_id, 1, w, m.norm, m.payload) for m, w in zip(parts, weights, strict=True)]
+    expected, result = merged_of(whole, config, spec.numel), merged_of(parts, config, spec.numel)
+    assert expected.merged is not None and result.merged is not None
+    assert torch.equal(result.merged, expected.merged)
+    mixed = merged_of([parts[0], whole[1], parts[2]], config, spec.numel)
+    assert mixed.merged is not None and torch.equal(mixed.merged, expected.merged)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_sharded_contribution_is_the_sum_of_its_decoded_parts(name: str) -> None:
+    spec = fragment((40, 50), (300,), ())
+    delta = random_vector(spec.numel)
+    one = sharded("a", spec, delta, rows(spec, 3, 1), name)
+    result = merged_of([one], OFF, spec.numel)
+    expected = torch.zeros(spec.numel)
+    assert isinstance(one.payload, tuple)
+    for part in one.payload:
+        assert isinstance(part.payload, EncodedTensor)
+        part.region.put(decode(part.payload), expected)
+    assert result.merged is not None and torch.equal(result.merged, expected)
+    assert one.norm == pytest.approx(float(expected.double().norm()), rel=1e-6)
+
+
+def test_parts_of_weight_zero_are_not_read_back_and_others_are_one_by_one() -> None:
+    spec, read = fragment((30,)), []
+
+    def spilled(region: Region) -> EncodedTensor:
+        read.append(region.span)
+        return encode("fp32", region.take(torch.ones(30)))
+
+    def peer(peer_id: str, size: float) -> Measured:
+        regions = [Region(spec, boxes) for boxes in rows(spec, 2)]
+        return Measured(peer_id, 1, 1, size, tuple(Part(r, lambda r=r: spilled(r)) for r in regions))
+
+    result = merged_of([peer("a", 1.0), peer("b", math.nan)], OFF, 30)
+    assert result.merged is not None and torch.equal(result.merged, torch.ones(30))
+    assert read == [(0, 15), (15, 30)]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([(0, 10), (12, 18)], "fragment 0 of peer a: tensor t0: the shards cover 28 of 30 elements"),
+        ([(0, 20), (10, 20)], "fragment 0 of peer a: tensor t0: two shards overlap"),
+        ([], "fragment 0 of peer a: its parts are not of one fragment of 30 elements"),
+    ],
+)
+def test_parts_that_do_not_make_up_the_fragment_are_the_peers_fault(boxes: list[tuple[int, int]], message: str) -> None:
+    spec = fragment((30,))
+    shares = [[Box(0, (start,), (size,))] for start, size in boxes]
+    with pytest.raises(RemoteProtocolError, match=message):
+        merged_of([sharded("a", spec, torch.ones(30), shares)], OFF, 30)
+
+
+def test_a_part_of_another_length_or_fragment_is_the_peers_fault() -> None:
+    spec = fragment((30,))
+    whole = Region(spec)
+    with pytest.raises(RemoteProtocolError, match="fragment 0 of peer a has 29 elements, not 30"):
+        merged_of([Measured("a", 1, 1, 1.0, (Part(whole, encode("fp32", torch.ones(29))),))], OFF, 30)
+    strided = [Region(spec, boxes) for boxes in ([Box(0, (0,), (5,)), Box(0, (20,), (10,))], [Box(0, (5,), (15,))])]
+    with pytest.raises(RemoteProtocolError, match="fragment 0 of peer a has 14 elements, not 15"):
+        merged_of([Measured("a", 1, 1, 1.0, tuple(Part(r, encode("fp32", torch.ones(14))) for r in strided))], OFF, 30)
+    with pytest.raises(RemoteProtocolError, match="not of one fragment of 31 elements"):
+        merged_of([Measured("a", 1, 1, 1.0, (Part(whole, encode("fp32", torch.ones(30))),))], OFF, 31)
+
+
+def test_the_norm_of_the_whole_is_that_of_its_parts() -> None:
+    assert whole_norm([3.0, 4.0]) == 5.0 and whole_norm([]) == 0.0 and whole_norm([0.1]) == 0.1
+    assert whole_norm(iter([1e19, 1e-19, 1.0])) == 1e19
+    assert math.isnan(whole_norm([1.0, math.nan])) and math.isnan(whole_norm([math.inf, math.nan]))
+    assert whole_norm([1.0, math.inf]) == math.inf == whole_norm([1e200]) == whole_norm([1.2e154, 1.2e154])
+
+
+@given(norms=st.lists(st.floats(0, 1e30), max_size=8), data=st.data())
+@settings(deadline=None)
+def test_the_norm_of_the_whole_does_not_depend_on_the_order_of_the_parts(norms: list[float], data: st.DataObject) -> None:
+    assert whole_norm(data.draw(st.permutations(norms))) == whole_norm(norms)
