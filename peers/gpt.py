@@ -13,6 +13,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
 from edit.config import ModelConfig
@@ -42,22 +44,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, all heads in one product."""
+    """Causal self-attention, all heads in one product; under tensor parallelism those of this rank.
+
+    The rows of `qkv` are ordered by head, then query, key, value, so that a share of the rows is a share of the heads.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.channels = width // heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: (B, T, C); cos, sin: (T, 1, 1, D/2) -> (B, T, C)."""
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.heads, C // self.heads)
-        q, k = rotate(qkv[:, :, :2], cos, sin).to(qkv.dtype).unbind(2)  # each (B, T, N, D)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, qkv[:, :, 2]))  # each (B, N, T, D)
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, -1, 3, self.channels)
+        q, k = rotate(qkv[:, :, :, :2], cos, sin).to(qkv.dtype).unbind(3)  # each (B, T, N, D)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, qkv[:, :, :, 2]))  # each (B, N, T, D)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(B, T, C))
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(B, T, -1))
         return mixed
 
 
@@ -93,6 +98,7 @@ class GPT(nn.Module):
         channels = config.width // config.heads
         if channels % 2:
             raise ConfigError(f"model.width = {config.width}: width / heads = {channels} must be even (rotary positions)")
+        self.heads = config.heads
         self.context = config.context
         self.vocabulary = config.vocabulary
         with torch.device("meta"):  # no random draw here; `_initialise` makes every value
@@ -125,7 +131,20 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, self.cos[:T], self.sin[:T])
-        return functional.linear(self.norm(x), self.embedding.weight)
+        head = self.embedding.weight
+        return functional.linear(self.norm(x), head.to_local() if isinstance(head, DTensor) else head)
+
+    def tensor_parallel_plan(self, ranks: int) -> dict[str, ParallelStyle]:
+        """How `parallelize_module` splits each block over `ranks`: heads and the mlp's width; norms and embedding stay whole.
+
+        Raises ConfigError when the heads cannot be split evenly.
+        """
+        if self.heads % ranks:
+            raise ConfigError(f"--tensor-parallel {ranks}: does not divide the {self.heads} heads of the model")
+        columns, rows = ("attention.qkv", "up"), ("attention.out", "down")
+        return {f"blocks.*.{name}": ColwiseParallel() for name in columns} | {
+            f"blocks.*.{name}": RowwiseParallel() for name in rows
+        }
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """tokens, targets: (B, T) int64 -> mean loss in nats, a scalar; without targets the logits (B, T, V)."""

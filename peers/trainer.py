@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from edit.config import InnerConfig
 from edit.errors import ConfigError
+from peers.replica import UNDIVIDED, Layout, clip_gradients
 
 __all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One inner step. loss: mean nats per token before the step; tokens: targets seen; seconds: wall-clock, device included."""
+    """One inner step. loss: mean nats per token before the step; tokens: targets seen, both of the whole replica; seconds:
+    wall-clock, device included."""
 
     loss: float
     tokens: int
@@ -63,8 +65,9 @@ def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float
 class Trainer:
     """Takes inner steps one at a time.
 
-    batches: yields (tokens, targets), both (B, T) int64 on the CPU, for ever; total_steps: length of the schedule; clock:
-    monotonic seconds. position: the run's global inner step; until it is set from outside, the steps taken here.
+    batches: yields (tokens, targets), both (B, T) int64 on the CPU, for ever, the same at every rank; total_steps: length of
+    the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch. position: the run's global
+    inner step; until it is set from outside, the steps taken here.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Trainer:
         total_steps: int,
         device: torch.device,
         clock: Callable[[], float],
+        layout: Layout = UNDIVIDED,
     ) -> None:
         self.model = model.to(device)
         self.optimizer = _adamw(self.model, config, device)
@@ -86,6 +90,7 @@ class Trainer:
         self._total_steps = total_steps
         self._device = device
         self._clock = clock
+        self._layout = layout
 
     def step(self) -> StepResult:
         """One optimizer step on the mean gradient of `accumulation` micro-batches.
@@ -97,25 +102,26 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss, tokens = self._accumulate()
         if self._config.clip_norm > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
+            clip_gradients(self.model.parameters(), self._layout, self._config.clip_norm)
         self._set_rate()
         self.optimizer.step()
         self.steps += 1
-        value = loss.item()
+        value = self._layout.mean(loss).item()
         return StepResult(value, tokens, self._clock() - started)
 
     def _accumulate(self) -> tuple[Tensor, int]:
-        """Backward over the micro-batches; their mean loss (on the device) and the number of targets."""
+        """Backward over this rank's rows of the micro-batches; their weighted loss and the targets of the whole replica."""
         total = torch.zeros((), device=self._device)
         tokens = 0
         for _ in range(self._config.accumulation):
-            inputs, targets = next(self._batches)
+            batch = next(self._batches)
+            inputs, targets = (self._layout.rows(part).to(self._device, non_blocking=True) for part in batch)
             with self._autocast():
-                loss = self.model(inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True))
-            loss = loss / self._config.accumulation
+                loss = self.model(inputs, targets)
+            loss = loss * (self._layout.weight(len(inputs), len(batch[0])) / self._config.accumulation)
             loss.backward()
             total += loss.detach()
-            tokens += targets.numel()
+            tokens += batch[1].numel()
         return total, tokens
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
