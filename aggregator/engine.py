@@ -34,6 +34,7 @@ from edit.errors import EvictedError, GoneError, RefusedError, RemoteProtocolErr
 from edit.merge import measure
 from edit.outer_state import Measured, OuterState, Staged
 from edit.records import Commit, EncodedTensor
+from edit.schedule import fragments_due
 from edit.schema import Schema
 from editpb.messages import (
     ContributionHeader,
@@ -178,7 +179,9 @@ class Engine:
         self.outer = outer
         self.machine = RoundMachine(
             self.config.rounds,
-            fragments=len(outer.schema.fragments),
+            due=lambda step: fragments_due(
+                step, len(outer.schema.fragments), self.config.sync.groups, self.config.sync.pattern
+            ),
             outer_step=outer.outer_step,
             outer_steps=self.config.sync.outer_steps,
             first_round_id=self._first_round_id,

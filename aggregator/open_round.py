@@ -16,8 +16,9 @@ __all__ = ["OpenRound"]
 @dataclass(slots=True, kw_only=True)
 class OpenRound:
     """counted_from: of the deadlines, later than opened_at only after nobody was left; welcome_until: who is ready by then is
-    expected; delivered: per fragment, the peers that have it in; wanted: everybody ever expected; punctual: expected from the
-    opening on and never lost; faults: whose bytes were bad, and why; asked: fragments whose Reduce was emitted."""
+    expected; delivered: per fragment that is due, the peers that have it in; wanted: everybody ever expected; punctual:
+    expected from the opening on and never lost; faults: whose bytes were bad, and why; asked: fragments whose Reduce was
+    emitted."""
 
     round_id: int
     outer_step: int
@@ -26,7 +27,7 @@ class OpenRound:
     counted_from: float
     welcome_until: float
     deadline: float
-    delivered: tuple[set[str], ...]
+    delivered: dict[int, set[str]]
     expected: set[str]
     wanted: set[str]
     punctual: set[str]
@@ -39,9 +40,14 @@ class OpenRound:
     commit_asked: bool = False
 
     @property
+    def due(self) -> tuple[int, ...]:
+        """The fragments of this round, ascending."""
+        return tuple(sorted(self.delivered))
+
+    @property
     def complete(self) -> frozenset[str]:
         """Who has delivered all fragments."""
-        return frozenset(set.intersection(*self.delivered))
+        return frozenset(set.intersection(*self.delivered.values()))
 
     @property
     def missing(self) -> frozenset[str]:
@@ -69,7 +75,7 @@ class OpenRound:
         """Its bytes were bad: it is out of the round, with all that no Reduce was emitted for."""
         self.faults.setdefault(peer_id, reason)
         self.expect_no_more(peer_id)
-        for peers in self.delivered:
+        for peers in self.delivered.values():
             peers.discard(peer_id)
 
     def note_quorum(self, now: float) -> None:
@@ -81,7 +87,7 @@ class OpenRound:
 
     def in_from_all(self) -> list[int]:
         """Fragments that every expected peer has in."""
-        return [fragment_id for fragment_id, peers in enumerate(self.delivered) if self.expected <= peers]
+        return [fragment_id for fragment_id, peers in sorted(self.delivered.items()) if self.expected <= peers]
 
     def reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
         """Ask for these fragments with whoever has them in: each once, and none with less than a quorum."""

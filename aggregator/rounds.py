@@ -5,8 +5,9 @@ call takes `now`, seconds of one monotonic clock), tensors, files, sockets, logg
 that the shell carries out, in order; their results come back as events.
 
 Rules
- 1. A round is one attempt to advance from outer step t to t + 1, all fragments. Round ids strictly increase. After a commit
-    or an abort the next round opens in the same call.
+ 1. A round is one attempt to advance from outer step t to t + 1, with the fragments that are DUE at t (streaming exchanges
+    one group of them per outer step). An aborted round is tried again with the same fragments, a commit leads to the next
+    ones. Round ids strictly increase. After a commit or an abort the next round opens in the same call.
  2. READY peers are live and last reported outer step t, or t - 1: that one was told of the commit that led to t and applies
     it at its next step boundary. A contribution to t reports t, too. A peer whose last report is older is hung or takes a
     snapshot; nobody waits for it. A round opens with one ready peer (the first outer step: `start_peers`) and EXPECTS all
@@ -15,14 +16,14 @@ Rules
  3. A round that opened out of GATHERING (start, restart, everybody lost) also expects those who report t within floor_s of
     its opening: the run is still assembling. Any other latecomer is OPTIONAL: what it delivers before the close counts, but
     nobody waits for it. It is expected from the next round on.
- 4. A lost peer is expected no more, at once. What it delivered whole stays in. If it returns, it is optional, or expected
-    again when its contribution to this round was under way.
+ 4. A lost peer is expected no more, at once; a replica that lost a rank is lost, too. What it delivered whole stays in. If
+    it returns, it is optional, or expected again when its contribution to this round was under way.
  5. A peer whose bytes were bad is out of the round: what it delivered is dropped where it is not reduced yet. If the ready
     peers that are left cannot make a quorum with what is in, the round is aborted at once.
  6. A fragment is reduced as soon as every expected peer has it in and at least a quorum has; each Reduce has a quorum.
- 7. COMPLETE: has delivered all fragments. The collection closes with a quorum of complete peers when (a) no expected peer is
-    missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its own times and then grace_s is over.
-    Missing peers' fragments that are in and not yet reduced are used.
+ 7. COMPLETE: has delivered all fragments that are due. The collection closes with a quorum of complete peers when (a) no
+    expected peer is missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its own times and then
+    grace_s is over. Missing peers' fragments that are in and not yet reduced are used.
  8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `deadlines`). With fewer than
     a quorum complete there, the round is aborted. With no ready peer there is nobody to give up on: the round stays, the
     phase is GATHERING, and the deadline is counted anew from the first peer that is ready again.
@@ -46,12 +47,14 @@ COMMITTING  CommitSucceeded                   it was the last outer step     Rou
 COLL, COMM  RoundFailed                                                      RoundClosed (aborted)        opens
 COLL, GATH  Pause                                                            RoundClosed if one is open   PAUSED
 PAUSED      Resume                                                                                        opens
-any         Offered, Arrived                  not this round, closed, out    Refused                      same
+any         Offered, Arrived                  other round, not due, closed   Refused                      same
 any         results of another round                                                                      same
 opens:      PAUSED when a pause was asked for; COLLECTING with RoundOpened when enough are ready; else GATHERING.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from aggregator.deadlines import Deadlines
 from aggregator.open_round import OpenRound
@@ -83,13 +86,22 @@ __all__ = ["RoundMachine"]
 
 
 class RoundMachine:
-    """One run's rounds. `first_round_id` must be larger than any id of an earlier process; `fragments`: how many there are."""
+    """One run's rounds. `first_round_id` must be larger than any id of an earlier process; `due`: the ids of the fragments that
+    the advance from an outer step exchanges (`edit.schedule.fragments_due`), at least one."""
 
-    def __init__(self, config: RoundsConfig, *, fragments: int, outer_step: int, outer_steps: int, first_round_id: int) -> None:
-        if fragments < 1 or first_round_id < 1:
-            raise LocalProtocolError(f"fragments = {fragments}, first_round_id = {first_round_id}: both must be at least 1")
+    def __init__(
+        self,
+        config: RoundsConfig,
+        *,
+        due: Callable[[int], tuple[int, ...]],
+        outer_step: int,
+        outer_steps: int,
+        first_round_id: int,
+    ) -> None:
+        if first_round_id < 1:
+            raise LocalProtocolError(f"first_round_id = {first_round_id}: must be at least 1")
         self._config = config
-        self._fragments = fragments
+        self._due = due
         self._outer_step = outer_step
         self._outer_steps = outer_steps
         self._next_round_id = first_round_id
@@ -152,7 +164,7 @@ class RoundMachine:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now`; the effects are to be carried out in order.
 
-        Raises LocalProtocolError for a result nobody asked for and a fragment that does not exist.
+        Raises LocalProtocolError for a result nobody asked for and a fragment of the open round that is not due.
         """
         match event:
             case MemberReady():
@@ -214,9 +226,9 @@ class RoundMachine:
         return []
 
     def _arrived(self, event: Arrived, now: float) -> list[Effect]:
-        if not 0 <= event.fragment_id < self._fragments:
-            raise LocalProtocolError(f"Arrived with fragment {event.fragment_id}; there are {self._fragments}")
         current = self._round
+        if current and event.round_id == current.round_id and event.fragment_id not in current.delivered:
+            raise LocalProtocolError(f"Arrived with fragment {event.fragment_id}; due are {current.due}")
         refusal = self._refusal(event.peer_id, event.round_id, event.fragment_id, self._outer_step)
         if refusal or current is None:
             return [refusal] if refusal else []
@@ -278,13 +290,18 @@ class RoundMachine:
             counted_from=now,
             welcome_until=now + self._config.floor_s if assembling else float("-inf"),
             deadline=now + self._deadlines.round_s(ready),
-            delivered=tuple(set() for _ in range(self._fragments)),
+            delivered=self._nothing_in(),
             expected=set(ready),
             wanted=set(ready),
             punctual=set(ready),
         )
         self._next_round_id += 1
         return [RoundOpened(current.round_id, current.outer_step, frozenset(ready), current.deadline)]
+
+    def _nothing_in(self) -> dict[int, set[str]]:
+        if due := self._due(self._outer_step):
+            return {fragment_id: set() for fragment_id in due}
+        raise LocalProtocolError(f"no fragment is due at outer step {self._outer_step}")
 
     def _close(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
         self._round = None
@@ -303,7 +320,7 @@ class RoundMachine:
         if reason := self._closing_reason(current, now):
             self._record_absent(current, now)
             current.close_reason = reason
-            return [*current.reduce(range(self._fragments)), *self._commit_if_reduced(current)]
+            return [*current.reduce(current.due), *self._commit_if_reduced(current)]
         if reason := self._abort_reason(current, now):
             self._record_absent(current, now)
             return self._abort(current, now, reason)
@@ -331,7 +348,7 @@ class RoundMachine:
         return ""
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
-        if not current.close_reason or current.commit_asked or len(current.reduced) < self._fragments:
+        if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):
             return []
         current.commit_asked = True
         return [Commit(current.round_id, current.outer_step + 1, current.close_reason, current.absent)]
@@ -373,8 +390,9 @@ class RoundMachine:
         if outer_step != current.outer_step:
             reason = f"computed against outer step {outer_step}; the run is at {current.outer_step}"
             return Refused(peer_id, reason, stale=True)
-        if not 0 <= fragment_id < self._fragments:
-            return Refused(peer_id, f"there is no fragment {fragment_id}; the model has {self._fragments}", stale=False)
+        if fragment_id not in current.delivered:
+            due = f"{', '.join(map(str, current.due))} {'are' if len(current.due) > 1 else 'is'}"
+            return Refused(peer_id, f"fragment {fragment_id} is not exchanged from outer step {outer_step}; {due}", stale=False)
         if peer_id in current.faults:
             return Refused(peer_id, f"out of round {round_id}: {current.faults[peer_id]}", stale=False)
         if current.close_reason and peer_id not in current.delivered[fragment_id]:

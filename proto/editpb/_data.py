@@ -197,7 +197,7 @@ def _fragment_update_from_pb(message: dpb.FragmentUpdate, region: Region) -> msg
             fail(f"fragment {fragment.name} was rolled back and yet has bytes")
         return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
     codec = codec_from_pb(message.codec)
-    expected = region.numel if region.is_whole else edit.codecs.cut_numel(codec, region)
+    expected = edit.codecs.cut_numel(codec, region)
     if message.numel != expected:
         fail(f"fragment {fragment.name} has {expected} elements{_there(region)}, {message.numel} were announced")
     total = check_encoded_size(codec, message.numel, message.total_bytes, f"fragment {fragment.name}")

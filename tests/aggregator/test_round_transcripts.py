@@ -4,9 +4,9 @@ Each file in transcripts/ begins with a comment that states its invariant. A blo
 an empty line. After a wanted change of behaviour: `python tests/aggregator/test_round_transcripts.py` writes the lines anew;
 read the diff.
 
-    machine KEY=VALUE ...           a new machine (RoundsConfig's keys, fragments, outer_step, outer_steps, first_round_id)
+    machine KEY=VALUE ...  a new machine: RoundsConfig's keys, fragments, groups, outer_step, outer_steps, first_round_id
     TIME ready PEER STEP            TIME lost PEER REASON        TIME fault PEER REASON
-    TIME offer PEER FRAGMENT        TIME arrive PEER FRAGMENT    TIME send PEER (offers and delivers all fragments)
+    TIME offer PEER FRAGMENT        TIME arrive PEER FRAGMENT    TIME send PEER (offers and delivers all that is due)
     TIME reduced [FRAGMENT]         TIME committed               TIME failed REASON
     TIME tick | pause | resume      TIME show
 offer, arrive, send, fault, reduced, committed and failed take round=N (default: the open round); offer and send take step=N.
@@ -43,6 +43,7 @@ from aggregator.round_events import (
 )
 from aggregator.rounds import RoundMachine
 from edit.config import RoundsConfig
+from edit.schedule import fragments_due
 
 FOLDER = Path(__file__).parent / "transcripts"
 RULE = "----"
@@ -54,7 +55,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._machine: RoundMachine | None = None
-        self._fragments = 1
+        self._fragments_due: Callable[[int], tuple[int, ...]] = lambda step: (0,)
 
     def run(self, command: str) -> list[str]:
         words = command.split()
@@ -73,9 +74,11 @@ class Transcript:
 
     def _build(self, options: dict[str, str]) -> list[str]:
         config = RoundsConfig(**{key: _SETTINGS[key](options.pop(key)) for key in list(options) if key in _SETTINGS})  # type: ignore[arg-type]
-        numbers = {"fragments": 1, "outer_step": 0, "outer_steps": 10, "first_round_id": 1}
+        numbers = {"fragments": 1, "groups": 1, "outer_step": 0, "outer_steps": 10, "first_round_id": 1}
         numbers |= {key: int(value) for key, value in options.items()}
-        self._machine, self._fragments = RoundMachine(config, **numbers), numbers["fragments"]
+        fragments, groups = numbers.pop("fragments"), numbers.pop("groups")
+        self._fragments_due = lambda step: fragments_due(step, fragments, groups, "strided")
+        self._machine = RoundMachine(config, due=self._fragments_due, **numbers)
         return []
 
     def _events(self, verb: str, arguments: list[str], options: dict[str, int]) -> Iterator[Event]:
@@ -97,11 +100,11 @@ class Transcript:
             "resume": Resume,
         }
         if verb == "send":
-            for fragment_id in range(self._fragments):
+            for fragment_id in self._fragments_due(machine.outer_step):
                 yield Offered(name, round_id, step, fragment_id)
                 yield Arrived(name, round_id, fragment_id)
         elif verb == "reduced":
-            for fragment_id in [int(name)] if name else range(self._fragments):
+            for fragment_id in [int(name)] if name else self._fragments_due(machine.outer_step):
                 yield Reduced(round_id, fragment_id)
         else:
             yield single[verb]()

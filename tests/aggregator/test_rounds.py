@@ -36,28 +36,37 @@ from aggregator.round_events import (
 from aggregator.rounds import RoundMachine
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
+from edit.schedule import fragments_due
 
 PEERS = ("a", "b", "c", "d")
-FRAGMENTS = 2
+FRAGMENTS = 4
 
 
-def machine(**settings: float) -> RoundMachine:
+def due(outer_step: int, groups: int = 1) -> tuple[int, ...]:
+    return fragments_due(outer_step, FRAGMENTS, groups, "strided")
+
+
+def machine(groups: int = 1, **settings: float) -> RoundMachine:
     config = RoundsConfig(**settings)  # type: ignore[arg-type]
-    return RoundMachine(config, fragments=FRAGMENTS, outer_step=0, outer_steps=6, first_round_id=1_000_001)
+    return RoundMachine(config, due=lambda step: due(step, groups), outer_step=0, outer_steps=6, first_round_id=1_000_001)
 
 
 class Watched:
     """A machine, a shell that answers its effects when told to, and the invariants, checked after every event."""
 
-    def __init__(self, quorum: int, start_peers: int) -> None:
-        self.machine = machine(quorum=quorum, start_peers=start_peers, floor_s=2, ceiling_s=40, grace_s=1)
-        self.quorum = quorum
+    def __init__(self, quorum: int, start_peers: int, groups: int = 1) -> None:
+        self.machine = machine(groups, quorum=quorum, start_peers=start_peers, floor_s=2, ceiling_s=40, grace_s=1)
+        self.quorum, self.groups = quorum, groups
         self.now = 0.0
         self.asked: deque[Reduce] = deque()
         self.commits: deque[Commit] = deque()
         self.arrived: set[tuple[str, int]] = set()  # of the open round
         self.reduced: set[int] = set()
         self.open_id = self.last_id = 0
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        return due(self.machine.outer_step, self.groups)
 
     def feed(self, event: Event) -> list[Effect]:
         step, phase = self.machine.outer_step, self.machine.phase
@@ -88,7 +97,7 @@ class Watched:
                 self.asked.append(effect)
             case Commit():
                 assert effect.round_id == self.open_id and effect.outer_step == self.machine.outer_step + 1
-                assert self.reduced == set(range(FRAGMENTS)) and not self.asked and not self.commits
+                assert self.reduced == set(self.due) and not self.asked and not self.commits
                 assert not set(effect.missing) & self.machine.arrived
                 self.commits.append(effect)
             case RoundClosed():
@@ -110,9 +119,9 @@ class Watched:
             case "offer":
                 self.feed(Offered(peer_id, round_id + offset, step, number % (FRAGMENTS + 1)))
             case "arrive":
-                self.feed(Arrived(peer_id, round_id + offset, number % FRAGMENTS))
+                self.feed(Arrived(peer_id, round_id + offset, self.due[number % len(self.due)]))
             case "send":
-                for fragment_id in range(FRAGMENTS):
+                for fragment_id in self.due:
                     self.feed(Arrived(peer_id, round_id, fragment_id))
             case "fault":
                 self.feed(Faulted(peer_id, round_id + offset, "bad bytes"))
@@ -142,17 +151,19 @@ ACTIONS = st.lists(
 )
 
 
-def watched(actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int) -> Watched:
-    run = Watched(quorum, start_peers)
+def watched(actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int = 1) -> Watched:
+    run = Watched(quorum, start_peers, groups)
     for action in actions:
         run.act(*action)
     return run
 
 
 @settings(deadline=None, max_examples=300)
-@given(ACTIONS, st.integers(1, 3), st.integers(1, 3))
-def test_invariants_hold_whatever_happens(actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int) -> None:
-    watched(actions, quorum, start_peers)
+@given(ACTIONS, st.integers(1, 3), st.integers(1, 3), st.integers(1, FRAGMENTS))
+def test_invariants_hold_whatever_happens(
+    actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int
+) -> None:
+    watched(actions, quorum, start_peers, groups)
 
 
 @settings(deadline=None, max_examples=200)
@@ -193,10 +204,10 @@ def test_a_wakeup_changes_something(actions: list[tuple[str, str, int, int]], qu
 
 
 @settings(deadline=None, max_examples=100)
-@given(ACTIONS)
-def test_the_run_can_always_go_on(actions: list[tuple[str, str, int, int]]) -> None:
+@given(ACTIONS, st.integers(1, FRAGMENTS))
+def test_the_run_can_always_go_on(actions: list[tuple[str, str, int, int]], groups: int) -> None:
     """From any state: resume, everybody is here and sends, the shell answers; the outer step advances."""
-    run = watched(actions, 2, 2)
+    run = watched(actions, 2, 2, groups)
     run.feed(Resume())
     before = run.machine.outer_step
     if run.machine.phase is Phase.COMMITTING:
@@ -220,7 +231,7 @@ def test_the_same_events_give_the_same_effects() -> None:
         return [effect for event in events for effect in subject.handle(event, 1.0)]
 
     assert effects() == effects()
-    assert [effect.peers for effect in effects() if isinstance(effect, Reduce)] == [("a", "b", "c")] * 2
+    assert [effect.peers for effect in effects() if isinstance(effect, Reduce)] == [("a", "b", "c")] * FRAGMENTS
 
 
 @pytest.mark.parametrize(
@@ -260,15 +271,30 @@ def test_only_peers_that_were_there_from_the_opening_on_are_measured() -> None:
 
 
 def test_a_machine_at_the_last_step_is_finished() -> None:
-    subject = RoundMachine(RoundsConfig(), fragments=1, outer_step=6, outer_steps=6, first_round_id=1)
+    subject = RoundMachine(RoundsConfig(), due=due, outer_step=6, outer_steps=6, first_round_id=1)
     assert subject.handle(MemberReady("a", 6), 0.0) == []
     assert subject.phase is Phase.FINISHED
 
 
-@pytest.mark.parametrize("wrong", [{"fragments": 0}, {"first_round_id": 0}])
-def test_impossible_machines(wrong: dict[str, int]) -> None:
-    with pytest.raises(LocalProtocolError):
-        RoundMachine(RoundsConfig(), **{"fragments": 1, "outer_step": 0, "outer_steps": 1, "first_round_id": 1, **wrong})
+def test_impossible_machines() -> None:
+    with pytest.raises(LocalProtocolError, match="first_round_id"):
+        RoundMachine(RoundsConfig(), due=due, outer_step=0, outer_steps=1, first_round_id=0)
+    idle = RoundMachine(RoundsConfig(), due=lambda _: (), outer_step=0, outer_steps=1, first_round_id=1)
+    with pytest.raises(LocalProtocolError, match="no fragment is due"):
+        idle.handle(MemberReady("a", 0), 0.0)
+
+
+def test_a_fragment_of_another_group_is_a_fault_in_an_offer_and_our_own_bug_when_it_arrived() -> None:
+    subject = machine(groups=2)
+    subject.handle(MemberReady("a", 0), 0.0)
+    (refused,) = subject.handle(Offered("a", 1_000_001, 0, 1), 1.0)
+    assert isinstance(refused, Refused) and not refused.stale
+    assert refused.reason == "fragment 1 is not exchanged from outer step 0; 0, 2 are"
+    with pytest.raises(LocalProtocolError, match="fragment 1"):
+        subject.handle(Arrived("a", 1_000_001, 1), 1.0)
+    assert subject.handle(Arrived("a", 1_000_000, 1), 1.0) == [
+        Refused("a", "round 1000000 is not open; round 1000001 is", stale=True)
+    ]
 
 
 @pytest.mark.parametrize("name", ["rounds", "open_round", "round_events", "deadlines", "membership"])
