@@ -61,8 +61,9 @@ def _one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
 class ModelConfig:
     """Which model a run trains.
 
-    name: `builtin:gpt`, or `entry:NAME`, an entry point of group `edit.models` that each peer's operator has allowed.
-    The sizes belong to `builtin:gpt`; `options` are handed to an entry point and are an error for a builtin.
+    name: `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
+    entry point of group `edit.models` that each peer's operator has allowed. layers, heads and width belong to `builtin:gpt`.
+    options: of the transformers configuration or for the entry point; an error for a builtin.
     """
 
     name: str = "builtin:gpt"
@@ -76,10 +77,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         kind, _, rest = self.name.partition(":")
         _require(
-            (kind == "builtin" and rest == "gpt") or (kind == "entry" and rest.isidentifier()),
+            (kind == "builtin" and rest == "gpt")
+            or (kind == "hf" and rest.isascii() and rest.replace("-", "_").isidentifier())
+            or (kind == "entry" and rest.isidentifier()),
             "model.name",
             self.name,
-            "must be builtin:gpt or entry:NAME",
+            "must be builtin:gpt, hf:MODEL_TYPE or entry:NAME",
         )
         for name, high in (("layers", 1024), ("heads", 1024), ("width", 65536), ("context", 1 << 20), ("vocabulary", 1 << 22)):
             _within(f"model.{name}", getattr(self, name), 1, high)
