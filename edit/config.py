@@ -34,6 +34,7 @@ __all__ = [
     "ServerConfig",
     "StorageConfig",
     "SyncConfig",
+    "build",
 ]
 
 CODECS = ("fp32", "bf16", "fp16", "int8")  # those of `edit.codecs`, whose import needs torch; a test holds them together
@@ -357,7 +358,7 @@ class RunConfig:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:
         """Build from nested mappings. Raises ConfigError for unknown keys, wrong types, bounds and ineffective keys."""
-        config = _build(cls, mapping, "")
+        config = build(cls, mapping, "")
         _reject_ineffective(config, mapping)
         return config
 
@@ -386,7 +387,7 @@ class RunConfig:
             raise ConfigError(f"configuration is not JSON: {error}") from error
         if not isinstance(mapping, dict):
             raise ConfigError("configuration must be a JSON object")
-        return _build(cls, mapping, "")
+        return build(cls, mapping, "")
 
     def to_json(self) -> str:
         """The configuration as peers receive it: everything but the server's own section."""
@@ -395,7 +396,11 @@ class RunConfig:
         return json.dumps(values, sort_keys=True)
 
 
-def _build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:
+def build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:
+    """A configuration dataclass from nested tables; prefix: stands before its fields in messages, as `sync.`.
+
+    Raises ConfigError for unknown keys and wrong types, and whatever the class itself raises.
+    """
     hints = typing.get_type_hints(cls)
     for key in mapping:
         if key not in hints:
@@ -410,7 +415,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: must be a table ([{name}]), not {type(value).__name__}")
-        return _build(typing.cast(type[Any], hint), value, f"{name}.")
+        return build(typing.cast(type[Any], hint), value, f"{name}.")
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{name}: must be a list of strings")
