@@ -1,0 +1,140 @@
+"""What a peer's checkpoint holds, and how a peer goes on from one: to the bit with the same number of ranks.
+
+Owns: the list of what training depends on, by name: parameters, buffers, the inner optimizer's state, random numbers, the data
+position, the EditWorker's own state. Must not know: files, when to save, rounds.
+
+Tensors of the replica (parameters, moments, outer parameters, residuals) are DTensors under their parameter's name, so that any
+number of ranks can take them up. Buffers and random states belong to a rank; another number of ranks takes rank 0's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from edit.ranks import Ranks
+from peers.checkpoint import Checkpoints, Saved
+from peers.data import Batches
+from peers.trainer import Trainer
+
+__all__ = ["Resumable", "Stateful"]
+
+_log = logging.getLogger("peers")
+
+
+class Stateful(Protocol):
+    """An EditWorker, as far as a checkpoint knows it: {"scalars": plain values, SECTION: {parameter name: tensor}}."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """The parts of a training whose state makes it what it is."""
+
+    trainer: Trainer
+    batches: Batches
+    worker: Stateful
+    ranks: Ranks
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Begin a checkpoint of the training as it stands. Changes nothing."""
+        state = self.worker.state_dict()
+        scalars = {"steps": self.trainer.steps, "data": self.batches.state(), "worker": state["scalars"]}
+        tensors = {f"worker/{section}/{name}": tensor for section, name, tensor in _sections(state)}
+        for name, parameter in self._trained().items():
+            tensors[f"model/{name}"] = parameter.detach()
+            kept = self.trainer.optimizer.state.get(parameter, {})
+            tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
+        own = self._of_this_rank()
+        tensors |= {f"rank/{self.ranks.rank}/{name}": tensor for name, tensor in own.items()}
+        checkpoints.save(tensors, scalars)
+
+    def load(self, checkpoints: Checkpoints, saved: Saved) -> None:
+        """Go on from `saved`; call before the worker is entered. Raises StorageError, ConfigError when it does not fit."""
+        rank = self.ranks.rank
+        if saved.ranks != self.ranks.size:
+            rank = 0
+            _log.info(
+                "%s was written by %d ranks and these are %d: random numbers and buffers are its rank 0's",
+                saved.path,
+                saved.ranks,
+                self.ranks.size,
+            )
+        self.batches.load(saved.scalars["data"])
+        parameters = self._trained()
+        own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}
+
+        def target(key: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+            kind, _, name = key.partition("/")
+            match kind:
+                case "rank":
+                    return own.get(key)
+                case "model":
+                    return parameters[name].detach()
+                case "worker":
+                    return _like(parameters.get(name.partition("/")[2]), size, dtype, torch.device("cpu"))
+            parameter = parameters[name.rpartition("/")[0]]
+            return _like(parameter, size, dtype, parameter.device)
+
+        tensors = checkpoints.load(saved, target)
+        self.trainer.steps = saved.scalars["steps"]
+        self._put_moments(tensors, parameters)
+        self.worker.load_state_dict(_worker_state(tensors, saved.scalars["worker"]))
+        torch.set_rng_state(own[f"rank/{rank}/random"])
+        if (random := own.get(f"rank/{rank}/random.cuda")) is not None:
+            torch.cuda.set_rng_state(random)
+
+    def _put_moments(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        state = self.trainer.optimizer.state
+        state.clear()
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind == "optimizer":
+                name, _, part = name.rpartition("/")
+                state[parameters[name]][part] = tensor
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What training changes; frozen parameters are as the model was built."""
+        return {name: parameter for name, parameter in self.trainer.model.named_parameters() if parameter.requires_grad}
+
+    def _of_this_rank(self) -> dict[str, Tensor]:
+        """Random states (copies) and persistent buffers (themselves, so that loading fills them)."""
+        model = self.trainer.model
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        kept = {f"buffer.{name}": tensor for name, tensor in model.state_dict().items() if name not in parameters}
+        kept["random"] = torch.get_rng_state()
+        if next(model.parameters()).device.type == "cuda":
+            kept["random.cuda"] = torch.cuda.get_rng_state()
+        return kept
+
+
+def _sections(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    for section, tensors in state.items():
+        if section != "scalars":
+            for name, tensor in tensors.items():
+                yield section, name, tensor
+
+
+def _worker_state(tensors: Mapping[str, Tensor], scalars: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {"scalars": scalars}
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind == "worker":
+            section, _, name = rest.partition("/")
+            state.setdefault(section, {})[name] = tensor
+    return state
+
+
+def _like(parameter: nn.Parameter | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor laid out over the ranks as `parameter` is, if it has its shape."""
+    if isinstance(parameter, DTensor) and parameter.shape == size:
+        return torch.zeros_like(parameter.detach(), dtype=dtype, device=device)
+    return torch.zeros(size, dtype=dtype, device=device)
