@@ -1,4 +1,4 @@
-"""DiLoCo and EDiT, naively: the test oracle. One fragment, fp32, plain operations, written from the papers alone.
+"""DiLoCo, EDiT, streaming and eager exchange, naively: the test oracle. fp32, plain operations, written from the papers alone.
 
 Owns: the rule in its most readable form. Must not know: the fast code it checks, codecs, carriers. Slow on purpose.
 """
@@ -6,13 +6,17 @@ Owns: the rule in its most readable form. Must not know: the fast code it checks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["Edit", "diloco", "nesterov"]
+__all__ = ["Edit", "Inner", "diloco", "nesterov", "streaming"]
+
+Inner = Callable[
+    [list[Tensor], int], list[Tensor]
+]  # (local fragments, inner step 1, 2, ...) -> local fragments after that step
 
 
 def nesterov(theta: Tensor, momentum: Tensor, merged: Tensor, lr: float, mu: float) -> tuple[Tensor, Tensor]:
@@ -87,3 +91,76 @@ class Edit:
         seen.mean = self.alpha * norm + (1 - self.alpha) * seen.mean
         deviation = norm - seen.mean / (1 - (1 - self.alpha) ** seen.count)
         seen.square = (1 - self.alpha) * seen.square + self.alpha * deviation**2
+
+
+def streaming(
+    theta: Sequence[Tensor],
+    inner: Mapping[str, Inner],
+    *,
+    every: int,
+    outer_steps: int,
+    groups: int = 1,
+    pattern: str = "strided",
+    delay: int = 0,
+    mix: str = "replay",
+    alpha: float = 0.5,
+    lr: float = 1.0,
+    mu: float = 0.0,
+) -> list[list[Tensor]]:
+    """Streaming DiLoCo (arXiv 2501.18512): the fragments of theta after each outer step. inner: every peer's own, by peer_id.
+
+    Every `every` / `groups` inner steps one group of fragments is merged. `delay` inner steps later, before anything else that
+    is due then, the peers take what became of it, by `mix`: `replace` their own, `lerp`: alpha of their own, or `replay` what
+    they did meanwhile onto it. `eager` (arXiv 2502.12996): replay, but meanwhile from an estimate of the outcome: the
+    fragment's last outer step over again, with one's own old share of it exchanged for the new one.
+    """
+    now, momenta = list(theta), [torch.zeros(()) for _ in theta]
+    local = {peer_id: list(theta) for peer_id in sorted(inner)}
+    went_on_from: dict[str, list[Tensor]] = {peer_id: list(theta) for peer_id in local}
+    last: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}  # by fragment: its last outer step, and the contributions to it
+    history: list[list[Tensor]] = []
+    due: list[int] = []
+    interval = every // groups
+    for step in range(1, outer_steps * interval + 1):
+        local = {peer_id: list(inner[peer_id](own, step)) for peer_id, own in local.items()}
+        if history and step == len(history) * interval + delay:
+            _take(due, now, local, went_on_from, mix, alpha)
+        if step % interval > 0:
+            continue
+        due = [i for i in range(len(now)) if _group(i, len(now), groups, pattern) == len(history) % groups]
+        for i in due:
+            before, at_send = now[i], {peer_id: own[i] for peer_id, own in local.items()}
+            for peer_id, own in local.items():
+                if mix == "eager" and i in last:
+                    moved, deltas = last[i]
+                    change = (before - own[i]) - deltas[peer_id]
+                    own[i] = before - moved - lr * (1 + mu) * change * (1 / len(local))
+                went_on_from[peer_id][i] = own[i]
+            now[i], momenta[i] = diloco(before, momenta[i], at_send, lr, mu)
+            last[i] = (before - now[i], {peer_id: before - sent for peer_id, sent in at_send.items()})
+        history.append(list(now))
+        if delay == 0:
+            _take(due, now, local, went_on_from, mix, alpha)
+    return history
+
+
+def _group(i: int, fragments: int, groups: int, pattern: str) -> int:
+    return i % groups if pattern == "strided" else i * groups // fragments
+
+
+def _take(
+    due: list[int],
+    theta: list[Tensor],
+    local: dict[str, list[Tensor]],
+    went_on_from: dict[str, list[Tensor]],
+    mix: str,
+    alpha: float,
+) -> None:
+    for peer_id, own in local.items():
+        for i in due:
+            if mix == "replace":
+                own[i] = theta[i]
+            elif mix == "lerp":
+                own[i] = alpha * own[i] + (1 - alpha) * theta[i]
+            else:
+                own[i] = theta[i] + (own[i] - went_on_from[peer_id][i])
