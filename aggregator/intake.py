@@ -1,7 +1,8 @@
 """Bytes of contributions on their way in: reassembled, checked, held in memory up to a bound, beyond it on disk.
 
-Owns: the slots, one per (peer_id, round_id, fragment_id), and the bound. Must not know: codecs, rounds, gRPC. The caller bounds
-the declared sizes. One thread at a time; chunks are small, so a write to disk is short.
+Owns: the slots, one per (peer_id, round_id, fragment_id, rank), and the bound. Must not know: codecs, rounds, which attempt
+counts (`aggregator.parts`), gRPC. The caller bounds the declared sizes. One thread at a time; chunks are small, so a write to
+disk is short.
 
 A slot reserves its whole size in memory when it is opened, or lies in a file from the start: what is held never exceeds
 `buffer_bytes`, whatever the number of peers. A payload that somebody still reads keeps its memory until the reader lets go.
@@ -15,22 +16,24 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from edit.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
 __all__ = ["Intake", "Slot"]
 
-Key = tuple[str, int, int]
+Key = tuple[str, int, int, int]
 Write = Callable[[int, memoryview, int], int]  # os.pwrite
 
 
 class Slot:
-    """One contribution's fragment on its way in: chunks in order, without gaps; what came already may come again."""
+    """One rank's part of a contribution on its way in: chunks in order, without gaps; what came already may come again."""
 
-    def __init__(self, key: Key, total_bytes: int, path: Path | None, write: Write, forget: Callable[[Slot], None]) -> None:
-        self.peer_id, self.round_id, self.fragment_id = key
+    def __init__(
+        self, key: Key, total_bytes: int, path: Path | None, write: Write, forget: Callable[[Slot, str], None]
+    ) -> None:
+        self.peer_id, self.round_id, self.fragment_id, self.rank = self.key = key
         self.total_bytes = total_bytes
         self._received = 0
-        self._dropped = False
+        self._dropped = ""
         self._path = path
         self._write = write
         self._forget = forget
@@ -54,10 +57,11 @@ class Slot:
         """Take one chunk; returns received_bytes. A chunk that is in already and equal has no effect.
 
         Raises RemoteProtocolError for a wrong checksum, a gap, an overlap, other bytes than before, or too many: the slot stays
-        as it was. Raises StorageError when the disk refuses: the slot is dropped, a retry begins anew.
+        as it was. Raises StorageError when the disk refuses: the slot is dropped, a retry begins anew. Raises StaleError when
+        it was dropped meanwhile.
         """
         if self._dropped:
-            raise RemoteProtocolError(f"{self}: its round is over")
+            raise StaleError(f"{self}: {self._dropped}")
         if zlib.crc32(data) != crc32:
             raise RemoteProtocolError(f"{self}: wrong checksum of the chunk at {offset}")
         end = offset + len(data)
@@ -83,7 +87,7 @@ class Slot:
         if not self.complete:
             raise LocalProtocolError(f"{self}: not complete")
         if self._dropped:
-            raise StorageError(f"{self}: dropped, its round is over")
+            raise StorageError(f"{self}: dropped, {self._dropped}")
         if self._path is None:
             return memoryview(self._memory)
         try:
@@ -94,9 +98,9 @@ class Slot:
         except OSError as error:
             raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
 
-    def drop(self) -> None:
+    def drop(self, reason: str) -> None:
         """Let go of the bytes; `Intake` calls it."""
-        self._dropped = True
+        self._dropped = reason
         self._memory = bytearray()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -128,11 +132,18 @@ class Slot:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self._forget(self)
+            self._forget(self, "the disk refused it")
             raise StorageError(f"{self._path}: cannot be written ({error.strerror})") from error
 
     def __str__(self) -> str:
-        return f"contribution of {self.peer_id} to round {self.round_id}, fragment {self.fragment_id}"
+        return _said(self.key)
+
+
+def _said(key: Key) -> str:
+    """The key in words."""
+    peer_id, round_id, fragment_id, rank = key
+    part = f", rank {rank}" if rank else ""
+    return f"contribution of {peer_id} to round {round_id}, fragment {fragment_id}{part}"
 
 
 class Intake:
@@ -157,12 +168,12 @@ class Intake:
         """Bytes that lie on disk now."""
         return sum(slot.received_bytes for slot in self._slots.values() if slot.spilled)
 
-    def open(self, peer_id: str, round_id: int, fragment_id: int, total_bytes: int) -> Slot:
+    def open(self, peer_id: str, round_id: int, fragment_id: int, total_bytes: int, rank: int = 0) -> Slot:
         """The slot of this key; the same one when it is open already: a retry goes on where the last attempt broke.
 
         Raises RemoteProtocolError when the size is not positive or not the one declared before, StorageError.
         """
-        key = (peer_id, round_id, fragment_id)
+        key = (peer_id, round_id, fragment_id, rank)
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = self._new_slot(key, total_bytes)
@@ -170,17 +181,16 @@ class Intake:
             raise RemoteProtocolError(f"{slot}: {total_bytes} bytes declared, {slot.total_bytes} before")
         return slot
 
-    def find(self, peer_id: str, round_id: int, fragment_id: int) -> Slot | None:
+    def find(self, peer_id: str, round_id: int, fragment_id: int, rank: int = 0) -> Slot | None:
         """The open slot of this key, or None."""
-        return self._slots.get((peer_id, round_id, fragment_id))
+        return self._slots.get((peer_id, round_id, fragment_id, rank))
 
-    def drop(self, slot: Slot) -> None:
-        """Forget one slot and free its bytes."""
-        key = (slot.peer_id, slot.round_id, slot.fragment_id)
-        if self._slots.get(key) is slot:
-            del self._slots[key]
+    def drop(self, slot: Slot, reason: str = "its round is over") -> None:
+        """Forget one slot and free its bytes; whoever still writes to it is told the reason."""
+        if self._slots.get(slot.key) is slot:
+            del self._slots[slot.key]
             self._held -= 0 if slot.spilled else slot.total_bytes
-            slot.drop()
+            slot.drop(reason)
 
     def drop_round(self, round_id: int) -> None:
         """Forget all slots of a round."""
@@ -199,9 +209,7 @@ class Intake:
 
     def _new_slot(self, key: Key, total_bytes: int) -> Slot:
         if total_bytes < 1:
-            raise RemoteProtocolError(
-                f"contribution of {key[0]} to round {key[1]}, fragment {key[2]}: {total_bytes} bytes declared"
-            )
+            raise RemoteProtocolError(f"{_said(key)}: {total_bytes} bytes declared")
         if self._held + total_bytes <= self._buffer_bytes:
             self._held += total_bytes
             return Slot(key, total_bytes, None, self._write, self.drop)

@@ -29,7 +29,7 @@ from edit.errors import EvictedError, RefusedError
 if TYPE_CHECKING:
     from editpb.messages import Heartbeat
 
-__all__ = ["Change", "Member", "MemberState", "Membership", "digest_mismatch"]
+__all__ = ["REPLACED", "Change", "Member", "MemberState", "Membership", "digest_mismatch"]
 
 REPLACED = "replaced by a newer connection of the same identity"
 

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 import grpc
 
 from aggregator.authority import Authority
-from aggregator.engine import Clock, Engine, Resources
+from aggregator.background import Background
+from aggregator.engine import Engine
 from aggregator.enrolment import EnrolmentService
 from aggregator.intake import Intake
 from aggregator.journal import Disk
 from aggregator.metrics import MetricsLog
+from aggregator.resources import Clock, Resources
 from aggregator.services import ControlService, DataService
 from aggregator.state_folder import StateFolder, write_atomic
 from aggregator.store import Store
@@ -77,7 +79,7 @@ class Coordinator:
             store=Store(folder.outer, config.storage, folder.run_id, disk),
             intake=Intake(config.storage.buffer_bytes, folder.spill),
             members=authority.members,
-            worker=worker,
+            background=Background(worker),
             metrics=MetricsLog(folder.metrics),
             clock=clock,
         )

@@ -73,7 +73,7 @@ class ControlService:
             try:
                 identity = _admit(self._engine, context, "peer")
                 hello = await self._hello(messages)
-                attendance = self._engine.attend(identity.peer_id, hello.schema) if hello.schema is not None else None
+                attendance = self._attendance(identity, hello)
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
                 return
@@ -95,6 +95,11 @@ class ControlService:
         if hello.run_id != self._engine.run_id:
             raise RefusedError(f"this is run {self._engine.run_id}, not {hello.run_id}")
         return hello
+
+    def _attendance(self, identity: Identity, hello: Hello) -> Attendance | None:
+        if hello.schema is None:
+            return None
+        return self._engine.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
 
     def _welcome(self, identity: Identity) -> Welcome:
         return Welcome(run_id=self._engine.run_id, peer_id=identity.peer_id, config_json=self._engine.config.to_json())
@@ -168,7 +173,7 @@ class DataService:
         self._engine = engine
 
     async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
-        """One fragment of a pseudo-gradient. Bad bytes are that peer's fault and touch nothing else."""
+        """One fragment of a pseudo-gradient, or a rank's part of it. Bad bytes are that peer's fault and touch nothing else."""
         async with _answering(context):
             identity = _admit(self._engine, context, "peer")
             first = await anext(parts, None)
@@ -178,58 +183,71 @@ class DataService:
             try:
                 return await self._receive(header, parts)
             except RemoteProtocolError as error:
-                self._engine.fault(header.peer_id, header.round_id, str(error))
+                self._engine.exchange.fault(header.peer_id, header.round_id, str(error))
                 raise
         raise AssertionError("unreachable: abort raises")
 
     def _header(self, identity: Identity, message: dpb.ContributionHeader) -> ContributionHeader:
-        header = convert.contribution_header_from_pb(message, self._engine.schema)
+        header = convert.contribution_header_from_pb(message, self._engine.downlink.schema)
+        self._engine.same_run(header.run_id)
         if header.peer_id != identity.peer_id:
             raise RefusedError(f"the certificate is {identity.peer_id}'s, the contribution says {header.peer_id}")
         return header
 
     async def _receive(self, header: ContributionHeader, parts: AsyncIterator[dpb.ContributePart]) -> dpb.ContributionReceipt:
-        slot = self._engine.offer(header)
+        slot = self._engine.exchange.offer(header)
         async for part in parts:
             if part.WhichOneof("kind") != "chunk":
                 raise RemoteProtocolError("after the header only chunks follow")
-            slot.write(part.chunk.offset, part.chunk.data, part.chunk.crc32)
+            if slot is not None:
+                slot.write(part.chunk.offset, part.chunk.data, part.chunk.crc32)
             self._engine.progress(header.peer_id)
+        if slot is None:
+            return dpb.ContributionReceipt(complete=True, received_bytes=header.total_bytes)
         if slot.complete:
-            await self._engine.arrived(header, slot)
+            await self._engine.exchange.arrived(header, slot)
         return dpb.ContributionReceipt(complete=slot.complete, received_bytes=slot.received_bytes)
 
     async def Probe(self, request: dpb.ContributionHeader, context: Context) -> dpb.ProbeReply:
         """How much of this contribution is here already: a broken stream resumes where it broke."""
         async with _answering(context):
             header = self._header(_admit(self._engine, context, "peer"), request)
-            slot = self._engine.offer(header)
+            try:
+                slot = self._engine.exchange.offer(header)
+            except RemoteProtocolError as error:
+                self._engine.exchange.fault(header.peer_id, header.round_id, str(error))
+                raise
+            if slot is None:
+                return dpb.ProbeReply(received_bytes=header.total_bytes, complete=True)
             return dpb.ProbeReply(received_bytes=slot.received_bytes, complete=slot.complete)
         raise AssertionError("unreachable: abort raises")
 
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
-        """One commit: the same bytes for everybody."""
+        """One commit, or what of it concerns a rank: the same bytes for whoever asks for the same boxes."""
         async with _answering(context):
             _admit(self._engine, context, "peer")
-            wanted = convert.update_request_from_pb(request, self._engine.schema)
-            commit = self._engine.update(wanted.run_id, wanted.outer_step)
-            yield dpb.UpdatePart(manifest=convert.update_manifest_to_pb(commit))
-            for fragment in commit.fragments:
-                if fragment.payload is not None:
-                    for chunk in make_chunks(fragment.payload.data, CHUNK_BYTES):
-                        yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk))
+            downlink = self._engine.downlink
+            wanted = convert.update_request_from_pb(request, downlink.schema)
+            self._engine.same_run(wanted.run_id)
+            commit = downlink.update(wanted.outer_step)
+            yield dpb.UpdatePart(manifest=convert.update_manifest_to_pb(commit, wanted.regions))
+            async for fragment_id, payload in downlink.payloads(commit, wanted):
+                for chunk in make_chunks(payload.data, CHUNK_BYTES):
+                    yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment_id, chunk=chunk))
 
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         async with _answering(context):
             _admit(self._engine, context, "peer", "observer", "operator")
-            return convert.snapshot_manifest_to_pb(self._engine.describe_snapshot(request.run_id))
+            self._engine.same_run(request.run_id)
+            return convert.snapshot_manifest_to_pb(self._engine.downlink.describe_snapshot())
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
         async with _answering(context):
             _admit(self._engine, context, "peer", "observer", "operator")
-            wanted = convert.snapshot_request_from_pb(request, self._engine.schema)
-            fragment = self._engine.snapshot_fragment(wanted)
+            wanted = convert.snapshot_request_from_pb(request, self._engine.downlink.schema)
+            self._engine.same_run(wanted.run_id)
+            fragment = await self._engine.downlink.snapshot_fragment(wanted)
             for chunk in make_chunks(fragment.numpy().data, CHUNK_BYTES, start=wanted.offset):
                 yield chunk
 

@@ -136,26 +136,33 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
     )
 
 
-def update_manifest_to_pb(commit: Commit) -> dpb.UpdateManifest:
-    """A commit without the bytes of its payloads; they follow in the same order."""
+def update_manifest_to_pb(commit: Commit, regions: Sequence[Region] | None = None) -> dpb.UpdateManifest:
+    """A commit without the bytes of its payloads; they follow in the same order.
+
+    regions: those of the request, one per fragment of the schema: the payloads are announced as they will be cut to them.
+    """
     return dpb.UpdateManifest(
         outer_step=commit.outer_step,
         round_id=commit.round_id,
         digest=commit.digest,
         reason=one_line(commit.reason),
-        fragments=[_fragment_update_to_pb(fragment) for fragment in commit.fragments],
+        fragments=[
+            _fragment_update_to_pb(fragment, regions[fragment.fragment_id] if regions is not None else None)
+            for fragment in commit.fragments
+        ],
     )
 
 
-def _fragment_update_to_pb(fragment: FragmentCommit) -> dpb.FragmentUpdate:
+def _fragment_update_to_pb(fragment: FragmentCommit, region: Region | None) -> dpb.FragmentUpdate:
     verdicts, payload = fragment_verdicts_to_pb(fragment), fragment.payload
     if payload is None:
         return dpb.FragmentUpdate(fragment_id=fragment.fragment_id, rollback=True, verdicts=verdicts)
+    numel = payload.numel if region is None else edit.codecs.cut_numel(payload.codec, region)
     return dpb.FragmentUpdate(
         fragment_id=fragment.fragment_id,
         codec=codec_to_pb(payload.codec),
-        numel=payload.numel,
-        total_bytes=memoryview(payload.data).nbytes,
+        numel=numel,
+        total_bytes=edit.codecs.codec(payload.codec).encoded_size(numel),
         verdicts=verdicts,
     )
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator.intake import Intake, Slot
-from edit.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
 DATA = bytes(range(256)) * 4
 
@@ -97,7 +97,7 @@ def test_an_incomplete_or_dropped_payload_is_not_read(intake: Intake) -> None:
     intake.drop(slot)
     with pytest.raises(StorageError, match="dropped, its round is over"):
         slot.payload()
-    with pytest.raises(RemoteProtocolError, match="its round is over"):
+    with pytest.raises(StaleError, match="its round is over"):
         put(slot, 0, DATA[:1])
 
 

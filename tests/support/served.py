@@ -19,8 +19,8 @@ from torch import Tensor
 
 from aggregator.authority import Authority
 from aggregator.certificates import key_pem, new_key
-from aggregator.engine import Clock
 from aggregator.journal import Disk
+from aggregator.resources import Clock
 from aggregator.server import Coordinator
 from aggregator.state_folder import StateFolder
 from edit.codecs import encode

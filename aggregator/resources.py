@@ -1,0 +1,35 @@
+"""What the coordinator works with: disk, buffers, worker, clock. Values only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aggregator.authority import Members
+from aggregator.background import Background
+from aggregator.intake import Intake
+from aggregator.metrics import MetricsLog
+from aggregator.store import Store
+
+__all__ = ["Clock", "Resources"]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Injected time. monotonic: seconds for leases and deadlines; unix: seconds since 1970 for people."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """store: the state on disk; intake: bytes on their way in; members: who may be here; background: the worker thread."""
+
+    store: Store
+    intake: Intake
+    members: Members
+    background: Background
+    metrics: MetricsLog
+    clock: Clock = field(default_factory=Clock)
