@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from edit.errors import LocalProtocolError, TransportError
 
-__all__ = ["Bridge", "Interrupted"]
+__all__ = ["SLICE_S", "Bridge", "Interrupted"]
 
 _T = TypeVar("_T")
 
@@ -53,9 +53,13 @@ class Bridge:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(2 * CLOSE_S)
 
+    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        """Run on the loop; the main thread waits for the result when it likes, or cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._open_loop())
+
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
         """Run on the loop and wait for the result. Raises what it raises, TransportError after `timeout` s, Interrupted."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._open_loop())
+        future = self.begin(coroutine)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while True:
@@ -118,12 +122,15 @@ class Bridge:
         """Allow waits again, so that a stopping process can still say goodbye."""
         self._interrupted = False
 
+    @property
+    def trouble(self) -> BaseException | None:
+        """What ends every wait of the main thread: `interrupt`, or the exception of a background task that failed."""
+        return Interrupted("asked to stop") if self._interrupted else self._failure
+
     def _raise_if_stopped(self) -> None:
         self._open_loop()
-        if self._interrupted:
-            raise Interrupted("asked to stop")
-        if self._failure is not None:
-            raise self._failure
+        if (trouble := self.trouble) is not None:
+            raise trouble
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

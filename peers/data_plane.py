@@ -13,13 +13,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
+import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
+from edit.boxes import Region
+from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.outer import combine
-from edit.records import Commit, Snapshot
-from edit.schema import FragmentSpec, Schema
+from edit.records import Snapshot
+from edit.schema import Schema
 from editpb import data_pb2, data_pb2_grpc
 from editpb.convert import (
     contribution_header_to_pb,
@@ -39,7 +41,6 @@ __all__ = ["DataPlane", "Wanted"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
-SNAPSHOT_TRIES = 5
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Part = TypeVar("_Part", bound=Message)
@@ -84,47 +85,43 @@ class DataPlane:
 
         await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted)
 
-    async def update(self, outer_step: int, schema: Schema, wanted: Wanted) -> Commit:
-        """The update that led to `outer_step`."""
+    async def update(self, assembly: UpdateAssembly, wanted: Wanted, arrived: Callable[[], None]) -> None:
+        """Complete `assembly`. arrived: called when its manifest is in, and each time one of its fragments is."""
 
-        async def attempt() -> Commit:
-            request = self._up(update_request_to_pb(UpdateRequest(self._run_id, outer_step)))
-            call = self._stub().FetchUpdate(request)
-            assembly: UpdateAssembly | None = None
+        async def attempt() -> None:
+            request = UpdateRequest(self._run_id, assembly.outer_step, assembly.missing)
+            call = self._stub().FetchUpdate(self._up(update_request_to_pb(request)))
+            begun = False
             try:
                 async for part in call:
-                    self._down(part)
-                    if assembly is None:
-                        assembly = UpdateAssembly(part, schema, outer_step)
-                    else:
-                        assembly.take(part)
+                    if begun and not assembly.take(self._down(part)):
+                        continue
+                    if not begun:
+                        assembly.begin(self._down(part))
+                        begun = True
+                    arrived()
             finally:
                 call.cancel()
-            if assembly is None:
-                raise RemoteProtocolError("an empty update")
-            return assembly.finish()
+            assembly.finish()
 
-        return await _retrying(f"update {outer_step}", attempt, wanted)
+        await _retrying(f"update {assembly.outer_step}", attempt, wanted)
 
-    async def snapshot(self, schema: Schema, wanted: Wanted) -> Snapshot:
-        """The outer parameters of the latest commit, verified against the hashes and the digest of their manifest."""
+    async def describe(self, schema: Schema, wanted: Wanted) -> SnapshotManifest:
+        """What the snapshot of the latest commit consists of."""
 
-        for _ in range(SNAPSHOT_TRIES):
-            manifest = await _retrying("snapshot", lambda: self._describe(schema), wanted)
-            try:
-                fragments = [await self._snapshot_fragment(manifest, fragment, wanted) for fragment in schema.fragments]
-            except StaleError as error:
-                _log.info("the snapshot of outer step %d is gone (%s); taking a newer one", manifest.outer_step, error)
-            else:
-                return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
-        raise TransportError("snapshots are gone before they are read; this link is too slow for the run")
+        async def attempt() -> SnapshotManifest:
+            request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
+            manifest = snapshot_manifest_from_pb(self._down(await self._stub().DescribeSnapshot(request)), schema)
+            if combine(manifest.fragment_hash) != manifest.digest:
+                raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
+            return manifest
 
-    async def _describe(self, schema: Schema) -> SnapshotManifest:
-        request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
-        manifest = snapshot_manifest_from_pb(self._down(await self._stub().DescribeSnapshot(request)), schema)
-        if combine(manifest.fragment_hash) != manifest.digest:
-            raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
-        return manifest
+        return await _retrying("snapshot", attempt, wanted)
+
+    async def snapshot(self, manifest: SnapshotManifest, regions: Sequence[Region], wanted: Wanted) -> Snapshot:
+        """The outer parameters of `manifest`: of each fragment this rank's region; whole ones are held against their hashes."""
+        fragments = [await self._snapshot_fragment(manifest, region, wanted) for region in regions]
+        return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
 
     async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
         """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""
@@ -142,12 +139,19 @@ class DataPlane:
 
         await _retrying("founding", attempt, wanted)
 
-    async def _snapshot_fragment(self, manifest: SnapshotManifest, fragment: FragmentSpec, wanted: Wanted) -> Tensor:
-        into = SnapshotFragment(fragment, manifest.fragment_hash[fragment.fragment_id])
+    async def _snapshot_fragment(self, manifest: SnapshotManifest, region: Region, wanted: Wanted) -> Tensor:
+        fragment = region.fragment
+        if region.numel == 0:
+            return torch.empty(0)
+        into = SnapshotFragment(region, manifest.fragment_hash[fragment.fragment_id])
 
         async def attempt() -> Tensor:
             request = SnapshotRequest(
-                run_id=self._run_id, outer_step=manifest.outer_step, fragment_id=fragment.fragment_id, offset=into.received
+                run_id=self._run_id,
+                outer_step=manifest.outer_step,
+                fragment_id=fragment.fragment_id,
+                offset=into.received,
+                boxes=None if region.is_whole else region.boxes,
             )
             call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)))
             try:

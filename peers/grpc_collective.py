@@ -1,7 +1,8 @@
-"""`edit.Collective` over gRPC: one peer's connection to a coordinator.
+"""`edit.Collective` over gRPC: one rank's connection to a coordinator. A peer of several ranks has one at each.
 
-Owns: how the parts (session, bridge, control and data connections, uplink) answer the five questions of the seam, and when the
-main thread waits. The main thread calls; the loop's thread does the I/O. Must not know: models, optimizers, files.
+Owns: how the parts (session, bridge, control and data connections, uplink, downlink, agreement) answer the five questions of
+the seam, and when the main thread waits. The main thread calls; the loop's thread does the I/O. Must not know: models,
+optimizers, files.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from edit.boxes import Region
 from edit.config import RunConfig
 from edit.errors import (
     ConfigError,
+    EditError,
     EvictedError,
     LocalProtocolError,
     RefusedError,
@@ -28,37 +31,51 @@ from edit.errors import (
     TransportError,
 )
 from edit.outer import digest as digest_of
+from edit.ranks import ALONE, Ranks
 from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
 from edit.schema import Schema
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader, Heartbeat, Hello, PeerState, RunPhase
+from peers.agreement import Agreement
 from peers.bridge import Bridge
 from peers.control import Attendance, Report
 from peers.data_plane import DataPlane
 from peers.dial import Dial, Traffic
+from peers.downlink import Downlink
 from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Session
-from peers.uplink import Uplink
+from peers.uplink import ATTEMPTS, Uplink
 
 __all__ = ["GrpcCollective"]
 
 SOFTWARE = "edit-localsgd 0.1.0"
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Entered:
     """What exists once `join` was called."""
 
-    schema: Schema
     attendance: Attendance
     uplink: Uplink
+    downlink: Downlink
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What rank 0 says of an outer step. round_id: the round to which it has contributed, or 0."""
+
+    decision: Decision
+    reason: str
+    round_id: int = 0
 
 
 class GrpcCollective:
-    """One peer's side of a run. Use inside an open `Bridge`; call `close` before the bridge ends, to say goodbye.
+    """One rank's side of a run. Use inside an open `Bridge`; call `close` before the bridge ends, to say goodbye.
 
-    clock: monotonic seconds; draw: random numbers in [0, 1), for the spread of reconnections.
+    All ranks of a replica make the same calls in the same order, but for `report`, `traffic`, `connected`, `interrupt` and
+    `close`. What rank 0 hears decides; what every rank must have is taken by all or by none.
+    lazy: commits come with their payloads still arriving; clock: monotonic seconds; draw: random numbers in [0, 1), for the
+    spread of reconnections.
     """
 
     def __init__(
@@ -67,15 +84,20 @@ class GrpcCollective:
         dial: Dial,
         identity: Identity,
         *,
+        ranks: Ranks = ALONE,
+        lazy: bool = False,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._bridge = bridge
         self._dial = dial
         self._identity = identity
+        self._ranks = ranks
+        self._lazy = lazy
         self._clock = clock
         self._draw = draw
         self._session = Session(draw, clock())
+        self._agreement = Agreement(bridge, ranks, lambda: bridge.read(self._trouble))
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic())
         self._data = DataPlane(dial, identity.run_id, self._report.traffic)
         self._entered: _Entered | None = None
@@ -93,34 +115,42 @@ class GrpcCollective:
         Raises RefusedError, EvictedError, ConfigError when this software does not understand the configuration.
         """
         session = Session(self._draw, self._clock())
-        attendance = self._attend(session, None, lambda: None)
-        welcome = self._wait(session, lambda: session.welcome)
-        self._bridge.call(attendance.goodbye("the configuration is read"))
-        try:
-            return RunConfig.from_json(welcome.config_json)
-        except ConfigError as error:
-            raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error
+        agreement = Agreement(self._bridge, self._ranks, lambda: self._bridge.trouble or _expulsion(session))
+        if self._ranks.leads:
+            attendance = self._attend(session, None, lambda: None)
+        welcome = agreement.decide(lambda: session.welcome)
+        agreement.led(lambda: attendance.goodbye("the configuration is read"))
+        return _understood(welcome.config_json)
 
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
-        """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way."""
+        """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.
+
+        Raises ConfigError when the ranks of this replica have different models.
+        """
         if self._entered is not None:
             raise LocalProtocolError("joined twice")
-        uplink = Uplink(self._bridge, self._session, self._data, lambda c, round_id: self._header(schema, c, round_id))
-        attendance = self._attend(self._session, schema, uplink.advance)
-        self._entered = _Entered(schema=schema, attendance=attendance, uplink=uplink)
+        self._ranks.same("the model (its schema)", schema.schema_hash)
+        uplink, held = self._new_uplink(schema), [Region(each) for each in schema.fragments] if regions is None else regions
+        self._entered = _Entered(
+            attendance=self._attend(self._session, schema, lambda: self._bridge.change(uplink.advance)),
+            uplink=uplink,
+            downlink=Downlink(self._bridge, self._data, self._agreement, schema, held, self._online),
+        )
         self._found_or_wait(schema, found)
+        welcome = self._agreement.decide(lambda: self._session.welcome)
+        self._entered.downlink.configure(_understood(welcome.config_json).sync)
         snapshot = self._first_snapshot()
         self.report(Heartbeat(state=PeerState.TRAINING, outer_step=snapshot.outer_step, digest=snapshot.digest))
-        self._wait(self._session, lambda: self._session.under_way or None)
+        self._agreement.decide(lambda: self._session.under_way or None)
         return snapshot
 
     def _attend(self, session: Session, schema: Schema | None, changed: Callable[[], None]) -> Attendance:
-        hello = Hello(run_id=self._identity.run_id, schema=schema, software=SOFTWARE)
+        identity, ranks = self._identity, self._ranks
         attendance = Attendance(
             dial=self._dial,
             session=session,
             bridge=self._bridge,
-            hello=hello,
+            hello=Hello(run_id=identity.run_id, schema=schema, software=SOFTWARE, rank=ranks.rank, ranks=ranks.size),
             report=self._report,
             changed=changed,
             clock=self._clock,
@@ -128,20 +158,34 @@ class GrpcCollective:
         self._bridge.spawn(attendance.run())
         return attendance
 
+    def _new_uplink(self, schema: Schema) -> Uplink:
+        started_ms = self._ranks.lead(lambda: time.time_ns() // 10**6)
+        return Uplink(
+            self._bridge,
+            self._session,
+            self._data,
+            lambda contribution, round_id, attempt: self._header(schema, contribution, round_id, attempt),
+            attempt=started_ms * ATTEMPTS,
+            follows=not self._ranks.leads,
+        )
+
     def _found_or_wait(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> None:
         """Until the run has parameters. Sends this peer's own each time it is newly asked to."""
         answered = NEVER
-        while (asked := self._asked_to_found(answered)) is not HAS_PARAMETERS:
-            theta = list(found())
+        while (asked := self._asked_to_found(answered)) != HAS_PARAMETERS:
+            send = partial(self._found, schema, list(found()))
             try:
-                self._bridge.call(self._data.found(schema, theta, digest_of(theta), self._online))
+                self._agreement.led(send)
                 answered = asked.settled()
             except (StaleError, TransportError, RefusedError) as error:
                 _log.info("founding: %s", error)  # a view will tell who founds the run now
                 answered = asked
 
+    def _found(self, schema: Schema, theta: Sequence[Tensor]) -> Coroutine[Any, Any, None]:
+        return self._data.found(schema, theta, digest_of(theta), self._online)
+
     def _asked_to_found(self, answered: Asked) -> Asked:
-        return self._wait(self._session, lambda: self._session.founding(answered))
+        return self._agreement.decide(lambda: self._session.founding(answered))
 
     def _first_snapshot(self) -> Snapshot:
         while True:
@@ -149,12 +193,13 @@ class GrpcCollective:
                 return self.snapshot()
             except TransportError as error:
                 _log.info("%s; waiting for the coordinator", error)
-                self._wait(self._session, lambda: self._session.view)
+                self._agreement.decide(lambda: self._session.view)
 
     # ---- the rounds ------------------------------------------------------------------------------------------------------
 
     def contribute(self, contribution: Contribution) -> None:
-        """See `Collective.contribute`: queued, sent once a round for its outer step is open."""
+        """See `Collective.contribute`: queued, sent once a round for its outer step is open. Not agreed on: a rank that owns
+        nothing of a fragment need not call it."""
         uplink = self._inside().uplink
         self._stands_at(contribution.outer_step)
         self._bridge.change(lambda: uplink.add(contribution))
@@ -166,65 +211,77 @@ class GrpcCollective:
 
         What was never sent is not in doubt: cut off, it is withdrawn and Aborted. Raises RefusedError, Interrupted.
         """
-        decision, reason = self._decision(outer_step, block)
-        outcome = self._act(decision, reason, outer_step)
+        word = _Word(Decision.EVICTED, "")
+        try:
+            word = self._decision(outer_step, block)
+            outcome = self._act(word, outer_step)
+        except EvictedError as error:
+            outcome = Evicted(str(error))
         if outcome is not None:
-            self._bridge.change(self._inside().uplink.drop)
-            self._bridge.post(lambda: self._bridge.change(self._inside().uplink.advance))
-            self._set_state(PeerState.TRAINING)
+            self._settle(word.round_id, fetched=isinstance(outcome, Committed))
         return outcome
 
     def snapshot(self) -> Snapshot:
         """See `Collective.snapshot`. Raises TransportError also when what arrived was damaged again and again."""
-        schema = self._inside().schema
-        try:
-            snapshot = self._bridge.call(self._data.snapshot(schema, self._online))
-        except (RemoteProtocolError, StaleError) as error:
-            raise TransportError(f"no snapshot: {error}") from error
+        snapshot = self._inside().downlink.snapshot()
         self._bridge.change(self._session.healed)
         return snapshot
 
-    def _decision(self, outer_step: int, block: bool) -> tuple[Decision, str]:
+    def _decision(self, outer_step: int, block: bool) -> _Word:
+        if not block:
+            return self._agreement.ask(lambda: self._word(outer_step))
+
+        def look() -> _Word | None:
+            word = self._word(outer_step)
+            return None if word.decision is Decision.WAIT else word
+
+        return self._agreement.decide(look)
+
+    def _word(self, outer_step: int) -> _Word:
+        """Rank 0's own view of the matter (under the lock)."""
         uplink = self._inside().uplink
+        round_id = uplink.round_of(outer_step)
+        decision, reason = self._session.decide(outer_step, round_id, self._clock())
+        if decision is Decision.CUT_OFF and uplink.withdraw(outer_step):
+            return _Word(Decision.ABORTED, f"{reason}; nothing was sent")
+        return _Word(decision, reason, round_id)
 
-        def look() -> tuple[Decision, str] | None:
-            self._raise_if_refused()
-            decision, reason = self._session.decide(outer_step, uplink.round_of(outer_step), self._clock())
-            if decision is Decision.CUT_OFF and uplink.withdraw(outer_step):
-                return Decision.ABORTED, f"{reason}; nothing was sent"
-            return None if block and decision is Decision.WAIT else (decision, reason)
-
-        answer = self._bridge.wait(look)
-        assert answer is not None  # without a timeout `wait` returns what it waited for
-        return answer
-
-    def _act(self, decision: Decision, reason: str, outer_step: int) -> Outcome | None:
-        match decision:
+    def _act(self, word: _Word, outer_step: int) -> Outcome | None:
+        match word.decision:
             case Decision.COMMITTED:
                 return self._fetch(outer_step + 1)
             case Decision.ABORTED:
-                return Aborted(reason)
+                return Aborted(word.reason)
             case Decision.BEHIND:
-                return Behind(reason)
+                return Behind(word.reason)
             case Decision.FINISHED:
                 return Finished(outer_step)
             case Decision.EVICTED:
-                return Evicted(reason)
+                return Evicted(word.reason)
             case Decision.REFUSED:
-                raise RefusedError(reason)
+                raise RefusedError(word.reason)
         return None
 
     def _fetch(self, outer_step: int) -> Committed | Behind | None:
-        """The update that led to `outer_step`; None: cut off meanwhile, so ask again."""
+        """Every rank's part of the update that led to `outer_step`; None: one was cut off meanwhile, so ask again."""
+        downlink = self._inside().downlink
         try:
-            return Committed(self._bridge.call(self._data.update(outer_step, self._inside().schema, self._online)))
+            return downlink.begun(outer_step) if self._lazy else downlink.whole(outer_step)
         except TransportError as error:
             _log.info("%s", error)
             return None
         except (StaleError, RemoteProtocolError) as error:
             return Behind(f"update {outer_step}: {error}")
 
-    def _header(self, schema: Schema, contribution: Contribution, round_id: int) -> ContributionHeader:
+    def _settle(self, round_id: int, *, fetched: bool) -> None:
+        """All ranks have the same answer: the attempt is over. round_id: the round that rank 0 had contributed to."""
+        entered = self._inside()
+        self._bridge.change(lambda: entered.uplink.settle(round_id))
+        self._bridge.post(lambda: self._bridge.change(entered.uplink.advance))
+        (entered.downlink.settle if fetched else entered.downlink.abandon)()
+        self._set_state(PeerState.TRAINING)
+
+    def _header(self, schema: Schema, contribution: Contribution, round_id: int, attempt: int) -> ContributionHeader:
         payload = contribution.payload
         return ContributionHeader(
             run_id=self._identity.run_id,
@@ -238,6 +295,9 @@ class GrpcCollective:
             codec=payload.codec,
             numel=payload.numel,
             total_bytes=memoryview(payload.data).nbytes,
+            rank=self._ranks.rank,
+            attempt=attempt,
+            boxes=contribution.boxes,
         )
 
     # ---- reporting and leaving -------------------------------------------------------------------------------------------
@@ -262,7 +322,7 @@ class GrpcCollective:
                 return False
             return last.outer_step == outer_step or self._session.cut_off(self._clock())
 
-        return self._bridge.read(look)
+        return self._agreement.flag(look)
 
     @property
     def traffic(self) -> Traffic:
@@ -270,8 +330,9 @@ class GrpcCollective:
         return self._report.traffic
 
     def check(self) -> None:
-        """Raises EvictedError or RefusedError when the coordinator has expelled this peer, Interrupted when asked to stop."""
-        self._wait(self._session, lambda: True)
+        """Raises EvictedError or RefusedError when the coordinator has expelled this peer, Interrupted when asked to stop: so
+        for any rank, at every rank."""
+        self._agreement.check()
 
     def interrupt(self) -> None:
         """End the main thread's waits with Interrupted; for signal handlers."""
@@ -294,22 +355,9 @@ class GrpcCollective:
     def _online(self) -> bool:
         return not self._bridge.read(lambda: self._session.cut_off(self._clock()))
 
-    def _wait(self, session: Session, look: Callable[[], _T | None]) -> _T:
-        """Wait until `look` gives a value. Raises EvictedError, RefusedError, Interrupted."""
-
-        def guarded() -> _T | None:
-            if session.expel is not None:
-                raise (EvictedError if session.expel.evicted else RefusedError)(session.expel.reason)
-            self._raise_if_refused()
-            return look()
-
-        answer = self._bridge.wait(guarded)
-        assert answer is not None  # without a timeout `wait` returns what it waited for
-        return answer
-
-    def _raise_if_refused(self) -> None:
-        if self._entered is not None and self._entered.uplink.refused is not None:
-            raise self._entered.uplink.refused
+    def _trouble(self) -> BaseException | None:
+        refused = None if self._entered is None else self._entered.uplink.refused
+        return self._bridge.trouble or _expulsion(self._session) or refused
 
     def _stands_at(self, outer_step: int) -> None:
         """A caller that reports nothing itself is where its contribution says it is; or nobody would wait for it."""
@@ -322,3 +370,17 @@ class GrpcCollective:
 
 def _headline(heartbeat: Heartbeat) -> tuple[PeerState, int, str]:
     return heartbeat.state, heartbeat.outer_step, heartbeat.digest
+
+
+def _expulsion(session: Session) -> EditError | None:
+    """Why the coordinator has done with this rank, if it has."""
+    if (expel := session.expel) is None:
+        return None
+    return (EvictedError if expel.evicted else RefusedError)(expel.reason)
+
+
+def _understood(config_json: str) -> RunConfig:
+    try:
+        return RunConfig.from_json(config_json)
+    except ConfigError as error:
+        raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error

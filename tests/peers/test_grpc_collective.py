@@ -145,7 +145,7 @@ def test_a_round_commits_and_the_update_is_what_the_coordinator_applied() -> Non
         assert digest(after) == outcome.commit.digest
         verdict = outcome.commit.fragments[1].verdict_of("a")
         assert verdict is not None and verdict.weight == 1.0
-        header = fake.headers[FIRST_ROUND, 1]
+        header = fake.headers[FIRST_ROUND, 1, 0]
         assert (header.inner_steps, header.tokens, header.total_bytes) == (5, 50, 4 * LARGE[1])
         assert peer.collective.traffic.sent > 4 * sum(LARGE)
 
@@ -158,7 +158,7 @@ def test_an_aborted_round_is_tried_again_under_a_new_one() -> None:
         fake.script = FakeCoordinator.commit
         peer.contribute(vectors(SMALL, 2))
         assert isinstance(peer.ask(), Committed)
-        assert (FIRST_ROUND + 1, 0) in fake.headers
+        assert (FIRST_ROUND + 1, 0, 0) in fake.headers
 
 
 def test_contributions_wait_for_an_open_round() -> None:
@@ -192,8 +192,8 @@ def test_a_peer_that_comes_late_gets_the_update_without_its_own_verdict() -> Non
 
 def _other_peer_commits(fake: FakeCoordinator, payloads: Sequence[EncodedTensor]) -> None:
     for i in range(len(fake.schema.fragments)):
-        key = fake.view.round_id, i
-        fake.headers[key] = dataclasses.replace(fake.headers[FIRST_ROUND, i], peer_id="b")
+        key = fake.view.round_id, i, 0
+        fake.headers[key] = dataclasses.replace(fake.headers[FIRST_ROUND, i, 0], peer_id="b")
         fake.received[key] = bytearray(payloads[i].data)
     fake.commit()
 
@@ -347,7 +347,7 @@ def test_in_doubt_while_the_coordinator_is_down_then_aborted_by_its_restart() ->
         fake.script = FakeCoordinator.commit
         peer.contribute(vectors(SMALL, 1))
         assert isinstance(peer.ask(), Committed)
-        assert (2_000_001, 0) in fake.headers
+        assert (2_000_001, 0, 0) in fake.headers
 
 
 def test_cut_off_with_nothing_sent_is_a_lost_round_not_a_doubt() -> None:

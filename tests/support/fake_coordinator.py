@@ -17,8 +17,10 @@ import grpc
 import torch
 from torch import Tensor
 
+from edit.boxes import Region, partition_fault
+from edit.codecs import cut
 from edit.config import RunConfig
-from edit.merge import measure
+from edit.merge import Part, measure, whole_norm
 from edit.outer import digest, fragment_hash
 from edit.outer_state import Measured, OuterState
 from edit.records import Commit, EncodedTensor
@@ -30,7 +32,9 @@ from editpb.convert import (
     make_chunks,
     peer_message_from_pb,
     snapshot_manifest_to_pb,
+    snapshot_request_from_pb,
     update_manifest_to_pb,
+    update_request_from_pb,
 )
 from editpb.messages import (
     ContributionHeader,
@@ -47,6 +51,7 @@ from peers.bridge import Bridge
 
 RUN_ID = "run-0a1b2c3d"
 FIRST_ROUND = 1_000_001
+Slot = tuple[int, int, int]  # round_id, fragment_id, rank
 
 
 class FakeCoordinator:
@@ -59,7 +64,9 @@ class FakeCoordinator:
         self.peer_id = peer_id
         self.state = None if theta is None else OuterState(schema, config, theta)
         phase = RunPhase.FOUNDING if theta is None else RunPhase.COLLECTING
-        self.view = View(sequence=1, phase=phase, round_id=0 if theta is None else FIRST_ROUND, digest=self._digest())
+        self.view = View(
+            sequence=1, phase=phase, round_id=0 if theta is None else FIRST_ROUND, digest=self._digest(), found=theta is None
+        )
         self.script: Callable[[FakeCoordinator], None] = lambda fake: None
         self.on_heartbeat: Callable[[FakeCoordinator, Heartbeat], None] = lambda fake, beat: None
         self.updates: dict[int, Commit] = {}
@@ -68,8 +75,9 @@ class FakeCoordinator:
         self.goodbyes: list[str] = []
         self.founded: list[Tensor] = []
         self.expel: Expel | None = None
-        self.received: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)
-        self.headers: dict[tuple[int, int], ContributionHeader] = {}
+        self.received: defaultdict[Slot, bytearray] = defaultdict(bytearray)
+        self.offered: dict[Slot, ContributionHeader] = {}
+        self.headers: dict[Slot, ContributionHeader] = {}  # of those that are complete
         self.starts: list[int] = []  # offsets at which contribution and snapshot streams began
         self.break_contribution_after: list[int] = []  # bytes after which the next streams break
         self.break_snapshot_after: list[int] = []
@@ -78,6 +86,9 @@ class FakeCoordinator:
         self.damage_updates = 0
         self.damage_snapshots = 0
         self.lose_snapshots = 0
+        self.break_updates_after: list[int] = []  # fragments after which a stream breaks, once each
+        self.asked_for: list[Sequence[Region] | None] = []  # in FetchUpdate
+        self._gates: dict[int, asyncio.Event] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.port = 0
         self._credentials: grpc.ServerCredentials | None = None
@@ -111,13 +122,26 @@ class FakeCoordinator:
         """Wait until `look(self)` is true. Fails the test after ten seconds."""
         assert self.bridge.wait(lambda: look(self) or None, timeout=10) is not None, "the fake coordinator waited in vain"
 
+    def hold_update(self, fragment_id: int) -> None:
+        """Updates stop before this fragment until it is released."""
+        self._gates[fragment_id] = asyncio.Event()
+
+    def release_update(self, fragment_id: int) -> None:
+        """Let the held updates go on."""
+        self.bridge.post(self._gates.pop(fragment_id).set)
+
+    async def gate(self, fragment_id: int) -> None:
+        """Wait while this fragment is held (loop's thread)."""
+        if fragment_id in self._gates:
+            await self._gates[fragment_id].wait()
+
     # ---- what scripts do (under the lock) --------------------------------------------------------------------------------
 
     def commit(self, reason: str = "all in") -> None:
         """Merge the open round's contributions for real, publish, open the next round."""
         state, round_id = self.state, self.view.round_id
         assert state is not None
-        staged = [state.stage(state.reduce(i, [self._measured(round_id, i)])) for i in range(len(self.schema.fragments))]
+        staged = [state.stage(state.reduce(i, [self._measured(round_id, i)])) for i in state.due]
         done = state.commit(round_id, reason, staged)
         self.updates[done.outer_step] = done
         self.change_view(
@@ -149,15 +173,26 @@ class FakeCoordinator:
         for event in self._changed:
             event.set()
 
+    def _parts(self, round_id: int, fragment_id: int) -> list[tuple[ContributionHeader, Region, EncodedTensor]]:
+        """By rank, of the newest attempt."""
+        fragment = self.schema.fragments[fragment_id]
+        slots = [slot for slot in sorted(self.headers) if slot[:2] == (round_id, fragment_id)]
+        newest = max((self.headers[slot].attempt for slot in slots), default=0)
+        return [
+            (header, Region(fragment, header.boxes), EncodedTensor(header.codec, header.numel, self.received[slot]))
+            for slot in slots
+            if (header := self.headers[slot]).attempt == newest
+        ]
+
     def _measured(self, round_id: int, fragment_id: int) -> Measured:
-        header = self.headers[round_id, fragment_id]
-        payload = EncodedTensor(header.codec, header.numel, self.received[round_id, fragment_id])
+        parts = self._parts(round_id, fragment_id)
+        header = parts[0][0]
         return Measured(
             peer_id=header.peer_id,
             inner_steps=header.inner_steps,
             tokens=header.tokens,
-            norm=measure(payload),
-            payload=payload,
+            norm=whole_norm(measure(payload) for _, _, payload in parts),
+            payload=tuple(Part(region, payload) for _, region, payload in parts),
         )
 
     async def _start(self) -> int:
@@ -175,10 +210,11 @@ class FakeCoordinator:
             self._server = None
 
     def complete(self, round_id: int) -> bool:
-        """Whether every fragment of a round is in."""
+        """Whether every due fragment of a round is in, all parts of one attempt."""
+        assert self.state is not None
         return all(
-            (round_id, i) in self.headers and len(self.received[round_id, i]) == self.headers[round_id, i].total_bytes
-            for i in range(len(self.schema.fragments))
+            partition_fault(self.schema.fragments[i], [region.boxes for _, region, _ in self._parts(round_id, i)]) is None
+            for i in self.state.due
         )
 
 
@@ -195,7 +231,7 @@ class _Control(control_pb2_grpc.ControlServicer):
         if fake.refuse_attendance:
             await context.abort(*fake.refuse_attendance.pop(0))
         fake.bridge.change(lambda: fake.hellos.append(hello))
-        found = hello.schema is not None and fake.state is None
+        found = hello.schema is not None and fake.state is None and hello.rank == 0
         welcome = Welcome(run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), found=found)
         yield coordinator_message_to_pb(welcome)
         if hello.schema is None:
@@ -242,28 +278,43 @@ class _Data(data_pb2_grpc.DataServicer):
         header = contribution_header_from_pb((await anext(requests)).header, fake.schema)
         if fake.refuse_contributions:
             await context.abort(*fake.refuse_contributions.pop(0))
-        key = header.round_id, header.fragment_id
+        slot = header.round_id, header.fragment_id, header.rank
         if header.round_id != fake.view.round_id or header.outer_step != fake.view.outer_step:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"round {header.round_id} is closed")
-        into, limit = fake.received[key], fake.break_contribution_after.pop(0) if fake.break_contribution_after else None
+        if not fake.bridge.change(lambda: self._offer(slot, header)):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer attempt is on its way")
+        into, limit = fake.received[slot], fake.break_contribution_after.pop(0) if fake.break_contribution_after else None
         fake.bridge.change(lambda: fake.starts.append(len(into)))
         async for part in requests:
             assert part.chunk.offset == len(into)
             into += part.chunk.data
             if limit is not None and len(into) >= limit:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-        fake.bridge.change(lambda: self._contributed(key, header))
+        fake.bridge.change(lambda: self._contributed(slot, header))
         return data_pb2.ContributionReceipt(complete=len(into) == header.total_bytes, received_bytes=len(into))
 
-    def _contributed(self, key: tuple[int, int], header: ContributionHeader) -> None:
+    def _offer(self, slot: Slot, header: ContributionHeader) -> bool:
+        """Whether this attempt is the newest; what an older one left is thrown away."""
+        fake, before = self._fake, self._fake.offered.get(slot, header)
+        if header.attempt < before.attempt:
+            return False
+        if header.attempt > before.attempt:
+            fake.headers.pop(slot, None)
+            fake.received[slot] = bytearray()
+        fake.offered[slot] = header
+        return True
+
+    def _contributed(self, slot: Slot, header: ContributionHeader) -> None:
         fake = self._fake
-        fake.headers[key] = header
-        if fake.complete(header.round_id):
+        if fake.offered[slot].attempt != header.attempt:
+            return
+        fake.headers[slot] = header
+        if slot[0] == fake.view.round_id and fake.complete(header.round_id):
             fake.script(fake)
 
     async def Probe(self, request: data_pb2.ContributionHeader, context: grpc.aio.ServicerContext) -> data_pb2.ProbeReply:
         self._fake.calls["Probe"] += 1
-        held = len(self._fake.received[request.round_id, request.fragment_id])
+        held = len(self._fake.received[request.round_id, request.fragment_id, request.rank])
         return data_pb2.ProbeReply(received_bytes=held, complete=held == request.total_bytes)
 
     async def FetchUpdate(
@@ -275,13 +326,20 @@ class _Data(data_pb2_grpc.DataServicer):
         if commit is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
             return
+        regions = update_request_from_pb(request, fake.schema).regions
+        commit = _cut(commit, regions) if regions is not None else commit
+        fake.asked_for.append(regions)
         yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
         for fragment in commit.fragments:
+            await fake.gate(fragment.fragment_id)
             for chunk in make_chunks(fragment.payload.data if fragment.payload is not None else b""):
                 if fake.damage_updates > 0:
                     fake.damage_updates -= 1
                     chunk = _damaged(chunk)
                 yield data_pb2.UpdatePart(chunk=data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk))
+            if fragment.fragment_id in fake.break_updates_after:
+                fake.break_updates_after.remove(fragment.fragment_id)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
 
     async def DescribeSnapshot(
         self, request: data_pb2.SnapshotManifestRequest, context: grpc.aio.ServicerContext
@@ -309,7 +367,9 @@ class _Data(data_pb2_grpc.DataServicer):
         fake.starts.append(request.offset)
         assert fake.state is not None
         sent, limit = 0, fake.break_snapshot_after.pop(0) if fake.break_snapshot_after else None
-        for chunk in make_chunks(fake.state.theta[request.fragment_id].numpy().data, 1024, start=request.offset):
+        wanted = snapshot_request_from_pb(request, fake.schema)
+        part = Region(fake.schema.fragments[wanted.fragment_id], wanted.boxes).take(fake.state.theta[wanted.fragment_id])
+        for chunk in make_chunks(part.numpy().data, 1024, start=wanted.offset):
             if limit is not None and sent >= limit:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
             if fake.damage_snapshots > 0:
@@ -335,7 +395,17 @@ class _Data(data_pb2_grpc.DataServicer):
         fake.founded = [torch.frombuffer(each, dtype=torch.float32) for each in data]
         assert digest(fake.founded) == claimed
         fake.state = OuterState(fake.schema, fake.config, fake.founded)
-        fake.change_view(phase=RunPhase.GATHERING, digest=fake.state.digest)
+        fake.change_view(phase=RunPhase.GATHERING, digest=fake.state.digest, found=False)
+
+
+def _cut(commit: Commit, regions: Sequence[Region]) -> Commit:
+    return dataclasses.replace(
+        commit,
+        fragments=tuple(
+            dataclasses.replace(part, payload=part.payload and cut(part.payload, regions[part.fragment_id]))
+            for part in commit.fragments
+        ),
+    )
 
 
 def _damaged(chunk: tensors_pb2.Chunk) -> tensors_pb2.Chunk:
