@@ -1,7 +1,8 @@
 """Which module a run's `[model]` section means on this peer.
 
-Owns: the built-in names and the gate before entry points. Model code never comes over the wire: a run may only NAME an entry
-point of group `edit.models` that this peer's operator installed and allowed. Must not know: training, data, the network.
+Owns: the choice among built-in, `hf:` and entry point, and the gate before entry points. Model code never comes over the wire:
+a run may only NAME a class of transformers, or an entry point of group `edit.models` that this peer's operator installed and
+allowed. Must not know: training, data, the network.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from edit.config import ModelConfig
 from edit.errors import ConfigError
+from peers import hf
 from peers.gpt import GPT
 
 __all__ = ["GROUP", "build"]
@@ -23,17 +26,28 @@ GROUP = "edit.models"
 
 
 def build(
-    config: ModelConfig, seed: int, allowed_entry_points: frozenset[str], installed: Iterable[EntryPoint] | None = None
+    config: ModelConfig,
+    seed: int,
+    allowed_entry_points: frozenset[str],
+    installed: Iterable[EntryPoint] | None = None,
+    *,
+    folder: Path | None = None,
 ) -> nn.Module:
     """The run's model with initial values that follow from `seed`, on the CPU.
 
     An entry point is called with one mapping: `model.options`, and `context` and `vocabulary` of the run. It returns an
     nn.Module whose forward(tokens, targets), both (B, T) int64, gives the mean loss as a scalar. installed: the entry points to
-    choose from; by default those of this environment, looked up only for a run that names one.
+    choose from; by default those of this environment, looked up only for a run that names one. folder: of an `hf:` model, see
+    `peers.hf`.
 
-    Raises ConfigError when the entry point is not allowed here, not installed, ambiguous, cannot be loaded, or is no model.
+    Raises ConfigError when the entry point is not allowed here, not installed, ambiguous, cannot be loaded, or is no model; and
+    for an `hf:` model that transformers does not have, whose options are wrong, or that `folder` contradicts.
     """
     kind, _, name = config.name.partition(":")
+    if kind == "hf":
+        return hf.build(config, seed, folder)
+    if folder is not None:
+        raise ConfigError(f'--model-folder has no effect: the run trains "{config.name}", not hf:MODEL_TYPE')
     if kind == "builtin":
         return GPT(config, seed)
     if name not in allowed_entry_points:
