@@ -45,7 +45,11 @@ class Arriving(Protocol):
     """An encoded tensor that is still on its way."""
 
     def wait(self) -> EncodedTensor:
-        """Block until all of it is here. Raises TransportError when cut off, RemoteProtocolError when it is bad."""
+        """Block until all of it is here. Raises TransportError when cut off, RemoteProtocolError when it is bad.
+
+        All ranks of a replica wait for the same fragments in the same order, also where their own part is empty; they get the
+        same answer: all parts are here, or the same error at all. After a TransportError it may be called again.
+        """
         ...
 
 
