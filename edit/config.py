@@ -354,6 +354,9 @@ class RunConfig:
             "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'",
         )
         _within("seed", self.seed, 0, 2**63 - 1)
+        if self.sync.mode == "eager":  # which foresees an outer step, so it must be linear in the pseudo-gradient
+            rule = 'must be one of sgd, nesterov with sync.mode = "eager"'
+            _require(self.outer.optimizer in ("sgd", "nesterov"), "outer.optimizer", self.outer.optimizer, rule)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:

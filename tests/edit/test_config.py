@@ -48,7 +48,10 @@ def test_values_arrive(tmp_path: Path) -> None:
     [
         ({"snyc": {}}, "snyc: unknown key; did you mean sync?"),
         ({"sync": {"evry": 3}}, "sync.evry: unknown key; did you mean sync.every?"),
-        ({"sync": {"zzz": 3}}, "sync.zzz: unknown key; known keys: every, outer_steps, groups, pattern, mode, delay, mix, alpha, strict"),
+        (
+            {"sync": {"zzz": 3}},
+            "sync.zzz: unknown key; known keys: every, outer_steps, groups, pattern, mode, delay, mix, alpha, strict",
+        ),
         ({"sync": 3}, "sync: must be a table ([sync]), not int"),
         ({"sync": {"every": "3"}}, "sync.every: must be int, not str ('3')"),
         ({"sync": {"every": True}}, "sync.every: must be int, not bool (True)"),
@@ -69,7 +72,19 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
     ("section", "key", "value"),
     [
         ("sync", "every", 0),
+        ("sync", "every", (1 << 32) + 1),
         ("sync", "outer_steps", 0),
+        ("sync", "groups", 0),
+        ("sync", "groups", 3),
+        ("sync", "groups", 256),
+        ("sync", "pattern", "random"),
+        ("sync", "mode", "overlap"),
+        ("sync", "delay", 0),
+        ("sync", "delay", (1 << 32) + 1),
+        ("sync", "mix", "mean"),
+        ("sync", "alpha", -0.1),
+        ("sync", "alpha", 1.1),
+        ("sync", "alpha", float("nan")),
         ("outer", "optimizer", "lion"),
         ("outer", "lr", 0),
         ("outer", "lr", float("nan")),
@@ -120,6 +135,27 @@ def test_name_and_seed_are_bounded(mapping: Mapping[str, Any]) -> None:
     assert reason(mapping).startswith(next(iter(mapping)))
 
 
+@pytest.mark.parametrize("mode", ["delayed", "eager"])
+def test_an_update_that_would_arrive_after_the_next_contribution_is_an_error(mode: str) -> None:
+    sync = {"every": 12, "groups": 3, "mode": mode}
+    assert RunConfig.from_mapping({"sync": {**sync, "delay": 4}}).sync.interval == 4
+    message = reason({"sync": {**sync, "delay": 5}})
+    assert message == ("sync.delay = 5: must not exceed sync.every / sync.groups (4): one contribution is on its way at a time")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
+def test_eager_needs_an_outer_step_that_can_be_foreseen(optimizer: str) -> None:
+    message = reason({"sync": {"mode": "eager"}, "outer": {"optimizer": optimizer}})
+    assert message == f"outer.optimizer = '{optimizer}': must be one of sgd, nesterov with sync.mode = \"eager\""
+    for linear in ("sgd", "nesterov"):
+        RunConfig.from_mapping({"sync": {"mode": "eager"}, "outer": {"optimizer": linear}})
+
+
+def test_groups_must_divide_the_inner_steps() -> None:
+    assert reason({"sync": {"every": 10, "groups": 4}}) == "sync.groups = 4: must divide sync.every (10)"
+    assert SyncConfig(every=10, groups=5).interval == 2 and SyncConfig(every=10).interval == 10
+
+
 def test_contradicting_bounds_name_both_settings() -> None:
     assert "rounds.ceiling_s (3.0)" in reason({"rounds": {"floor_s": 4.0, "ceiling_s": 3.0}})
 
@@ -152,6 +188,36 @@ def test_contradicting_bounds_name_both_settings() -> None:
             'outer.beta1 has no effect with outer.optimizer = "nesterov"; remove it',
         ),
         (
+            {"sync": {"pattern": "sequential"}},
+            "sync.pattern has no effect with sync.groups = 1; remove it",
+        ),
+        (
+            {"sync": {"delay": 1}},
+            'sync.delay has no effect with sync.mode = "blocking"; remove it',
+        ),
+        (
+            {"sync": {"mode": "forward", "delay": 1}},
+            'sync.delay has no effect with sync.mode = "forward"; remove it',
+        ),
+        *(
+            (
+                {"sync": {"mode": mode, "mix": "replay"}},
+                f'sync.mix has no effect with sync.mode = "{mode}"; remove it',
+            )
+            for mode in ("blocking", "forward", "eager")
+        ),
+        *(
+            (
+                {"sync": {"mode": "delayed", "mix": mix, "alpha": 0.5}},
+                'sync.alpha has no effect with sync.mix other than "lerp"; remove it',
+            )
+            for mix in ("replay", "replace")
+        ),
+        (
+            {"sync": {"mode": "eager", "alpha": 0.5}},
+            'sync.alpha has no effect with sync.mix other than "lerp"; remove it',
+        ),
+        (
             {"model": {"name": "entry:mine", "width": 64}},
             'model.width has no effect with model.name = "entry:mine"; remove it',
         ),
@@ -167,8 +233,14 @@ def test_t11_a_setting_that_would_be_ignored_is_an_error(mapping: Mapping[str, A
 
 def test_the_same_settings_are_accepted_where_they_have_an_effect() -> None:
     config = RunConfig.from_mapping(
-        {"penalty": {"enabled": False, "weighting": "tokens"}, "outer": {"optimizer": "yogi", "beta1": 0.5, "eps": 1e-4}}
+        {
+            "penalty": {"enabled": False, "weighting": "tokens"},
+            "outer": {"optimizer": "yogi", "beta1": 0.5, "eps": 1e-4},
+            "sync": {"groups": 4, "pattern": "sequential", "mode": "delayed", "delay": 3, "mix": "lerp", "alpha": 0.25},
+        }
     )
+    assert config.sync == SyncConfig(groups=4, pattern="sequential", mode="delayed", delay=3, mix="lerp", alpha=0.25)
+    assert RunConfig.from_mapping({"sync": {"mode": "eager", "delay": 2, "strict": True}}).sync.delay == 2
     assert config.penalty == PenaltyConfig(enabled=False, weighting="tokens")
     assert config.outer == OuterConfig(optimizer="yogi", beta1=0.5, eps=1e-4)
 
@@ -202,11 +274,12 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     optimizer=st.sampled_from(["sgd", "nesterov", "adam", "yogi"]),
     enabled=st.booleans(),
     quorum=st.integers(1, 50),
+    mode=st.sampled_from(["blocking", "forward", "delayed"]),
 )
 @settings(deadline=None, max_examples=50)
-def test_json_round_trip(every: int, lr: float, optimizer: str, enabled: bool, quorum: int) -> None:
+def test_json_round_trip(every: int, lr: float, optimizer: str, enabled: bool, quorum: int, mode: str) -> None:
     config = RunConfig(
-        sync=SyncConfig(every=every),
+        sync=SyncConfig(every=every, groups=every, mode=mode, mix="lerp", alpha=lr / 10, strict=enabled),
         outer=OuterConfig(optimizer=optimizer, lr=lr),
         penalty=PenaltyConfig(enabled=enabled),
         rounds=RoundsConfig(quorum=quorum),
