@@ -1,11 +1,14 @@
-"""Exactly once per round, counted in optimizer steps; lost rounds keep their work."""
+"""Exactly once per round, counted in optimizer steps; lost rounds keep their work; every fragment once in P outer steps."""
+
+import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edit.errors import LocalProtocolError
-from edit.schedule import SyncSchedule, Work, due
+from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.schedule import PATTERNS, SyncSchedule, Work, due, fragments_due
 
 
 @pytest.mark.parametrize(("steps", "every", "answer"), [(0, 1, False), (1, 1, True), (2, 3, False), (3, 3, True), (4, 3, True)])
@@ -24,7 +27,7 @@ def test_a_contribution_goes_out_once_per_round(every: int, steps: int) -> None:
             sent.append(step)
     assert sent == list(range(every, steps + 1, every))
     assert schedule.inner_steps == steps
-    assert schedule.round_inner_steps == schedule.work.inner_steps == steps % every
+    assert schedule.round_inner_steps == schedule.work().inner_steps == steps % every
 
 
 def test_asking_twice_changes_nothing() -> None:
@@ -55,7 +58,7 @@ def test_work_done_while_the_outcome_was_open_stays_for_the_next_contribution() 
     schedule.count_step()
     schedule.count_tokens(7)
     schedule.merged(work)
-    assert schedule.work == Work(1, 7) and schedule.round_inner_steps == 1
+    assert schedule.work() == Work(1, 7) and schedule.round_inner_steps == 1
 
 
 def test_boundaries_come_every_h_steps_even_when_nothing_can_be_sent() -> None:
@@ -71,3 +74,83 @@ def test_boundaries_come_every_h_steps_even_when_nothing_can_be_sent() -> None:
 def test_negative_tokens_are_our_bug() -> None:
     with pytest.raises(LocalProtocolError, match="cannot be negative"):
         SyncSchedule(1).count_tokens(-1)
+
+
+# Streaming groups.
+
+
+def counted(schedule: SyncSchedule, steps: int, tokens: int) -> None:
+    for _ in range(steps):
+        schedule.count_step()
+        schedule.count_tokens(tokens)
+
+
+def test_each_group_counts_the_work_since_it_was_merged_itself() -> None:
+    schedule = SyncSchedule(2, groups=3)
+    sent = []
+    for outer_step in range(6):
+        counted(schedule, 2, 10)
+        assert schedule.due
+        sent.append(schedule.contributed(outer_step % 3))
+        schedule.merged(sent[-1], outer_step % 3)
+    assert sent == [Work(2, 20), Work(4, 40), Work(6, 60), Work(6, 60), Work(6, 60), Work(6, 60)]
+    assert [schedule.work(group) for group in range(3)] == [Work(4, 40), Work(2, 20), Work(0, 0)]
+
+
+def test_counters_go_on_where_a_checkpoint_left_them() -> None:
+    schedule, other = SyncSchedule(3, groups=2), SyncSchedule(3, groups=2)
+    counted(schedule, 3, 5)
+    schedule.merged(schedule.contributed(1), 1)
+    counted(schedule, 2, 5)
+    other.load(json.loads(json.dumps(schedule.state())))
+    for one in (schedule, other):
+        counted(one, 1, 5)
+        assert one.due and (one.inner_steps, one.round_inner_steps) == (6, 3)
+        assert (one.work(0), one.work(1)) == (Work(6, 30), Work(3, 15))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inner_steps": None}, "the counters of inner steps are damaged"),
+        ({"work": [[1]]}, "the counters of inner steps are damaged"),
+        ({"work": [[1, 2]]}, "written with 1 groups of fragments, this run has 2"),
+    ],
+)
+def test_damaged_counters_or_those_of_other_groups_change_nothing(change: dict[str, Any], message: str) -> None:
+    schedule = SyncSchedule(3, groups=2)
+    counted(schedule, 2, 5)
+    before = schedule.state()
+    with pytest.raises(StorageError, match=message):
+        schedule.load({**before, **change})
+    with pytest.raises(StorageError, match="damaged"):
+        schedule.load({})
+    assert schedule.state() == before
+
+
+@given(
+    fragments=st.integers(1, 60),
+    share=st.floats(0, 1),
+    pattern=st.sampled_from(PATTERNS),
+    first=st.integers(0, 10**6),
+)
+@settings(deadline=None, max_examples=200)
+def test_p_consecutive_outer_steps_exchange_each_fragment_once(fragments: int, share: float, pattern: str, first: int) -> None:
+    groups = 1 + round(share * (fragments - 1))
+    turns = [fragments_due(outer_step, fragments, groups, pattern) for outer_step in range(first, first + groups)]
+    assert sorted(i for turn in turns for i in turn) == list(range(fragments))
+    assert all(turn and list(turn) == sorted(turn) for turn in turns)
+    assert max(map(len, turns)) - min(map(len, turns)) <= 1, "no turn carries two fragments more than another"
+    assert turns[0] == fragments_due(first + groups, fragments, groups, pattern), "each comes back after P outer steps"
+
+
+def test_sequential_groups_are_neighbours_and_strided_ones_every_pth() -> None:
+    assert [fragments_due(i, 7, 3, "sequential") for i in range(4)] == [(0, 1, 2), (3, 4), (5, 6), (0, 1, 2)]
+    assert [fragments_due(i, 7, 3, "strided") for i in range(4)] == [(0, 3, 6), (1, 4), (2, 5), (0, 3, 6)]
+    assert fragments_due(9, 3, 1, "strided") == fragments_due(4, 3, 1, "sequential") == (0, 1, 2)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_groups_without_a_fragment_are_a_configuration_error(groups: int) -> None:
+    with pytest.raises(ConfigError, match=f"sync.groups = {groups}: the model has 3 fragments, so at most 3 groups"):
+        fragments_due(0, 3, groups, "strided")
