@@ -93,7 +93,7 @@ def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None
                 collective.contribute(Contribution(outer_step=step, fragment_id=i, inner_steps=1, tokens=1, payload=payload))
             outcome = collective.outcome(step, block=True)
             assert isinstance(outcome, Committed), outcome
-            after = replica.after(outcome.commit)
+            after = replica.after(step + 1, {part.fragment_id: part.payload for part in outcome.commit.fragments})
             assert after.digest == outcome.commit.digest
             replica.move(after, lambda _: None)
             for i in range(len(replica.schema.fragments)):

@@ -61,9 +61,13 @@ class ErrorFeedback:
         """The staged vector was not merged: forget it. Nothing staged is fine."""
         self._staged.pop(i, None)
 
+    def residuals(self) -> dict[int, Tensor]:
+        """The committed residuals by fragment; a fragment without one is left out."""
+        return dict(sorted(self._residuals.items()))
+
     def state(self) -> dict[str, Tensor]:
         """The committed residuals as `residual.<fragment>`, for a checkpoint; a fragment without one is left out."""
-        return {f"residual.{i}": residual for i, residual in sorted(self._residuals.items())}
+        return {f"residual.{i}": residual for i, residual in self.residuals().items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replace the residuals by what `state` gave; nothing stays staged. Raises StorageError when it does not fit."""

@@ -1,8 +1,9 @@
 """Between a model's parameters and the flat fp32 vector of a fragment: read, compare with the outer one, write back.
 
-Owns: the order of elements in a fragment (its tensors row-major, one after the other) and the sign of a pseudo-gradient
-(outer minus local). Outer vectors are fp32 on the CPU, whatever the parameters' dtype and device (defect T15).
-Must not know: codecs, rounds, peers.
+Owns: the order of elements in a vector (its tensors row-major, one after the other), the sign of a pseudo-gradient (outer minus
+local), and the copies between accelerator and CPU. Vectors are fp32 on the CPU, whatever the parameters' dtype and device
+(defect T15); next to parameters on a GPU they are pinned, the copies of one vector are asynchronous, with one wait at the end.
+Must not know: codecs, rounds, peers, which part of a sharded tensor it is given.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ from torch import Tensor
 
 from edit.errors import LocalProtocolError
 
-__all__ = ["flatten", "load_fragment", "pseudo_gradient"]
+__all__ = ["as_held", "flatten", "load_fragment", "pseudo_gradient"]
 
 
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
     """A fragment's local parameters as one new flat fp32 vector on the CPU, shape [sum of numel]."""
-    flat = torch.empty(sum(parameter.numel() for parameter in parameters), dtype=torch.float32, device="cpu")
+    numel = sum(parameter.numel() for parameter in parameters)
+    flat = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=_on_gpu(parameters))
     for parameter, part in _parts(flat, parameters):
-        part.copy_(parameter.detach().reshape(-1))
+        part.copy_(parameter.detach().reshape(-1), non_blocking=True)
+    _wait(parameters)
     return flat
+
+
+def as_held(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """`outer` as the parameters can hold it: rounded to their dtypes; a new fp32 vector."""
+    held = outer.clone()
+    for parameter, part in _parts(held, parameters):
+        if parameter.dtype != torch.float32:
+            part.copy_(part.to(parameter.dtype))
+    return held
 
 
 def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -31,17 +43,15 @@ def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     `outer` is taken as the parameters can hold it: a bf16 model starts a round at bf16(outer), and rounding is no progress.
     Without this every round would pull the fp32 outer parameters back onto the bf16 grid. For fp32 it is plain outer - local.
     """
-    delta = outer.clone()
-    for parameter, part in _parts(delta, parameters):
-        part.copy_(part.to(parameter.dtype)).sub_(parameter.detach().reshape(-1).to(device="cpu", dtype=torch.float32))
-    return delta
+    return as_held(outer, parameters).sub_(flatten(parameters))
 
 
 @torch.no_grad()
 def load_fragment(outer: Tensor, parameters: Sequence[Tensor]) -> None:
     """Write a flat fp32 vector into a fragment's parameters in place, rounding to their dtype, on their device."""
     for parameter, part in _parts(outer, parameters):
-        parameter.copy_(part.view(parameter.shape))
+        parameter.copy_(part.view(parameter.shape), non_blocking=True)
+    _wait(parameters)
 
 
 def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -49,3 +59,13 @@ def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor,
     if flat.numel() != expected:
         raise LocalProtocolError(f"a fragment of {expected} elements was given a vector of {flat.numel()}")
     yield from zip(parameters, torch.split(flat, [parameter.numel() for parameter in parameters]), strict=True)
+
+
+def _on_gpu(parameters: Sequence[Tensor]) -> bool:
+    return any(parameter.is_cuda for parameter in parameters)
+
+
+def _wait(parameters: Sequence[Tensor]) -> None:
+    """Until the copies on the current streams are done."""
+    for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

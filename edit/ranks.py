@@ -73,6 +73,20 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return cast(list[_T], values)
 
+    def together(self, call: Callable[[], _T]) -> _T:
+        """Each rank's own result of `call`; where it fails at some rank, the error of the first such rank at every rank."""
+        if self.group is None:
+            return call()
+        result: _T | None = None
+        failure: Exception | None = None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        if (first := next((error for error in self.collect(failure) if error is not None), None)) is not None:
+            raise first
+        return cast(_T, result)
+
     def same(self, what: str, value: object) -> None:
         """Raise ConfigError at every rank unless `value` is equal at all of them."""
         values = self.collect(value)
@@ -95,6 +109,18 @@ class Ranks:
             if rank != to and part.numel():
                 dist.recv(part, group=self.group, group_src=rank)
         return parts
+
+    def hand(self, tensor: Tensor | None, numel: int, source: int, target: int) -> Tensor | None:
+        """A flat fp32 CPU tensor of `numel` elements from rank `source` to rank `target`; None at every other rank."""
+        if self.group is None or self.rank not in (source, target):
+            return None
+        if self.rank == source:
+            assert tensor is not None
+            dist.send(tensor.contiguous(), group=self.group, group_dst=target)
+            return None
+        received = torch.empty(numel)
+        dist.recv(received, group=self.group, group_src=source)
+        return received
 
 
 ALONE = Ranks()

@@ -6,9 +6,11 @@ answers; no clock, no model. Must not know: parameters, carriers, what a round i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from edit.errors import ConfigError, LocalProtocolError
+from edit.errors import ConfigError, LocalProtocolError, StorageError
 
 __all__ = ["PATTERNS", "SyncSchedule", "Work", "due", "fragments_due"]
 
@@ -44,17 +46,18 @@ class Work:
 
 
 class SyncSchedule:
-    """Counts one peer's inner steps and says when to exchange.
+    """Counts one peer's inner steps and says when to exchange. every: inner steps from one contribution to the next.
 
-    Two counts differ after a lost round: `round_inner_steps` starts again with every contribution (so the next attempt comes
-    `every` steps later), `work` keeps what no commit has merged yet (so the next contribution is weighted by all of it).
+    Two counts differ: `round_inner_steps` starts again with every contribution, whatever becomes of it (so the next attempt
+    comes `every` steps later); `work`, kept for each of `groups` groups of fragments, is what no commit has merged yet (so a
+    contribution is weighted by all steps since its own group was merged, after a lost round and with streaming fragments).
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, groups: int = 1) -> None:
         self._every = every
         self._inner_steps = 0
         self._round_inner_steps = 0
-        self._work = Work()
+        self._work = [Work()] * groups
 
     @property
     def inner_steps(self) -> int:
@@ -66,10 +69,9 @@ class SyncSchedule:
         """Optimizer steps since the last contribution."""
         return self._round_inner_steps
 
-    @property
-    def work(self) -> Work:
-        """What stands behind the present difference between outer and local parameters."""
-        return self._work
+    def work(self, group: int = 0) -> Work:
+        """What stands behind the present difference between outer and local parameters of that group."""
+        return self._work[group]
 
     @property
     def due(self) -> bool:
@@ -85,19 +87,40 @@ class SyncSchedule:
         """One optimizer step was taken."""
         self._inner_steps += 1
         self._round_inner_steps += 1
-        self._work = Work(self._work.inner_steps + 1, self._work.tokens)
+        self._work = [Work(work.inner_steps + 1, work.tokens) for work in self._work]
 
     def count_tokens(self, tokens: int) -> None:
         """So many tokens were trained on."""
         if tokens < 0:
             raise LocalProtocolError(f"count_tokens({tokens}): tokens cannot be negative")
-        self._work = Work(self._work.inner_steps, self._work.tokens + tokens)
+        self._work = [Work(work.inner_steps, work.tokens + tokens) for work in self._work]
 
-    def contributed(self) -> Work:
-        """A contribution goes out; returns the work behind it."""
+    def contributed(self, group: int = 0) -> Work:
+        """A contribution of that group goes out; returns the work behind it."""
         self._round_inner_steps = 0
-        return self._work
+        return self._work[group]
 
-    def merged(self, work: Work) -> None:
+    def merged(self, work: Work, group: int = 0) -> None:
         """A commit took (or threw away) that contribution: what remains is the work done since."""
-        self._work = Work(self._work.inner_steps - work.inner_steps, self._work.tokens - work.tokens)
+        before = self._work[group]
+        self._work[group] = Work(before.inner_steps - work.inner_steps, before.tokens - work.tokens)
+
+    def state(self) -> dict[str, Any]:
+        """The counters, JSON-able, for a checkpoint."""
+        return {
+            "inner_steps": self._inner_steps,
+            "round_inner_steps": self._round_inner_steps,
+            "work": [[work.inner_steps, work.tokens] for work in self._work],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Count on from what `state` gave. Raises StorageError when that does not fit."""
+        try:
+            counters = int(state["inner_steps"]), int(state["round_inner_steps"])
+            work = [Work(int(steps), int(tokens)) for steps, tokens in state["work"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(f"checkpoint: the counters of inner steps are damaged ({error})") from error
+        if len(work) != len(self._work):
+            raise StorageError(f"checkpoint: written with {len(work)} groups of fragments, this run has {len(self._work)}")
+        self._inner_steps, self._round_inner_steps = counters
+        self._work = work

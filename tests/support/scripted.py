@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from edit.boxes import Region
 from edit.codecs import decode, encode
 from edit.errors import TransportError
 from edit.outer import digest
@@ -82,7 +83,7 @@ class ScriptedCollective:
             attempts[-1].append(contribution)
         return attempts
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
         self.schema = schema
         if self.theta is None:
             self.theta = snapshot_of(0, found())

@@ -1,0 +1,48 @@
+"""Eager updates (arXiv 2502.12996): go on at once from an estimate of the outer step, until the true one is known.
+
+The step is estimated as the last one, with this peer's own share in it replaced by its fresh pseudo-gradient:
+theta_hat = theta - s_last - c w (Delta - Delta_last), with w this peer's weight in that commit and c how far an outer step
+follows a change of the merged pseudo-gradient: nu for SGD, nu (1 + mu) for Nesterov. Owns: what is kept of the last commit for
+that. Must not know: rounds, the model, when an estimate is replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from edit.config import OuterConfig
+
+__all__ = ["Estimator", "Last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """One fragment's last outer step, s = theta before - theta after; this peer's part in it: pseudo-gradient and weight."""
+
+    step: Tensor
+    delta: Tensor | None
+    weight: float
+
+
+class Estimator:
+    """The last commit, by fragment. Nothing for a fragment that no commit has moved yet."""
+
+    def __init__(self, outer: OuterConfig) -> None:
+        self._follows = outer.lr * (1 + outer.momentum) if outer.optimizer == "nesterov" else outer.lr
+        self.last: dict[int, Last] = {}
+
+    def estimate(self, fragment_id: int, theta: Tensor, delta: Tensor) -> Tensor | None:
+        """theta_hat, a new vector; None without a last step."""
+        last = self.last.get(fragment_id)
+        if last is None:
+            return None
+        estimate = theta - last.step
+        if last.weight and last.delta is not None:
+            estimate.sub_((delta - last.delta).mul_(self._follows * last.weight))
+        return estimate
+
+    def committed(self, fragment_id: int, step: Tensor, delta: Tensor | None, weight: float) -> None:
+        """The fragment has moved by `step`; `delta` was this peer's contribution to it, with `weight`."""
+        self.last[fragment_id] = Last(step, delta, weight)

@@ -1,0 +1,442 @@
+"""One peer's exchange with the run: contribute, learn the outcome, move on. `EditWorker` says when.
+
+Owns: the contribution that is pending, and how theta, local parameters and residuals follow its outcome: together, on a commit,
+and only then. A commit is applied all at once, or (`lazily`) fragment by fragment, as each is needed: then the outer step and
+the digest advance with the last one. Every decision is the same at all ranks of a replica, so their calls match.
+Must not know: hooks, how a carrier works, what a merge computes, any clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from edit.collective import Collective
+from edit.eager import Estimator
+from edit.errors import EvictedError, RemoteProtocolError, TransportError
+from edit.feedback import ErrorFeedback
+from edit.layout import local_of
+from edit.pending import Landing, Pending, Waiting
+from edit.records import (
+    Aborted,
+    Behind,
+    Commit,
+    Committed,
+    EncodedTensor,
+    Evicted,
+    Finished,
+    FragmentCommit,
+    Outcome,
+    Verdict,
+)
+from edit.replay import kept, unmerged, unsent
+from edit.replica import Outer, Replica
+from edit.schedule import SyncSchedule, fragments_due
+from edit.sender import Sender
+from edit.worker_config import WorkerConfig
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """The exchange of one entered worker. Every method is called by all ranks of a replica together.
+
+    reliving: this peer goes on from a checkpoint and has not yet caught up with what it did before (`edit.resume`).
+    Raises ConfigError when the model has fewer fragments than the run has groups.
+    """
+
+    def __init__(self, replica: Replica, collective: Collective, optimizer: Optimizer, config: WorkerConfig) -> None:
+        self.replica = replica
+        self.config = config
+        self.schedule = SyncSchedule(config.interval, config.groups)
+        self.feedback = ErrorFeedback(config.codec, [region.numel for region in replica.layout.owned])
+        self.estimator = Estimator(config.outer) if config.mode == "eager" and config.outer is not None else None
+        self.pending: Pending | None = None
+        self.reliving = False
+        self.finished = False
+        self.last_commit: Commit | None = None
+        self.last_reason = ""
+        self._sender = Sender(replica, self.feedback, collective, config, self.estimator)
+        self._collective = collective
+        self._optimizer = optimizer
+        self._landing: Landing | None = None
+        self._unchecked = False  # whether something has landed since this peer last looked whether the run has moved on
+        self._due(0)
+
+    @property
+    def outer_step(self) -> int:
+        """The committed outer step of theta."""
+        return self.replica.outer.outer_step
+
+    # When the worker calls.
+
+    def stepped(self) -> None:
+        """An optimizer step was taken: look for an outcome if it is time, contribute if that is due."""
+        self.schedule.count_step()
+        if self.finished:
+            return
+        if self.pending is not None and self._asks_now():
+            self.resolve(block=self._waits_now())
+        if self.pending is None and self.schedule.due and self.catch_up() and not self.finished:
+            self.contribute(send=not self._made_before())
+
+    def take(self, *, lazily: bool) -> None:
+        """Wait for the outcome of a fresh contribution. lazily: its updates are applied by `land`."""
+        if self.pending is not None and self._landing is None and not self.pending.doubtful and not self.config.overlaps:
+            self.resolve(block=True, lazily=lazily)
+
+    def settle(self) -> None:
+        """An optimizer step is about to be taken: no update may still wait for a forward."""
+        self.take(lazily=False)
+        if self._landing is not None:
+            self.land(tuple(self._landing.waiting))
+        if self._unchecked:
+            self._check_landed()
+            self.catch_up()
+
+    def synchronize(self) -> bool:
+        """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off."""
+        pending = self.pending
+        if pending is None:
+            self._check_landed()
+            return self.catch_up()
+        if self._landing is not None:
+            self.settle()
+        else:
+            self.resolve(block=True)
+        return self.pending is not pending
+
+    def leave(self) -> None:
+        """Wait for the pending outcome and apply it, but contribute no more."""
+        if self._landing is not None:
+            self.settle()
+        if self.pending is not None:
+            self.resolve(block=True, again=False)
+        self._check_landed()
+
+    def _check_landed(self) -> None:
+        """Take a snapshot where what has landed is not what the run has; not in a forward, which has used it."""
+        unchecked, self._unchecked = self._unchecked, False
+        if unchecked and self.last_commit is not None and self.replica.outer.digest != self.last_commit.digest:
+            self._heal(_WRONG_DIGEST)
+
+    def _asks_now(self) -> bool:
+        assert self.pending is not None
+        return self.pending.doubtful or not self.config.overlaps or self.schedule.round_inner_steps >= self.config.delay
+
+    def _waits_now(self) -> bool:
+        assert self.pending is not None
+        return self.schedule.at_boundary or (self.config.overlaps and not self.pending.doubtful)
+
+    # Contributing.
+
+    def contribute(self, *, send: bool = True) -> None:
+        """Contribute what is due. send: False when the run has it already from before this peer was interrupted."""
+        outer_step = self.outer_step
+        work = self.schedule.contributed(self._group(outer_step))
+        self.pending = Pending(outer_step=outer_step, fragments=self._due(outer_step), work=work)
+        self._sender.contribute(self.pending, send=send)
+
+    def restore(self, pending: Pending) -> None:
+        """Go on waiting for a contribution from before this peer was interrupted: stage it again, and send it if need be."""
+        self.pending = pending
+        self._sender.contribute_again(pending, send=not self._made_before())
+
+    # Learning the outcome.
+
+    def resolve(self, *, block: bool, again: bool = True, lazily: bool = False) -> None:
+        """Ask for the pending contribution's outcome and act on it; without one it stays pending and overlaps with training.
+
+        again: contribute again at once to the outer step now open, should this contribution have come too late.
+        """
+        while self.pending is not None:
+            outcome = self._collective.outcome(self.pending.outer_step, block=block)
+            if self._act(outcome, self.pending, again, lazily):
+                return
+            if not (block and self.config.strict):
+                self._overlap()
+                return
+
+    def _act(self, outcome: Outcome | None, pending: Pending, again: bool, lazily: bool) -> bool:
+        """False when a contribution is still, or again, pending without an outcome."""
+        match outcome:
+            case Committed(commit):
+                if lazily and not pending.landed and self._takes_part(commit):
+                    self._begin_landing(outcome)
+                    return True
+                return self._apply(outcome, pending, again)
+            case Aborted(reason):
+                self.last_reason = reason
+                return self._aborted(pending)
+            case Behind(reason):
+                return self._heal(reason)
+            case Finished(outer_step):
+                self._finish(outer_step)
+                return True
+            case Evicted(reason):
+                self._evicted(reason)
+        return False
+
+    def _apply(self, outcome: Committed, pending: Pending, again: bool) -> bool:
+        steps = self._received(outcome, pending.landed)
+        if steps is None or not self._advance(outcome.commit, steps, pending):
+            return False
+        if self.catch_up() and again and not self.finished and not self._takes_part(outcome.commit):
+            self.contribute()
+            return False
+        return True
+
+    def _aborted(self, pending: Pending) -> bool:
+        if self.config.strict:
+            self._sender.send_again(pending)
+            return False
+        self.drop_pending()
+        if pending.deltas:  # the estimate that training went on from is void
+            self.replica.move(self.replica.outer, lambda i: unmerged(self.replica, i, pending), pending.fragments)
+        return True
+
+    def catch_up(self) -> bool:
+        """Apply the commits already known, with replay. False when this peer cannot get to the run's outer step for now."""
+        while not self.finished:
+            outcome = self._collective.outcome(self.outer_step, block=False)
+            match outcome:
+                case Committed(commit):
+                    if self.reliving and self._takes_part(commit):
+                        break  # this peer's own contribution to it is yet to be made once more
+                    steps = self._received(outcome, set())
+                    if steps is None or not self._advance(commit, steps, None):
+                        return False
+                case Behind(reason):
+                    return self._heal(reason)
+                case Finished(outer_step):
+                    self._finish(outer_step)
+                case Evicted(reason):
+                    self._evicted(reason)
+                case Aborted() | None:
+                    break
+        return True
+
+    def look_whether_over(self) -> None:
+        """After a restart: a run that is over, at this very outer step, expects nothing more."""
+        outcome = self._collective.outcome(self.outer_step, block=False)
+        self.finished = isinstance(outcome, Finished) and outcome.outer_step == self.outer_step
+
+    def _made_before(self) -> bool:
+        """Whether the run has committed the contribution now due already, made before this peer was interrupted."""
+        if self.reliving:
+            outcome = self._collective.outcome(self.outer_step, block=False)
+            self.reliving = isinstance(outcome, Committed) and self._takes_part(outcome.commit)
+        return self.reliving
+
+    def _overlap(self) -> None:
+        """Training goes on before the outcome: keep the local parameters as they were sent."""
+        if (pending := self.pending) is not None:
+            pending.doubtful = True
+            for i in pending.missing:
+                if i not in pending.sent_from:
+                    pending.sent_from[i] = self.replica.local_fragment(i)
+
+    # Moving on.
+
+    def _received(self, outcome: Committed, landed: set[int]) -> dict[int, EncodedTensor | None] | None:
+        """The updates of a commit, without those that have landed; None when the carrier is cut off before all are here."""
+        waiting = self._waiting(outcome)
+        try:
+            return {i: self._wait(update) for i, update in waiting.items() if i not in landed}
+        except TransportError as error:
+            self.last_reason = str(error)
+            return None
+
+    def _waiting(self, outcome: Committed) -> dict[int, Waiting]:
+        """Raises RemoteProtocolError when the commit does not follow on theta or is not about the fragments that are due."""
+        commit = outcome.commit
+        if commit.outer_step != self.outer_step + 1:
+            raise RemoteProtocolError(f"commit to outer step {commit.outer_step} cannot follow {self.outer_step}")
+        due = self._due(self.outer_step)
+        if tuple(part.fragment_id for part in commit.fragments) != due:
+            raise RemoteProtocolError(f"commit to outer step {commit.outer_step} is not about fragments {list(due)}, in order")
+        arriving = outcome.arriving or (None,) * len(due)
+        return {
+            part.fragment_id: part.payload if coming is None else coming
+            for part, coming in zip(commit.fragments, arriving, strict=True)
+        }
+
+    def _wait(self, update: Waiting) -> EncodedTensor | None:
+        if update is None or isinstance(update, EncodedTensor):
+            return update
+        return self.replica.layout.ranks.together(update.wait)
+
+    def _advance(self, commit: Commit, steps: dict[int, EncodedTensor | None], pending: Pending | None) -> bool:
+        """Apply one commit. False (and nothing is changed) when its digest cannot be reached and no snapshot either."""
+        self.last_reason = commit.reason
+        target: Outer | None = self.replica.after(commit.outer_step, steps)
+        moved: Iterable[int] = steps
+        if target is None or target.digest != commit.digest:
+            self.last_reason = _WRONG_DIGEST
+            if (target := self._fetch()) is None:
+                return False
+            moved = range(len(target.fragments))
+        verdicts = {part.fragment_id: self._verdict(part) if pending else None for part in commit.fragments}
+        self._observe(commit, target, pending)
+        theta = target.fragments
+        self.replica.move(target, lambda i: kept(self.config, self.replica, theta[i], i, verdicts.get(i), pending), moved)
+        for i in steps:
+            self._settle_fragment(i, verdicts[i])
+        self._committed(commit, pending)
+        return True
+
+    def _observe(self, commit: Commit, target: Outer, pending: Pending | None) -> None:
+        """Let the estimator see the step from theta to `target`."""
+        if self.estimator is None:
+            return
+        for part in commit.fragments:
+            i, mine = part.fragment_id, part.verdict_of(self._collective.peer_id)
+            weight = mine.weight if mine is not None and mine.verdict is Verdict.OK else 0.0
+            delta = pending.deltas.get(i) if pending else None
+            self.estimator.committed(i, self.replica.outer.fragments[i] - target.fragments[i], delta, weight)
+
+    def _committed(self, commit: Commit, pending: Pending | None) -> None:
+        if pending is not None and self._takes_part(commit):
+            group = self._group(pending.outer_step)
+            replaced = self.config.mode == "delayed" and self.config.mix == "replace" and not pending.doubtful
+            self.schedule.merged(self.schedule.work(group) if replaced else pending.work, group)
+        self.pending = None
+        self.last_commit = _without_payloads(commit)
+
+    def _settle_fragment(self, i: int, verdict: Verdict | None) -> None:
+        if verdict is Verdict.OK:
+            if self.replica.layout.owned[i].numel:
+                self.feedback.commit(i)
+            return
+        self.feedback.rollback(i)
+        if verdict is Verdict.NONFINITE:
+            _scrub(self._optimizer, self.replica.parameters(i))
+
+    def _verdict(self, part: FragmentCommit) -> Verdict | None:
+        mine = part.verdict_of(self._collective.peer_id)
+        return mine.verdict if mine else None
+
+    def _takes_part(self, commit: Commit) -> bool:
+        return any(self._verdict(part) for part in commit.fragments)
+
+    def _heal(self, reason: str) -> bool:
+        """Take a snapshot and replay the local progress onto it. False (and nothing is changed) when the carrier is cut off.
+
+        Whether a pending contribution is in the snapshot cannot be known, so only what was done since sending it is replayed:
+        work may be lost here, never counted twice.
+        """
+        self.last_reason = reason
+        target = self._fetch()
+        if target is None:
+            return False
+        pending = self.pending
+        self.replica.move(target, lambda i: unsent(self.replica, i, pending))
+        if pending is not None:
+            self.schedule.merged(pending.work, self._group(pending.outer_step))
+        if self.estimator is not None:
+            self.estimator.last.clear()
+        self.reliving = False
+        self.drop_pending()
+        return True
+
+    def _fetch(self) -> Outer | None:
+        """The run's outer parameters, the same at all ranks; None when the carrier is cut off."""
+        ranks = self.replica.layout.ranks
+        while True:
+            try:
+                snapshot = ranks.together(self._collective.snapshot)
+            except TransportError as error:
+                if self.config.strict:
+                    continue
+                self.last_reason = f"{self.last_reason}; no snapshot: {error}"
+                return None
+            if len(set(ranks.collect((snapshot.outer_step, snapshot.digest)))) == 1:
+                return self.replica.verified(snapshot)
+
+    def _finish(self, outer_step: int) -> None:
+        self.finished = True
+        if outer_step == self.outer_step or not self._heal(f"the run finished at outer step {outer_step}"):
+            self.drop_pending()
+
+    def _evicted(self, reason: str) -> NoReturn:
+        self.drop_pending()
+        raise EvictedError(reason)
+
+    def drop_pending(self) -> None:
+        """Give up the pending contribution: residuals stay as they were before it."""
+        if self.pending is not None:
+            for i in self.pending.missing:
+                self.feedback.rollback(i)
+        self.pending = None
+
+    def _due(self, outer_step: int) -> tuple[int, ...]:
+        return fragments_due(outer_step, len(self.replica.schema.fragments), self.config.groups, self.config.pattern)
+
+    def _group(self, outer_step: int) -> int:
+        return outer_step % self.config.groups
+
+    # Applying a commit fragment by fragment.
+
+    def _begin_landing(self, outcome: Committed) -> None:
+        self._landing = Landing(outcome.commit, self._waiting(outcome))
+        self.last_reason = outcome.commit.reason
+        self.replica.transfers.settled()
+
+    def land(self, fragments: Iterable[int]) -> None:
+        """Apply the updates of these fragments, as far as they still wait; returns when they are in."""
+        for i in fragments:
+            if self._landing is not None and i in self._landing.waiting:
+                self._land(self._landing, i)
+
+    def _land(self, landing: Landing, i: int) -> None:
+        pending = self.pending
+        assert pending is not None
+        try:
+            step = self._wait(landing.waiting[i])
+        except TransportError as error:
+            self._interrupt_landing(str(error))
+            return
+        part = next(part for part in landing.commit.fragments if part.fragment_id == i)
+        verdict = self._verdict(part)
+        theta = self.replica.outer.fragments[i]
+        self.replica.land(i, step, lambda i: kept(self.config, self.replica, theta, i, verdict, pending))
+        self._settle_fragment(i, verdict)
+        del landing.waiting[i]
+        pending.landed.add(i)
+        if not landing.waiting:
+            self._end_landing()
+            self.replica.landed(landing.commit.outer_step)
+            self._committed(landing.commit, pending)
+            self._unchecked = True
+
+    def _interrupt_landing(self, reason: str) -> None:
+        """What has landed stays; the rest is asked for again, and then applied with what was done meanwhile."""
+        self._end_landing()
+        self.last_reason = reason
+        self._overlap()
+        if self.config.strict:
+            self.resolve(block=True)
+
+    def _end_landing(self) -> None:
+        self._landing = None
+        self.replica.transfers.unsettled()
+
+
+_WRONG_DIGEST = "theta after the outer step has another digest than the run's; taking a snapshot"
+
+
+def _without_payloads(commit: Commit) -> Commit:
+    """For showing: the payloads are as large as the model."""
+    return dataclasses.replace(commit, fragments=tuple(dataclasses.replace(part, payload=None) for part in commit.fragments))
+
+
+def _scrub(optimizer: Optimizer, parameters: Iterable[Any]) -> None:
+    """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step."""
+    for parameter in parameters:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                local_of(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

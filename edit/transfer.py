@@ -1,0 +1,51 @@
+"""Copies between a GPU and the CPU beside the computation, on a stream of their own. On a CPU there is nothing to do.
+
+Owns: the stream, and what its copies must wait for. Must not know: what is copied, models, fragments.
+
+Why a stream of its own: an update is written just before a layer's forward, while the GPU still computes the layers before it.
+On the computing stream the CPU would wait for all of them; and FSDP gathers shards on streams that do not wait for what was
+queued after its own root forward began. So a copy here has finished before the caller goes on, and then any stream may read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """For tensors on at most one GPU."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self.pinned = device is not None
+        self._stream = torch.cuda.Stream(device) if device is not None else None  # type: ignore[no-untyped-call]
+        self._settled: torch.cuda.Event | None = None
+
+    def settled(self) -> None:
+        """The parameters are now as the computing stream leaves them here: until `unsettled`, copies wait for no later work."""
+        if self._stream is not None:
+            self._settled = torch.cuda.current_stream(self._stream.device).record_event()
+
+    def unsettled(self) -> None:
+        """The parameters may be written again: copies wait for all that is queued."""
+        self._settled = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Copies inside run on the stream, and are finished at the end."""
+        if self._stream is None:
+            yield
+            return
+        if self._settled is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        else:
+            self._stream.wait_event(self._settled)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
