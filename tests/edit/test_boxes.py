@@ -96,6 +96,13 @@ def test_a_pinwheel_is_a_partition() -> None:
     assert partition_fault(spec, [[*blades[:3], Box(0, (1, 0), (2, 2))]]) == "tensor t0: two shards overlap"
 
 
+def test_a_long_box_meets_what_comes_after_a_short_one() -> None:
+    """Sorted by row: the long one, a short one beside it, and one inside the long one that begins after the short one's end."""
+    spec = fragment((6, 2))
+    boxes = [Box(0, (0, 0), (6, 1)), Box(0, (1, 1), (1, 1)), Box(0, (3, 0), (1, 1))]
+    assert partition_fault(spec, [boxes]) == "tensor t0: two shards overlap"
+
+
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_the_layout_of_a_thousand_ranks_is_checked_without_looking_at_each_pair(
     dimension: int, monkeypatch: pytest.MonkeyPatch
