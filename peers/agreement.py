@@ -15,7 +15,7 @@ from edit.errors import RemoteProtocolError, StaleError, TransportError
 from edit.ranks import Ranks
 from peers.bridge import SLICE_S, Bridge
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "gravest"]
 
 _T = TypeVar("_T")
 
@@ -64,7 +64,7 @@ class Agreement:
                 if not calm:
                     self.check()
                 if not fine:
-                    raise _gravest(self._ranks.collect(error))
+                    raise gravest(self._ranks.collect(error))
                 if everyone:
                     return future.result()
         finally:
@@ -86,8 +86,9 @@ async def _nothing() -> None:
     return None
 
 
-def _gravest(errors: Sequence[BaseException | None]) -> BaseException:
-    """A broken link may mend, stale or damaged bytes need another way, anything else is final."""
+def gravest(errors: Sequence[BaseException | None]) -> BaseException:
+    """Of the ranks' errors the one that ends most: a broken link may mend, stale or damaged bytes need another
+    way, anything else is final."""
     known = [error for error in errors if error is not None]
     return max(
         known, key=lambda e: 0 if isinstance(e, TransportError) else 1 if isinstance(e, StaleError | RemoteProtocolError) else 2

@@ -30,9 +30,10 @@ SMALL = (24, 40)
 LARGE = (24, 700_000)  # more than two chunks
 
 
-def config() -> RunConfig:
+def config(groups: int = 1) -> RunConfig:
     return RunConfig.from_mapping(
         {
+            "sync": {"groups": groups},
             "penalty": {"enabled": False},
             "outer": {"optimizer": "sgd", "lr": 1.0},
             "codec": {"up": "fp32", "down": "fp32"},
@@ -58,11 +59,11 @@ def vectors(sizes: Sequence[int], seed: int) -> list[Tensor]:
 class Peer:
     """A peer without a model: it contributes vectors and asks."""
 
-    def __init__(self, bridge: Bridge, fake: FakeCoordinator) -> None:
+    def __init__(self, bridge: Bridge, fake: FakeCoordinator, lazy: bool = False) -> None:
         self.bridge = bridge
         self.schema = fake.schema
         self.collective = GrpcCollective(
-            bridge, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), draw=lambda: 0.0
+            bridge, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, draw=lambda: 0.0
         )
 
     def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
@@ -85,10 +86,12 @@ class Peer:
 
 
 @contextmanager
-def run_of(sizes: Sequence[int] = SMALL, *, founded: bool = True, join: bool = True) -> Iterator[tuple[FakeCoordinator, Peer]]:
+def run_of(
+    sizes: Sequence[int] = SMALL, *, founded: bool = True, join: bool = True, lazy: bool = False, groups: int = 1
+) -> Iterator[tuple[FakeCoordinator, Peer]]:
     theta = vectors(sizes, seed=0)
-    with FakeCoordinator(config(), schema_of(sizes), theta if founded else None) as fake, Bridge() as bridge:
-        peer = Peer(bridge, fake)
+    with FakeCoordinator(config(groups), schema_of(sizes), theta if founded else None) as fake, Bridge() as bridge:
+        peer = Peer(bridge, fake, lazy)
         try:
             if join:
                 snapshot = peer.collective.join(peer.schema, lambda: theta)
@@ -148,6 +151,21 @@ def test_a_round_commits_and_the_update_is_what_the_coordinator_applied() -> Non
         header = fake.headers[FIRST_ROUND, 1, 0]
         assert (header.inner_steps, header.tokens, header.total_bytes) == (5, 50, 4 * LARGE[1])
         assert peer.collective.traffic.sent > 4 * sum(LARGE)
+
+
+def test_an_outer_step_exchanges_its_group_of_fragments_only() -> None:
+    with run_of((24, 40, 8), groups=2) as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        deltas = vectors((24, 40, 8), 1)
+        for outer_step, group in enumerate([(0, 2), (1,), (0, 2)]):
+            for i in group:
+                payload = encode("fp32", deltas[i])
+                peer.collective.contribute(
+                    Contribution(outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload)
+                )
+            outcome = peer.ask(outer_step)
+            assert isinstance(outcome, Committed)
+            assert tuple(part.fragment_id for part in outcome.commit.fragments) == group
 
 
 def test_an_aborted_round_is_tried_again_under_a_new_one() -> None:

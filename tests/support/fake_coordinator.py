@@ -86,6 +86,7 @@ class FakeCoordinator:
         self.damage_updates = 0
         self.damage_snapshots = 0
         self.lose_snapshots = 0
+        self.refuse_update: Callable[[Sequence[Region] | None], tuple[grpc.StatusCode, str] | None] = lambda regions: None
         self.break_updates_after: list[int] = []  # fragments after which a stream breaks, once each
         self.asked_for: list[Sequence[Region] | None] = []  # in FetchUpdate
         self._gates: dict[int, asyncio.Event] = {}
@@ -132,8 +133,13 @@ class FakeCoordinator:
 
     async def gate(self, fragment_id: int) -> None:
         """Wait while this fragment is held (loop's thread)."""
-        if fragment_id in self._gates:
+        if fragment_id not in self._gates:
+            return
+        try:
             await self._gates[fragment_id].wait()
+        except asyncio.CancelledError:
+            self.bridge.change(lambda: self.calls.update({"FetchUpdate broken off": self.calls["FetchUpdate broken off"] + 1}))
+            raise
 
     # ---- what scripts do (under the lock) --------------------------------------------------------------------------------
 
@@ -322,11 +328,12 @@ class _Data(data_pb2_grpc.DataServicer):
     ) -> AsyncIterator[data_pb2.UpdatePart]:
         fake = self._fake
         fake.calls["FetchUpdate"] += 1
-        commit = fake.updates.get(request.outer_step)
+        commit, regions = fake.updates.get(request.outer_step), update_request_from_pb(request, fake.schema).regions
         if commit is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
             return
-        regions = update_request_from_pb(request, fake.schema).regions
+        if (refusal := fake.refuse_update(regions)) is not None:
+            await context.abort(*refusal)
         commit = _cut(commit, regions) if regions is not None else commit
         fake.asked_for.append(regions)
         yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
