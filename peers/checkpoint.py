@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -113,6 +114,10 @@ class Checkpoints:
             raise
         cast("Future[Metadata]", written).add_done_callback(lambda done: self._land(done, partial, number, text))
 
+    def set_aside(self) -> None:
+        """Rename all checkpoints so that neither this life nor a later one takes them up; they are never removed."""
+        self._ranks.lead(self._set_aside)
+
     def newest(self) -> Saved | None:
         """The newest whole checkpoint, which rank 0 looks for; None: there is none. Damaged ones are skipped with a line.
 
@@ -151,6 +156,13 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(f"--checkpoints {self._folder}: cannot be used ({error.strerror})") from error
         return max(self._numbers(), default=0) + 1
+
+    def _set_aside(self) -> None:
+        for number in self._numbers():
+            path = self._path(number)
+            aside = path.with_name(f"ignored-{number:08d}-{time.time_ns()}")
+            path.rename(aside)
+            _log.info("%s: left aside as %s", path, aside.name)
 
     def _numbers(self) -> list[int]:
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())

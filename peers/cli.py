@@ -57,13 +57,25 @@ def run(
     throttle: Annotated[float, typer.Option(help="For trials: a step takes so many times as long.")] = 1.0,
     fault: Annotated[str, typer.Option(help="For trials: nan@K,huge@L damages the exchange of outer step K, L.")] = "",
     allow_model: ModelsOption = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Ranks that share each matrix product; the others split batch and parameters (FSDP2).")
+    ] = 1,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder of this peer's checkpoints, shared by its machines; by itself: in --home.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Outer steps between checkpoints; 0 neither keeps nor takes any.")] = 1,
+    keep_checkpoints: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 2,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; leave the checkpoints that are there aside.")] = False,
 ) -> None:
-    """Train in the run until it finishes. Ctrl-C finishes the step and says goodbye; twice: at once.
+    """Train in the run until it finishes. Ctrl-C finishes the step, saves and says goodbye; twice: at once.
 
-    Waits for a coordinator that is not there, now or later. Exit codes: 0 finished or stopped, 2 configuration, 3 refused,
-    4 evicted.
+    Goes on from its newest checkpoint. Waits for a coordinator that is not there, now or later. Exit codes: 0 finished or
+    stopped, 2 configuration, 3 refused, 4 evicted.
 
     Example: edit-peer run --home my-peer --data ~/books --metrics metrics.jsonl
+
+    One peer on eight GPUs, started again when a rank dies:
+    torchrun --nproc-per-node 8 --max-restarts 100 -m peers run --home my-peer --data ~/books
     """
     from peers.daemon import PeerOptions, run_peer
     from peers.faults import parse_faults
@@ -79,6 +91,11 @@ def run(
             throttle=throttle,
             faults=parse_faults(fault),
             allowed_models=frozenset(allow_model or ()),
+            tensor_parallel=tensor_parallel,
+            checkpoints=checkpoints,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            fresh=fresh,
         )
     )
 
@@ -98,17 +115,14 @@ def alone(
 
     Example: edit-peer alone --run run.toml --data ~/books --steps 1500 --out lone
     """
-    import torch
-
     from edit.config import RunConfig
     from peers.alone import AlonePlan, train_alone
     from peers.data import open_tokens, stream_seed
     from peers.models import build
-    from peers.trainer import choose_device
+    from peers.trainer import choose_device, use_threads
 
     config = RunConfig.from_toml(run)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     limits = {"context": config.model.context, "vocabulary": config.model.vocabulary}
     plan = AlonePlan(
         config=config,
@@ -125,8 +139,13 @@ def alone(
 
 
 def _log_lines() -> None:
+    """Rank 0 speaks for its replica; the others only warn."""
+    from peers.environment import launched
+
+    launch = launched()
+    level, who = (logging.INFO, "") if launch.leads else (logging.WARNING, f"rank {launch.rank}: ")
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+        level=level, format=f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
 
 

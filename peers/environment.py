@@ -11,24 +11,29 @@ from dataclasses import dataclass
 
 from edit.errors import ConfigError
 
-__all__ = ["Launch", "launched"]
+__all__ = ["ALONE", "Launch", "launched"]
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """rank, size: of this process in its replica; local_rank, local_size: among the ranks on this machine."""
+    """rank, size: of this process in its replica; local_rank, local_size: among the ranks on this machine; restarts: how often
+    torchrun has started this replica again."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    restarts: int = 0
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which speaks for the replica."""
         return self.rank == 0
+
+
+ALONE = Launch()
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -37,7 +42,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
     Raises ConfigError when the variables contradict one another or some are missing.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Launch()
+        return ALONE
     missing = [name for name in (*_NAMES, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
         raise ConfigError(f"{missing[0]} is not set although this is one rank of several; start the replica with torchrun")
@@ -46,7 +51,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
         raise ConfigError(
             f"RANK {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}: not a rank; start the replica with torchrun"
         )
-    return Launch(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+    restarts = _number("TORCHELASTIC_RESTART_COUNT", environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Launch(rank=rank, size=size, local_rank=local_rank, local_size=local_size, restarts=restarts)
 
 
 def _number(name: str, text: str) -> int:

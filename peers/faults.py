@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from edit.errors import ConfigError
 
@@ -35,7 +36,7 @@ class _Worker(Protocol):
     def round_inner_steps(self) -> int: ...
     @property
     def pending(self) -> bool: ...
-    def outer_state_dict(self) -> dict[str, Tensor]: ...
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
@@ -52,36 +53,43 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 class FaultInjector:
     """Call `damage` after each optimizer step and before the EditWorker's own hook; each fault strikes once.
 
-    announce: told of each strike, in one line.
+    interval: inner steps between two exchanges; announce: told of each strike, in one line. Of a sharded model each rank
+    damages the part it holds.
     """
 
     def __init__(
-        self, model: nn.Module, worker: _Worker, sync_every: int, faults: tuple[Fault, ...], announce: Callable[[str], None]
+        self, model: nn.Module, worker: _Worker, interval: int, faults: tuple[Fault, ...], announce: Callable[[str], None]
     ) -> None:
         self._model = model
         self._worker = worker
-        self._sync_every = sync_every
+        self._interval = interval
         self._waiting = sorted(faults, key=lambda fault: fault.outer_step)
         self._announce = announce
 
     def damage(self, *_: object) -> None:
         """Spoil the local parameters when this step's exchange is the one of the next fault."""
         worker = self._worker
-        due = not worker.pending and worker.round_inner_steps + 1 >= self._sync_every
+        due = not worker.pending and worker.round_inner_steps + 1 >= self._interval
         if not self._waiting or not due or worker.outer_step < self._waiting[0].outer_step:
             return
         fault = self._waiting.pop(0)
         self._announce(f"fault on purpose: {fault.kind} at outer step {worker.outer_step}")
         with torch.no_grad():
             if fault.kind == "nan":
-                next(p for p in self._model.parameters() if p.requires_grad).view(-1)[0] = torch.nan
+                held = (_local(parameter) for parameter in self._model.parameters() if parameter.requires_grad)
+                next(part for part in held if part.numel()).view(-1)[0] = torch.nan
             else:
                 self._inflate()
 
     def _inflate(self) -> None:
         """local <- outer - 10,000 (outer - local)"""
-        outer = self._worker.outer_state_dict()
+        outer = self._worker.state_dict()["outer"]
         for name, parameter in self._model.named_parameters():
             if name in outer:
-                theta = outer[name].to(parameter.device, parameter.dtype)
-                parameter.copy_(theta - HUGE * (theta - parameter))
+                local = _local(parameter)
+                theta = _local(outer[name]).to(local.device, local.dtype)
+                local.copy_(theta - HUGE * (theta - local))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

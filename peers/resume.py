@@ -10,7 +10,7 @@ number of ranks can take them up. Buffers and random states belong to a rank; an
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from edit.errors import ConfigError
 from edit.ranks import Ranks
 from peers.checkpoint import Checkpoints, Saved
 from peers.data import Batches
 from peers.trainer import Trainer
 
-__all__ = ["Resumable", "Stateful"]
+__all__ = ["Autosave", "Resumable", "Stateful"]
 
 _log = logging.getLogger("peers")
 
@@ -32,7 +33,8 @@ class Stateful(Protocol):
     """An EditWorker, as far as a checkpoint knows it: {"scalars": plain values, SECTION: {parameter name: tensor}}."""
 
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Resumable:
         self.batches.load(saved.scalars["data"])
         parameters = self._trained()
         own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}
+        sections: dict[str, dict[str, Tensor]] = {}
 
         def target(key: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
             kind, _, name = key.partition("/")
@@ -80,14 +83,16 @@ class Resumable:
                 case "model":
                     return parameters[name].detach()
                 case "worker":
-                    return _like(parameters.get(name.partition("/")[2]), size, dtype, torch.device("cpu"))
-            parameter = parameters[name.rpartition("/")[0]]
-            return _like(parameter, size, dtype, parameter.device)
+                    section, _, name = name.partition("/")
+                    if section not in sections:
+                        sections.update(self.worker.empty_state([section]))
+                    return sections[section][name]
+            return _like(parameters[name.rpartition("/")[0]], size, dtype)
 
         tensors = checkpoints.load(saved, target)
         self.trainer.steps = saved.scalars["steps"]
         self._put_moments(tensors, parameters)
-        self.worker.load_state_dict(_worker_state(tensors, saved.scalars["worker"]))
+        self.worker.load_state_dict({**sections, "scalars": saved.scalars["worker"]})
         torch.set_rng_state(own[f"rank/{rank}/random"])
         if (random := own.get(f"rank/{rank}/random.cuda")) is not None:
             torch.cuda.set_rng_state(random)
@@ -116,6 +121,62 @@ class Resumable:
         return kept
 
 
+class Autosave:
+    """Takes up the newest checkpoint and makes new ones every so many outer steps. checkpoints: None keeps and takes none.
+
+    patient: rather wait for the last save to end than leave one out, so that a peer is never many outer steps behind the run.
+    """
+
+    def __init__(self, resumable: Resumable, checkpoints: Checkpoints | None, every: int = 1, *, patient: bool = False) -> None:
+        self._resumable = resumable
+        self._checkpoints = checkpoints
+        self._every = every
+        self._patient = patient
+        self._from: Saved | None = None
+        self._outer_step = 0
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it is not this training's."""
+        self._from = None if self._checkpoints is None else self._checkpoints.newest()
+        if self._checkpoints is not None and self._from is not None:
+            self._resumable.load(self._checkpoints, self._from)
+            _log.info("going on from %s, inner step %d", self._from.path, self._resumable.trainer.steps)
+
+    def explain(self, error: ConfigError) -> ConfigError:
+        """Why the run could not be entered: name the checkpoint that was taken up, if one was."""
+        return error if self._from is None else ConfigError(f"{self._from.path}: {error}; --fresh leaves it aside")
+
+    def begin(self, outer_step: int) -> None:
+        """The run is entered. Without a checkpoint make one, and wait for it: so this peer can go on exactly from the start."""
+        self._outer_step = outer_step
+        if self._checkpoints is not None and self._from is None:
+            self._save(self._checkpoints)
+            self._checkpoints.wait()
+
+    def stepped(self, outer_step: int) -> None:
+        """After each inner step: begin a checkpoint when enough outer steps have been taken."""
+        if self._checkpoints is None or outer_step - self._outer_step < self._every:
+            return
+        if self._patient or self._resumable.ranks.all([self._checkpoints.idle])[0]:
+            self._outer_step = outer_step
+            self._save(self._checkpoints)
+
+    def last(self) -> None:
+        """The training is asked to stop, between two inner steps: save, and wait until it is written."""
+        if self._checkpoints is not None:
+            self._save(self._checkpoints)
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a save that is under way."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        checkpoints.wait()
+        self._resumable.save(checkpoints)
+
+
 def _sections(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
     for section, tensors in state.items():
         if section != "scalars":
@@ -123,18 +184,8 @@ def _sections(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
                 yield section, name, tensor
 
 
-def _worker_state(tensors: Mapping[str, Tensor], scalars: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = {"scalars": scalars}
-    for key, tensor in tensors.items():
-        kind, _, rest = key.partition("/")
-        if kind == "worker":
-            section, _, name = rest.partition("/")
-            state.setdefault(section, {})[name] = tensor
-    return state
-
-
-def _like(parameter: nn.Parameter | None, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor laid out over the ranks as `parameter` is, if it has its shape."""
+def _like(parameter: nn.Parameter, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Zeros laid out over the ranks as `parameter` is, if it has its shape; else whole at every rank (a count of steps)."""
     if isinstance(parameter, DTensor) and parameter.shape == size:
-        return torch.zeros_like(parameter.detach(), dtype=dtype, device=device)
-    return torch.zeros(size, dtype=dtype, device=device)
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    return torch.zeros(size, dtype=dtype, device=parameter.device)

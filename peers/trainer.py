@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from edit.config import InnerConfig
 from edit.errors import ConfigError
+from peers.environment import ALONE, Launch
 from peers.replica import UNDIVIDED, Layout, clip_gradients
 
 __all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
@@ -31,16 +32,30 @@ class StepResult:
     seconds: float
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The device to train on: CUDA where there is one, else the CPU; `name` overrides. ConfigError if it is not usable."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
+    """The device to train on: CUDA where there is one, else the CPU; `name` overrides. Each rank on a machine has its own.
+
+    Raises ConfigError when it is not usable.
+    """
     try:
-        device = torch.device(name)
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ConfigError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: this machine offers torch {torch.cuda.device_count()} CUDA devices")
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if launch.size > 1:
+        if device.index is not None:
+            raise ConfigError(
+                f"--device {name}: is one device for {launch.local_size} ranks; say cuda, each rank takes its own"
+            )
+        if launch.local_size > count:
+            raise ConfigError(
+                f"{launch.local_size} ranks on a machine with {count} CUDA devices; start {count}, or --device cpu"
+            )
+        return torch.device("cuda", launch.local_rank)
+    if (device.index or 0) >= count:
+        raise ConfigError(f"--device {name}: this machine offers torch {count} CUDA devices")
     return device
 
 

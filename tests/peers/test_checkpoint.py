@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ class FakeWorker:
     def state_dict(self) -> dict[str, Any]:
         return {"outer": self.outer, "residual": self.residual, "scalars": self.scalars}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        return {kind: {name: torch.zeros_like(tensor) for name, tensor in getattr(self, kind).items()} for kind in kinds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.outer, self.residual, self.scalars = state["outer"], state["residual"], state["scalars"]
 
 

@@ -142,8 +142,8 @@ class Counters:
     def __init__(self, theta: torch.Tensor) -> None:
         self.theta = theta
 
-    def outer_state_dict(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.theta}
+    def state_dict(self) -> dict[str, object]:
+        return {"outer": {"weight": self.theta}}
 
 
 def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> None:

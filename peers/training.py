@@ -1,0 +1,184 @@
+"""The training loop of one rank, once the run's configuration is known.
+
+Owns: what belongs together (trainer, worker, data, checkpoints), the loop, what is reported, when the peer is done. Must not
+know: connections, signals, the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+
+from edit.config import RunConfig
+from edit.errors import ConfigError
+from edit.ranks import Ranks
+from edit.schema import plan_fragments
+from edit.worker import EditWorker, WorkerConfig
+from editpb.identity import Identity
+from editpb.messages import Heartbeat, PeerState
+from peers.bridge import Bridge, Interrupted
+from peers.checkpoint import Checkpoints, Owner
+from peers.data import Batches, Tokens, open_tokens, stream_seed
+from peers.faults import FaultInjector
+from peers.grpc_collective import GrpcCollective
+from peers.metrics import Metrics
+from peers.models import build
+from peers.options import PeerOptions
+from peers.pace import Pace
+from peers.replica import Layout, shard
+from peers.resume import Autosave, Resumable
+from peers.trainer import Trainer
+
+__all__ = ["Place", "Training"]
+
+_log = logging.getLogger("peers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Who and where this process is: which peer, which rank of it, on what. restarts: how often torchrun started it again."""
+
+    identity: Identity
+    device: torch.device
+    layout: Layout
+    ranks: Ranks
+    restarts: int = 0
+
+
+class Training:
+    """One rank's training in one run."""
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        config: RunConfig,
+        place: Place,
+        collective: GrpcCollective,
+        bridge: Bridge,
+        metrics: Metrics,
+    ) -> None:
+        self._options = options
+        self._config = config
+        self._place = place
+        self._collective = collective
+        self._bridge = bridge
+        self._metrics = metrics
+        self._pace = Pace(options.throttle)
+        self._told = ""
+
+    def run(self) -> None:
+        """Train until the run is over. Raises Interrupted, EvictedError, RefusedError, ConfigError."""
+        config, place = self._config, self._place
+        batches = self._batches()
+        trainer = self._trainer(batches)
+        worker = EditWorker(trainer.model, trainer.optimizer, self._collective, WorkerConfig.of(config), place.ranks)
+        faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
+        trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
+        trainer.position = lambda: self._position(worker)
+        saving = self._saving(Resumable(trainer, batches, worker, place.ranks))
+        with contextlib.ExitStack() as stack:
+            saving.resume()
+            try:
+                stack.enter_context(worker)
+            except ConfigError as error:
+                raise saving.explain(error) from error
+            _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
+            saving.begin(worker.outer_step)
+            self._loop(trainer, worker, saving)
+        saving.close()
+        _log.info("the run has finished at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
+
+    def _batches(self) -> Batches:
+        """The same rows in the same order at every rank."""
+        config = self._config
+        tokens = open_tokens(self._options.data, context=config.model.context, vocabulary=config.model.vocabulary)
+        self._place.ranks.same("the data in --data", _fingerprint(tokens))
+        seed = stream_seed(config.seed, self._collective.peer_id)
+        return Batches(tokens, config.model.context, config.inner.batch_size, seed)
+
+    def _trainer(self, batches: Batches) -> Trainer:
+        config, layout = self._config, self._place.layout
+        # ranks that compute the same rows draw the same random numbers
+        torch.manual_seed(stream_seed(config.seed, f"{self._collective.peer_id} {layout.data_rank}"))
+        return Trainer(
+            shard(build(config.model, config.seed, self._options.allowed_models), layout),
+            batches,
+            config.inner,
+            total_steps=config.sync.interval * config.sync.outer_steps,
+            device=self._place.device,
+            clock=time.perf_counter,
+            layout=layout,
+        )
+
+    def _saving(self, resumable: Resumable) -> Autosave:
+        options, place = self._options, self._place
+        if options.checkpoint_every == 0:
+            return Autosave(resumable, None)
+        schema = plan_fragments(resumable.trainer.model.named_parameters())
+        owner = Owner(run_id=place.identity.run_id, peer_id=place.identity.peer_id, schema_hash=schema.schema_hash)
+        checkpoints = Checkpoints(options.checkpoint_folder, owner, options.keep_checkpoints, place.ranks)
+        if options.fresh and place.restarts == 0:
+            checkpoints.set_aside()
+        return Autosave(resumable, checkpoints, options.checkpoint_every, patient=self._config.sync.strict)
+
+    def _position(self, worker: EditWorker) -> int:
+        """The run's global inner step; what is contributed counts as exchanged."""
+        return (worker.outer_step + worker.pending) * self._config.sync.interval + worker.round_inner_steps
+
+    def _loop(self, trainer: Trainer, worker: EditWorker, saving: Autosave) -> None:
+        while not self._over(worker):
+            try:
+                self._collective.check()
+            except Interrupted:
+                saving.last()
+                raise
+            self._step(trainer, worker)
+            saving.stepped(worker.outer_step)
+
+    def _over(self, worker: EditWorker) -> bool:
+        done = worker.finished or worker.outer_step >= self._config.sync.outer_steps
+        return done or self._collective.over(worker.outer_step)
+
+    def _step(self, trainer: Trainer, worker: EditWorker) -> None:
+        inner, before = self._config.inner, worker.outer_step
+        worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
+        result = trainer.step()
+        self._pace.add(result)
+        self._report(worker)
+        if worker.outer_step != before or worker.last_reason != self._told:
+            self._tell(worker)
+        self._metrics.step(worker.inner_steps, result.loss, self._pace.tokens_per_s, worker.outer_step)
+        if self._options.throttle > 1:
+            with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
+                self._bridge.wait(lambda: None, timeout=self._pace.rest_s)
+
+    def _report(self, worker: EditWorker) -> None:
+        self._collective.report(
+            Heartbeat(
+                state=PeerState.EXCHANGING if worker.pending else PeerState.TRAINING,
+                outer_step=worker.outer_step,
+                digest=worker.digest,
+                inner_steps=worker.inner_steps,
+                round_inner_steps=worker.round_inner_steps,
+                loss=self._pace.loss,
+                tokens_per_s=self._pace.tokens_per_s,
+                step_s=self._pace.step_s,
+            )
+        )
+
+    def _tell(self, worker: EditWorker) -> None:
+        self._told = worker.last_reason
+        _log.info("outer step %d, loss %.4f: %s", worker.outer_step, self._pace.loss, worker.last_reason)
+        self._metrics.outer(worker.outer_step, worker.digest, worker.last_reason)
+
+
+def _fingerprint(tokens: Tokens) -> str:
+    """Length and the first and last windows: enough to tell another file or another version."""
+    edge = 1 << 16
+    sample = blake3(tokens.array[:edge].tobytes()).update(tokens.array[-edge:].tobytes())
+    return f"{len(tokens)} tokens, {sample.hexdigest()[:12]}"
