@@ -185,10 +185,10 @@ class Engine:
         self._feed(events.MemberLost(peer_id, reason))
 
     def heartbeat(self, attendance: Attendance, heartbeat: Heartbeat) -> None:
-        """A peer reported. Raises RemoteProtocolError for a rank that is not the member."""
-        peer_id, now = attendance.peer_id, self.clock.monotonic()
+        """A peer reported. Only rank 0 speaks for the replica; what the others say keeps their connection alive, no more."""
         if attendance.rank != 0:
-            raise RemoteProtocolError(f"a heartbeat of rank {attendance.rank}; rank 0 reports for the replica")
+            return
+        peer_id, now = attendance.peer_id, self.clock.monotonic()
         for change in self.membership.heartbeat(peer_id, attendance.number, heartbeat, now):
             self._member_changed(change)
         if now - attendance.last_line >= _PEER_LINE_S:

@@ -81,6 +81,18 @@ def test_a_retry_goes_on_where_the_last_one_broke(intake: Intake) -> None:
     assert bytes(again.payload()) == DATA
 
 
+def test_ranks_have_slots_of_their_own(intake: Intake) -> None:
+    for rank in (0, 1):
+        fill(intake.open("a", 1, 0, len(DATA), rank), DATA[::-1] if rank else DATA)
+    first, second = intake.find("a", 1, 0), intake.find("a", 1, 0, 1)
+    assert first is not None and second is not None
+    assert (bytes(first.payload()), bytes(second.payload())) == (DATA, DATA[::-1])
+    intake.drop(second, "a newer attempt has come")
+    assert intake.find("a", 1, 0, 1) is None and intake.find("a", 1, 0) is first
+    with pytest.raises(StaleError, match="contribution of a to round 1, fragment 0, rank 1: a newer attempt has come"):
+        put(second, 0, DATA[:1])
+
+
 def test_sizes_are_checked(intake: Intake) -> None:
     intake.open("a", 1, 0, 10)
     with pytest.raises(RemoteProtocolError, match="11 bytes declared, 10 before"):

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from aggregator.journal import Disk
 from aggregator.resources import Clock
 from aggregator.server import Coordinator
 from aggregator.state_folder import StateFolder
+from edit.boxes import Box, Region
 from edit.codecs import encode
 from edit.outer import digest
 from edit.records import Commit
@@ -30,7 +31,18 @@ from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2_grpc, convert, data_pb2, data_pb2_grpc
 from editpb.chunks import make_chunks
 from editpb.identity import Identity
-from editpb.messages import ContributionHeader, FoundHeader, Heartbeat, Hello, PeerState, View, Welcome
+from editpb.messages import (
+    ContributionHeader,
+    FoundHeader,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    PeerState,
+    SnapshotRequest,
+    UpdateRequest,
+    View,
+    Welcome,
+)
 
 TOML = """
 name = "test"
@@ -63,11 +75,31 @@ SCHEMA = Schema(
     )
 )
 WAIT_S = 30.0
+Layout = Sequence[Sequence[Region]]  # by rank, by fragment: what each rank owns
 
 
-def theta(seed: int = 0) -> list[Tensor]:
+def theta(seed: int = 0, schema: Schema = SCHEMA) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(fragment.numel, generator=generator) for fragment in SCHEMA.fragments]
+    return [torch.randn(fragment.numel, generator=generator) for fragment in schema.fragments]
+
+
+def sharded(schema: Schema, ranks: int, dimension: int) -> Layout:
+    """As FSDP2 (dimension 0) or tensor parallelism (-1) would: each tensor in even chunks, the last ones short or empty;
+    a scalar is rank 0's."""
+
+    def box(i: int, shape: tuple[int, ...], rank: int) -> Box | None:
+        if not shape:
+            return Box(i, (), ()) if rank == 0 else None
+        axis = dimension % len(shape)
+        chunk = -(-shape[axis] // ranks)
+        start, end = min(rank * chunk, shape[axis]), min((rank + 1) * chunk, shape[axis])
+        offsets = tuple(start if d == axis else 0 for d in range(len(shape)))
+        return Box(i, offsets, tuple(end - start if d == axis else n for d, n in enumerate(shape))) if end > start else None
+
+    return [
+        [Region(f, [b for i, t in enumerate(f.tensors) if (b := box(i, t.shape, rank))]) for f in schema.fragments]
+        for rank in range(ranks)
+    ]
 
 
 def new_folder(path: Path, *, start: int = 1, quorum: int = 1, toml: str = TOML) -> StateFolder:
@@ -113,8 +145,24 @@ class Served:
 
     @asynccontextmanager
     async def peer(self, peer_id: str, schema: Schema = SCHEMA) -> AsyncIterator[BarePeer]:
-        async with self.channel(peer_id) as channel:
-            peer = BarePeer(peer_id, self.folder.run_id, channel, schema)
+        async with self.replica(peer_id, 1, schema) as (peer,):
+            yield peer
+
+    @asynccontextmanager
+    async def replica(self, peer_id: str, ranks: int, schema: Schema = SCHEMA) -> AsyncIterator[list[BarePeer]]:
+        """All ranks of one replica, each with a connection of its own, under one certificate."""
+        credentials = self.credentials(peer_id)
+        async with contextlib.AsyncExitStack() as stack:
+            yield [
+                await stack.enter_async_context(self._rank(peer_id, rank, ranks, schema, credentials)) for rank in range(ranks)
+            ]
+
+    @asynccontextmanager
+    async def _rank(
+        self, peer_id: str, rank: int, ranks: int, schema: Schema, credentials: grpc.ChannelCredentials
+    ) -> AsyncIterator[BarePeer]:
+        async with grpc.aio.secure_channel(self.coordinator.listen, credentials) as channel:
+            peer = BarePeer(peer_id, self.folder.run_id, channel, schema, rank, ranks)
             try:
                 yield peer
             finally:
@@ -143,6 +191,8 @@ class BarePeer:
     run_id: str
     channel: grpc.aio.Channel
     schema: Schema
+    rank: int = 0
+    ranks: int = 1
     heard: list[object] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: asyncio.Task[None] | None = None
@@ -157,7 +207,8 @@ class BarePeer:
 
     async def dial(self) -> None:
         self._call = self.control.Attend()
-        await self._call.write(convert.peer_message_to_pb(Hello(run_id=self.run_id, schema=self.schema)))
+        hello = Hello(run_id=self.run_id, schema=self.schema, rank=self.rank, ranks=self.ranks)
+        await self._call.write(convert.peer_message_to_pb(hello))
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
@@ -184,6 +235,12 @@ class BarePeer:
     async def report(self, outer_step: int, digest_: str = "", state: PeerState = PeerState.TRAINING) -> None:
         beat = Heartbeat(state=state, outer_step=outer_step, digest=digest_)
         await self._call.write(convert.peer_message_to_pb(beat))
+
+    async def goodbye(self) -> None:
+        """Leave politely; returns when the coordinator has ended the stream."""
+        await self._call.write(convert.peer_message_to_pb(Goodbye("done")))
+        if self._reader is not None:
+            await asyncio.wait([self._reader])
 
     async def hang_up(self) -> None:
         if self._reader is not None:
@@ -216,6 +273,7 @@ class BarePeer:
             "codec": "fp32",
             "numel": self.schema.fragments[fragment_id].numel,
             "total_bytes": total_bytes,
+            "rank": self.rank,
             **(changes or {}),
         }
         return ContributionHeader(**values)  # type: ignore[arg-type]
@@ -233,22 +291,57 @@ class BarePeer:
             data = bytes(encode("fp32", delta).data)
             await self.send(self.header(round_id, outer_step, i, len(data)), make_chunks(data, 512))
 
-    async def fetch(self, outer_step: int) -> Commit:
-        request = data_pb2.UpdateRequest(run_id=self.run_id, outer_step=outer_step)
+    async def contribute_part(
+        self, round_id: int, outer_step: int, region: Region, delta: Tensor, **changes: object
+    ) -> data_pb2.ContributionReceipt:
+        """This rank's region of a fragment's `delta`."""
+        data = bytes(encode("fp32", region.take(delta)).data)
+        values: dict[str, object] = {"boxes": None if region.is_whole else region.boxes, "numel": region.numel, **changes}
+        header = self.header(round_id, outer_step, region.fragment.fragment_id, len(data), values)
+        return await self.send(header, make_chunks(data, 512))
+
+    async def fetch(
+        self, outer_step: int, *, due: Sequence[int] | None = None, regions: Sequence[Region] | None = None
+    ) -> Commit:
+        """The update, or what of it concerns `regions`; due: the fragments that it must consist of."""
+        wanted = UpdateRequest(self.run_id, outer_step, None if regions is None else tuple(regions))
         manifest, parts = None, {}
-        async for part in self.data.FetchUpdate(request):
+        async for part in self.data.FetchUpdate(convert.update_request_to_pb(wanted)):
             if part.WhichOneof("kind") == "manifest":
-                manifest = convert.update_manifest_from_pb(part.manifest, self.schema, outer_step)
+                manifest = convert.update_manifest_from_pb(part.manifest, self.schema, outer_step, due=due, regions=regions)
             else:
                 parts.setdefault(part.chunk.fragment_id, bytearray()).extend(part.chunk.chunk.data)
         assert manifest is not None
-        return convert.commit_from_parts(manifest, [parts.get(i) for i in range(len(self.schema.fragments))])
+        return convert.commit_from_parts(manifest, [parts.get(f.commit.fragment_id) for f in manifest.fragments])
+
+    async def snapshot_part(self, outer_step: int, region: Region, offset: int = 0) -> bytes:
+        """The fp32 bytes of a region of theta, from `offset` on."""
+        wanted = SnapshotRequest(
+            run_id=self.run_id,
+            outer_step=outer_step,
+            fragment_id=region.fragment.fragment_id,
+            offset=offset,
+            boxes=None if region.is_whole else region.boxes,
+        )
+        chunks = [chunk async for chunk in self.data.FetchSnapshot(convert.snapshot_request_to_pb(wanted))]
+        assert [chunk.offset for chunk in chunks][:1] in ([], [offset])
+        return b"".join(chunk.data for chunk in chunks)
+
+
+async def contribute_sharded(
+    ranks: Sequence[BarePeer], layout: Layout, round_id: int, outer_step: int, deltas: Mapping[int, Tensor], attempt: int = 0
+) -> None:
+    """Every rank sends what it owns of the fragments in `deltas` (by fragment_id); who owns nothing of one sends nothing."""
+    for peer, regions in zip(ranks, layout, strict=True):
+        for fragment_id, delta in deltas.items():
+            if regions[fragment_id].numel:
+                await peer.contribute_part(round_id, outer_step, regions[fragment_id], delta, attempt=attempt)
 
 
 async def found_run(peer: BarePeer, seed: int = 0) -> View:
     """Attend, found the run, report as ready; returns the first view with an open round."""
     await peer.attend()
     await peer.view(lambda view: view.found)
-    await peer.found(theta(seed))
+    await peer.found(theta(seed, peer.schema))
     await peer.report(0)
     return await peer.view(lambda view: view.round_id > 0)
