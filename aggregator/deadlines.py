@@ -1,10 +1,9 @@
 """How long a round waits for each peer: from its own measured times, never from a fixed timeout.
 
-Owns: the last 16 times of each peer, in seconds from a round's opening to the peer's last fragment, and the two formulas below.
+Owns: the last 16 times of each peer, in seconds from a round's opening to the peer's last fragment, and the formula below.
 Must not know: the clock, rounds, quorum, why a time is long.
 
     expected_s(peer) = clamp(median + spread * max(MAD, median / 10), floor, ceiling)     ceiling before 3 measurements
-    round_s(peers)   = max of expected_s over the peers
 
 Constant times have a MAD of 0; the tenth of the median keeps a margin for them (fixed timeouts are
 wrong both ways).
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from statistics import median
 
 from edit.config import RoundsConfig
@@ -33,12 +32,14 @@ class Deadlines:
     def __init__(self, config: RoundsConfig) -> None:
         self._config = config
         self._windows: dict[str, deque[float]] = {}
+        self._expected: dict[str, float] = {}  # of those measured, since their last measurement
 
     def record(self, peer_id: str, seconds: float) -> None:
         """Add one measurement; seconds: finite and not negative, or LocalProtocolError."""
         if not math.isfinite(seconds) or seconds < 0:
             raise LocalProtocolError(f"measured time of {peer_id} is {seconds} s")
         self._windows.setdefault(peer_id, deque(maxlen=WINDOW)).append(seconds)
+        self._expected.pop(peer_id, None)
 
     def measured(self, peer_id: str) -> bool:
         """Whether the peer's own times count already."""
@@ -46,14 +47,13 @@ class Deadlines:
 
     def expected_s(self, peer_id: str) -> float:
         """Seconds from a round's opening after which this peer is overdue."""
-        if not self.measured(peer_id):
-            return self._config.ceiling_s
-        times = self._windows[peer_id]
+        known = self._expected.get(peer_id)
+        if known is None and self.measured(peer_id):
+            known = self._expected[peer_id] = self._allowed(self._windows[peer_id])
+        return self._config.ceiling_s if known is None else known
+
+    def _allowed(self, times: Collection[float]) -> float:
         middle = median(times)
         deviation = median(abs(time - middle) for time in times)
         allowed = middle + self._config.spread * max(deviation, SMALLEST_SPREAD * middle)
         return min(max(allowed, self._config.floor_s), self._config.ceiling_s)
-
-    def round_s(self, peers: Iterable[str]) -> float:
-        """Seconds from its opening after which a round waits for none of `peers`; the ceiling when there are none."""
-        return max((self.expected_s(peer_id) for peer_id in peers), default=self._config.ceiling_s)

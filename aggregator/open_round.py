@@ -1,11 +1,14 @@
 """The book of one open round: who is expected, what is in, what is reduced, and how that is said to people. Sans-IO.
 
-Owns: the sets and the sentences. Must not know: when a round closes, who is live, the next round (`aggregator.rounds`).
+Owns: the sets and the sentences. Each event changes the sets where it must and computes none anew, for a round of thousands of
+peers has many thousands of events. Must not know: when a round closes, who is live, the next round (`aggregator.rounds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from aggregator.round_events import Reduce
@@ -18,7 +21,7 @@ class OpenRound:
     """counted_from: of the deadlines, later than opened_at only after nobody was left; welcome_until: who is ready by then is
     expected; delivered: per fragment that is due, the peers that have it in; wanted: everybody ever expected; punctual:
     expected from the opening on and never lost; faults: whose bytes were bad, and why; asked: fragments whose Reduce was
-    emitted."""
+    emitted; complete: who has delivered all fragments; missing: whom the round still waits for (expected, not complete)."""
 
     round_id: int
     outer_step: int
@@ -28,9 +31,11 @@ class OpenRound:
     welcome_until: float
     deadline: float
     delivered: dict[int, set[str]]
-    expected: set[str]
-    wanted: set[str]
-    punctual: set[str]
+    expected: set[str] = field(default_factory=set)
+    wanted: set[str] = field(default_factory=set)
+    punctual: set[str] = field(default_factory=set)
+    complete: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
     offered: set[str] = field(default_factory=set)
     faults: dict[str, str] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
@@ -38,6 +43,9 @@ class OpenRound:
     quorum_at: float | None = None  # when a quorum was complete
     close_reason: str = ""  # not empty: the collection is closed
     commit_asked: bool = False
+    _in: Counter[str] = field(default_factory=Counter)  # how many fragments of each peer are in
+    _lacking: Counter[int] = field(default_factory=Counter)  # per fragment, how many expected peers it is not in from
+    _slowest: list[tuple[float, str]] = field(default_factory=list)  # heap: -seconds; also of some that are missing no more
 
     @property
     def due(self) -> tuple[int, ...]:
@@ -45,31 +53,55 @@ class OpenRound:
         return tuple(sorted(self.delivered))
 
     @property
-    def complete(self) -> frozenset[str]:
-        """Who has delivered all fragments."""
-        return frozenset(set.intersection(*self.delivered.values()))
-
-    @property
-    def missing(self) -> frozenset[str]:
-        """Whom the round still waits for."""
-        return frozenset(self.expected - self.complete)
-
-    @property
     def absent(self) -> tuple[str, ...]:
         """Who was expected at some time and is not complete: what people call missing."""
         return tuple(sorted(self.wanted - self.complete))
 
-    def expect(self, peer_id: str, until: float) -> None:
-        """Wait for this peer, too, as long as `until`; not for one whose bytes were bad."""
-        if peer_id not in self.faults:
-            self.expected.add(peer_id)
-            self.wanted.add(peer_id)
-            self.deadline = max(self.deadline, until)
+    @property
+    def patience_s(self) -> float:
+        """Seconds from counted_from on after which every missing peer is overdue; 0 when none is missing."""
+        while self._slowest and self._slowest[0][1] not in self.missing:
+            heapq.heappop(self._slowest)
+        return -self._slowest[0][0] if self._slowest else 0.0
+
+    def open_with(self, ready: Mapping[str, float]) -> None:
+        """Wait for all of these from the opening on; values: seconds."""
+        self.punctual.update(ready)
+        for peer_id, seconds in ready.items():
+            self.expect(peer_id, seconds)
+
+    def expect(self, peer_id: str, seconds: float) -> None:
+        """Wait for this peer, too, so many seconds from counted_from on; not for one whose bytes were bad."""
+        if peer_id in self.faults:
+            return
+        self.deadline = max(self.deadline, self.counted_from + seconds)
+        if peer_id in self.expected:
+            return
+        self.expected.add(peer_id)
+        self.wanted.add(peer_id)
+        self._count_lacking(peer_id, 1)
+        if peer_id not in self.complete:
+            self.missing.add(peer_id)
+            heapq.heappush(self._slowest, (-seconds, peer_id))
 
     def expect_no_more(self, peer_id: str) -> None:
         """What it delivered stays in."""
-        self.expected.discard(peer_id)
         self.punctual.discard(peer_id)
+        self.missing.discard(peer_id)
+        if peer_id in self.expected:
+            self.expected.remove(peer_id)
+            self._count_lacking(peer_id, -1)
+
+    def deliver(self, peer_id: str, fragment_id: int) -> None:
+        """A fragment of this peer is in."""
+        if peer_id in self.delivered[fragment_id]:
+            return
+        self.delivered[fragment_id].add(peer_id)
+        self._lacking[fragment_id] -= peer_id in self.expected
+        self._in[peer_id] += 1
+        if self._in[peer_id] == len(self.delivered):
+            self.complete.add(peer_id)
+            self.missing.discard(peer_id)
 
     def fault(self, peer_id: str, reason: str) -> None:
         """Its bytes were bad: it is out of the round, with all that no Reduce was emitted for."""
@@ -77,6 +109,8 @@ class OpenRound:
         self.expect_no_more(peer_id)
         for peers in self.delivered.values():
             peers.discard(peer_id)
+        self.complete.discard(peer_id)
+        del self._in[peer_id]
 
     def note_quorum(self, now: float) -> None:
         """Remember since when a quorum is complete."""
@@ -87,7 +121,7 @@ class OpenRound:
 
     def in_from_all(self) -> list[int]:
         """Fragments that every expected peer has in."""
-        return [fragment_id for fragment_id, peers in sorted(self.delivered.items()) if self.expected <= peers]
+        return [fragment_id for fragment_id in self.due if not self._lacking[fragment_id]]
 
     def reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
         """Ask for these fragments with whoever has them in: each once, and none with less than a quorum."""
@@ -105,3 +139,8 @@ class OpenRound:
         groups = (("missing", self.missing), ("lost", out), ("refused", self.faults))
         said = "; ".join(f"{word}: {', '.join(sorted(peers))}" for word, peers in groups if peers)
         return f" ({said})" if said else ""
+
+    def _count_lacking(self, peer_id: str, change: int) -> None:
+        for fragment_id, peers in self.delivered.items():
+            if peer_id not in peers:
+                self._lacking[fragment_id] += change

@@ -106,6 +106,7 @@ class RoundMachine:
         self._outer_steps = outer_steps
         self._next_round_id = first_round_id
         self._live: dict[str, int] = {}  # peer_id -> the outer step it last reported
+        self._able: set[str] = set()  # the ready ones of them (rule 2)
         self._round: OpenRound | None = None
         self._pausing = False
         self._deadlines = Deadlines(config)
@@ -139,7 +140,7 @@ class RoundMachine:
     @property
     def arrived(self) -> frozenset[str]:
         """Whose contribution to the open round is complete."""
-        return self._round.complete if self._round else frozenset()
+        return frozenset(self._round.complete) if self._round else frozenset()
 
     @property
     def deadline(self) -> float | None:
@@ -197,7 +198,7 @@ class RoundMachine:
     def _ready(self, event: MemberReady, now: float) -> list[Effect]:
         current = self._round
         abandoned = current is not None and self._abandoned(current)
-        self._live[event.peer_id] = event.outer_step
+        self._reports(event.peer_id, event.outer_step)
         if current is None:
             return self._open(now, assembling=True)
         if current.close_reason:
@@ -205,15 +206,15 @@ class RoundMachine:
         if not self._is_ready(event.peer_id):
             current.expect_no_more(event.peer_id)
         elif abandoned:
-            current.counted_from, current.welcome_until = now, now + self._config.floor_s
-            current.deadline = now
-            self._expect(current, event.peer_id)
-        elif now <= current.welcome_until or event.peer_id in current.wanted & current.offered:
-            self._expect(current, event.peer_id)
+            current.counted_from, current.welcome_until, current.deadline = now, now + self._config.floor_s, now
+            current.expect(event.peer_id, self._deadlines.expected_s(event.peer_id))
+        elif now <= current.welcome_until or (event.peer_id in current.wanted and event.peer_id in current.offered):
+            current.expect(event.peer_id, self._deadlines.expected_s(event.peer_id))
         return self._settle(now)
 
     def _lost(self, event: MemberLost) -> None:
         self._live.pop(event.peer_id, None)
+        self._able.discard(event.peer_id)
         if self._round and not self._round.close_reason:
             self._round.expect_no_more(event.peer_id)
 
@@ -234,8 +235,8 @@ class RoundMachine:
             return [refusal] if refusal else []
         was_complete = event.peer_id in current.complete
         self._note_sending(current, event.peer_id)
-        current.delivered[event.fragment_id].add(event.peer_id)
-        if not was_complete and event.peer_id in current.complete & current.punctual:
+        current.deliver(event.peer_id, event.fragment_id)
+        if not was_complete and event.peer_id in current.complete and event.peer_id in current.punctual:
             self._deadlines.record(event.peer_id, now - current.opened_at)
         return self._settle(now)
 
@@ -259,6 +260,7 @@ class RoundMachine:
         if not current.commit_asked:
             raise LocalProtocolError(f"round {event.round_id}: nobody asked to commit it")
         self._outer_step += 1
+        self._able = {peer_id for peer_id in self._live if self._is_ready(peer_id)}
         effects = self._close(current, now, committed=True, reason=current.close_reason)
         if self._outer_step >= self._outer_steps:
             return [*effects, RunFinished(self._outer_step)]
@@ -278,9 +280,8 @@ class RoundMachine:
     # -- the life of a round ----------------------------------------------------------------------------------------------
 
     def _open(self, now: float, *, assembling: bool = False) -> list[Effect]:
-        ready = {peer_id for peer_id in self._live if self._is_ready(peer_id)}
         enough = self._config.start_peers if self._outer_step == 0 else 1
-        if self._round or self.phase is not Phase.GATHERING or len(ready) < enough:
+        if self._round or self.phase is not Phase.GATHERING or len(self._able) < enough:
             return []
         current = self._round = OpenRound(
             round_id=self._next_round_id,
@@ -289,14 +290,12 @@ class RoundMachine:
             opened_at=now,
             counted_from=now,
             welcome_until=now + self._config.floor_s if assembling else float("-inf"),
-            deadline=now + self._deadlines.round_s(ready),
+            deadline=now,
             delivered=self._nothing_in(),
-            expected=set(ready),
-            wanted=set(ready),
-            punctual=set(ready),
         )
+        current.open_with({peer_id: self._deadlines.expected_s(peer_id) for peer_id in self._able})
         self._next_round_id += 1
-        return [RoundOpened(current.round_id, current.outer_step, frozenset(ready), current.deadline)]
+        return [RoundOpened(current.round_id, current.outer_step, frozenset(self._able), current.deadline)]
 
     def _nothing_in(self) -> dict[int, set[str]]:
         if due := self._due(self._outer_step):
@@ -339,13 +338,14 @@ class RoundMachine:
 
     def _abort_reason(self, current: OpenRound, now: float) -> str:
         """Why the round is given up now, or '' (rules 5 and 8)."""
+        late = now >= current.deadline
+        if len(current.complete) >= self._config.quorum or not (current.faults or late):
+            return ""
         few = f"too few: {len(current.complete)} of quorum {self._config.quorum}"
-        able = {peer_id for peer_id in self._live if self._is_ready(peer_id)} - set(current.faults)
+        able = self._able.difference(current.faults)
         if current.faults and len(current.complete | able) < self._config.quorum:
             return f"{few}{current.without()}"
-        if now >= current.deadline and able:
-            return f"{few} at the deadline{current.without()}"
-        return ""
+        return f"{few} at the deadline{current.without()}" if late and able else ""
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):
@@ -356,10 +356,11 @@ class RoundMachine:
     def _note_sending(self, current: OpenRound, peer_id: str) -> None:
         current.offered.add(peer_id)
         if peer_id in self._live:  # rounds may be shorter than the time between two reports
-            self._live[peer_id] = current.outer_step
+            self._reports(peer_id, current.outer_step)
 
-    def _expect(self, current: OpenRound, peer_id: str) -> None:
-        current.expect(peer_id, until=current.counted_from + self._deadlines.expected_s(peer_id))
+    def _reports(self, peer_id: str, outer_step: int) -> None:
+        self._live[peer_id] = outer_step
+        (self._able.add if self._is_ready(peer_id) else self._able.discard)(peer_id)
 
     def _record_absent(self, current: OpenRound, now: float) -> None:
         for peer_id in sorted(current.missing & current.punctual):
@@ -372,14 +373,13 @@ class RoundMachine:
 
     def _abandoned(self, current: OpenRound) -> bool:
         """Nobody can contribute and what is in does not suffice (rule 8)."""
-        return len(current.complete) < self._config.quorum and not any(map(self._is_ready, self._live))
+        return len(current.complete) < self._config.quorum and not self._able
 
     def _grace_over(self, current: OpenRound) -> float:
         """When every missing peer is overdue by its own times and the grace is over, too; inf before the quorum."""
         if current.quorum_at is None:
             return float("inf")
-        overdue = current.counted_from + self._deadlines.round_s(current.missing)
-        return max(current.quorum_at, overdue) + self._config.grace_s
+        return max(current.quorum_at, current.counted_from + current.patience_s) + self._config.grace_s
 
     def _refusal(self, peer_id: str, round_id: int, fragment_id: int, outer_step: int) -> Refused | None:
         current = self._round
