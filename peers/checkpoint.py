@@ -30,8 +30,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
 
 from edit.errors import ConfigError, StorageError
 from edit.ranks import ALONE, Ranks
@@ -107,6 +109,7 @@ class Checkpoints:
                 dict(tensors),
                 storage_writer=FileSystemWriter(partial),
                 process_group=self._group,
+                async_stager=_Copies(),
                 no_dist=self._group is None,
             )
         except BaseException:
@@ -215,6 +218,28 @@ class Checkpoints:
         _sync(self._folder)
         for old in self._numbers()[self._keep :]:
             shutil.rmtree(self._path(old))
+
+
+class _Copies(AsyncStager):
+    """How `async_save` gets what it writes while the training goes on: copies on the CPU, made before it returns."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _copied(tensor) for name, tensor in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """`stage` leaves nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A DTensor keeps its mesh and placements, whatever the mesh is of."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 _CALLED = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
