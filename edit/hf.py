@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +76,17 @@ def first_difference(mine: Any, theirs: Any) -> tuple[str, Any, Any] | None:
 def save(model: ModelConfig, parameters: Mapping[str, Tensor], out: Path) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads: configuration and weights, fp32, these parameters.
 
-    parameters: every trainable tensor by its name in the transformers model, full shape. Raises ConfigError when the run's
-    model is not an `hf:` one or the tensors are not its weights (a run of adapters, say); OSError.
+    parameters: every trainable tensor by its name in the transformers model, full shape; buffers too if they were exchanged.
+    Raises ConfigError when the run's model is not an `hf:` one or the tensors are not its weights (a run of adapters, say);
+    OSError.
     """
     if not model.name.startswith(PREFIX):
         raise ConfigError(f'--format hf: only for runs whose model.name is hf:MODEL_TYPE; this one trains "{model.name}"')
     config = configuration(model)
     config.dtype = torch.float32
     built = build(config, 0)
-    own = dict(built.named_parameters())
-    odd = next((name for name in [*parameters, *own] if (name in own) != (name in parameters)), None)
-    if odd is None:
-        odd = next((name for name in own if own[name].shape != parameters[name].shape), None)
-    if odd is not None:
+    own: dict[str, Tensor] = {**dict(built.named_buffers()), **dict(built.named_parameters())}
+    if (odd := _misfit(own, [name for name, _ in built.named_parameters()], parameters)) is not None:
         raise ConfigError(
             f"--format hf: the run's parameters are not the weights of {model.name}: see {odd}; a run that exchanges only "
             "adapters, or freezes weights, is exported with --format safetensors"
@@ -97,6 +95,12 @@ def save(model: ModelConfig, parameters: Mapping[str, Tensor], out: Path) -> Non
         for name, tensor in parameters.items():
             own[name].copy_(tensor)
     built.save_pretrained(out)  # type: ignore[operator]
+
+
+def _misfit(own: Mapping[str, Tensor], needed: Sequence[str], given: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that is missing, unknown, or of another shape."""
+    odd = (name for name in [*given, *needed] if name not in own or name not in given or own[name].shape != given[name].shape)
+    return next(odd, None)
 
 
 def _transformers() -> Any:

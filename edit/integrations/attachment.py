@@ -1,0 +1,99 @@
+"""One training of a framework, attached to a run: what the callbacks of all frameworks do alike.
+
+Owns: the worker from the framework's first step to its last, which optimizer is hooked, when the model shows the outer
+parameters. Must not know: any framework, carriers.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from edit.collective import Collective
+from edit.errors import ConfigError
+from edit.ranks import Ranks
+from edit.worker import EditWorker, WorkerConfig
+
+__all__ = ["Attachment"]
+
+
+class Attachment:
+    """`model` and `optimizer` in the run of `collective`, from construction until `leave` or `abandon`.
+
+    optimizer: a torch optimizer, however a framework has wrapped it; the innermost one is hooked, so that a step which the
+    wrapper leaves out (gradient accumulation, an overflow) does not count. All processes of a torch.distributed world are ranks
+    of one replica, sharded or not. Raises as `EditWorker.__enter__`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: object, collective: Collective, config: WorkerConfig) -> None:
+        self._model = model
+        self._config = config
+        self._inside, self._shown = ExitStack(), ExitStack()
+        self._showing = False
+        self._ranks = Ranks.world()
+        self.worker = self._inside.enter_context(EditWorker(model, _innermost(optimizer), collective, config, self._ranks))
+
+    def before_forward(self) -> None:
+        """What the worker does by itself before a forward of the model; for frameworks that call only parts of it."""
+        if self._config.mode == "blocking":  # with `forward` the parts have hooks of their own, else nothing waits
+            self._take_fresh_outcome()
+
+    def count_tokens(self, tokens: int) -> None:
+        """Add this process's tokens; every process of the replica calls it as often."""
+        self.worker.count_tokens(sum(self._ranks.collect(tokens)))
+
+    @property
+    def showing(self) -> bool:
+        """Whether the model holds the outer parameters now."""
+        return self._showing
+
+    def show_outer(self) -> None:
+        """Put the outer parameters into the model until `hide_outer`; takes a fresh outcome first, as a forward would."""
+        if not self._showing:
+            if not self._config.overlaps:
+                self._take_fresh_outcome()
+            self._shown.enter_context(self.worker.outer_parameters())
+            self._showing = True
+
+    def hide_outer(self) -> None:
+        """The local parameters again, to the bit; nothing when they are there."""
+        self._showing = False
+        self._shown.close()
+
+    def leave(self, *, keep_outer: bool) -> None:
+        """Wait for the last outcome and leave. The model then holds the outer parameters or the local ones."""
+        self.hide_outer()
+        kept = None
+        if keep_outer:
+            self.worker.synchronize()
+            with self.worker.outer_parameters():
+                kept = [parameter.detach().clone() for parameter in self._exchanged()]
+        self._inside.close()
+        if kept is not None:
+            with torch.no_grad():
+                for parameter, outer in zip(self._exchanged(), kept, strict=True):
+                    parameter.copy_(outer)
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave as after `error`: hooks are removed, no outcome is waited for."""
+        self.hide_outer()
+        self._inside.__exit__(type(error), error, error.__traceback__)
+
+    def _take_fresh_outcome(self) -> None:
+        if self.worker.pending and self.worker.round_inner_steps == 0:
+            self.worker.synchronize()
+
+    def _exchanged(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+
+def _innermost(optimizer: object) -> Optimizer:
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), Optimizer):
+        inner = inner.optimizer  # type: ignore[attr-defined]
+    if not isinstance(inner, Optimizer):
+        raise ConfigError(f"EditCallback hooks a torch optimizer; this training steps a {type(optimizer).__name__}")
+    return inner

@@ -1,0 +1,110 @@
+"""`EditCallback`: a Lightning `Trainer` trains with the other peers of a run.
+
+Owns: what happens at which of Lightning's events. Must not know: carriers, what is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from edit.collective import Collective
+from edit.errors import ConfigError
+from edit.integrations.attachment import Attachment
+from edit.worker import EditWorker, WorkerConfig
+
+__all__ = ["EditCallback"]
+
+
+class EditCallback(Callback):
+    """`Trainer(..., callbacks=[EditCallback(collective, config)])`: `trainer.fit()` is this peer's part of the run.
+
+    Training ends with Lightning's last step or with the run's, whichever comes first. Each real optimizer step counts once,
+    also with accumulate_grad_batches, clipping and manual optimization. The module starts from the run's outer parameters, also
+    when `fit` resumes from a checkpoint.
+    evaluate_outer: validation, checkpoints saved during training, and the module after it hold the outer parameters, which all
+    peers share; otherwise this peer's local ones. tokens: how many a batch has; by itself the size of its `input_ids`, or 0.
+
+    One training per callback. Raises ConfigError for a module with several optimizers.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        config: WorkerConfig,
+        *,
+        evaluate_outer: bool = False,
+        tokens: Callable[[Any], int] | None = None,
+    ) -> None:
+        self._collective = collective
+        self._config = config
+        self._evaluate_outer = evaluate_outer
+        self._tokens = tokens or _input_ids
+        self._attached: Attachment | None = None
+
+    @property
+    def worker(self) -> EditWorker | None:
+        """The worker between the beginning and the end of training, to look at; None before and after."""
+        return self._attached.worker if self._attached else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the run with the module and its real optimizer."""
+        if self._attached is not None:
+            raise ConfigError("EditCallback: its training did not end; make a new callback for each")
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(f"EditCallback: the module has {len(trainer.optimizers)} optimizers; exactly one can be hooked")
+        self._attached = Attachment(pl_module, trainer.optimizers[0], self._collective, self._config)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A training_step calls parts of the module and never the module, so the outcome is taken here."""
+        if self._attached is not None:
+            self._attached.before_forward()
+            self._attached.count_tokens(self._tokens(batch))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop when the run has finished."""
+        if self._attached is not None and self._attached.worker.finished:
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate the outer parameters, if asked to."""
+        if self._attached is not None and self._evaluate_outer:
+            self._attached.show_outer()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training goes on with the local parameters."""
+        if self._attached is not None:
+            self._attached.hide_outer()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the outer parameters, if asked to."""
+        if self._attached is None or not self._evaluate_outer or self._attached.showing:
+            return
+        self._attached.show_outer()
+        state = trainer.strategy.lightning_module_state_dict()
+        checkpoint["state_dict"] = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()
+        }
+        self._attached.hide_outer()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the last outcome and leave the run."""
+        if self._attached is not None:
+            attached, self._attached = self._attached, None
+            attached.leave(keep_outer=self._evaluate_outer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the hooks away; no outcome is waited for."""
+        if self._attached is not None:
+            attached, self._attached = self._attached, None
+            attached.abandon(exception)
+
+
+def _input_ids(batch: Any) -> int:
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return tokens.numel() if isinstance(tokens, Tensor) else 0

@@ -1,0 +1,109 @@
+"""`EditCallback`: a transformers `Trainer` trains with the other peers of a run.
+
+Owns: what happens at which of the Trainer's events. Must not know: carriers, what is exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from edit.collective import Collective
+from edit.errors import ConfigError
+from edit.integrations.attachment import Attachment
+from edit.worker import EditWorker, WorkerConfig
+
+__all__ = ["EditCallback"]
+
+
+class EditCallback(TrainerCallback):
+    """`Trainer(..., callbacks=[EditCallback(collective, config)])`: `trainer.train()` is this peer's part of the run.
+
+    Training ends with the Trainer's last step or with the run's, whichever comes first. Each real optimizer step counts once,
+    also with gradient accumulation and clipping; tokens are counted from `input_ids`. The model starts from the run's outer
+    parameters, also when the Trainer resumes from a checkpoint of its own.
+    evaluate_outer: evaluations during training, checkpoints saved during training, and the model after it hold the outer
+    parameters, which all peers share; otherwise this peer's local ones.
+
+    One training per callback. Raises ConfigError for settings of the Trainer that cannot work with it.
+    """
+
+    def __init__(self, collective: Collective, config: WorkerConfig, *, evaluate_outer: bool = False) -> None:
+        self._collective = collective
+        self._config = config
+        self._evaluate_outer = evaluate_outer
+        self._attached: Attachment | None = None
+        self._counter: RemovableHandle | None = None
+        self._tokens = 0
+
+    @property
+    def worker(self) -> EditWorker | None:
+        """The worker between the beginning and the end of training, to look at; None before and after."""
+        return self._attached.worker if self._attached else None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Join the run with the Trainer's real model and optimizer."""
+        if self._attached is not None:
+            raise ConfigError("EditCallback: its training did not end; make a new callback for each")
+        if args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end = True: would put an old model into a run that has moved on; set it to False "
+                "and load the best checkpoint yourself"
+            )
+        if args.n_gpu > 1:
+            raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
+        model = kwargs["model"]
+        self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config)
+        self._counter = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        return control
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After an evaluation training goes on with the local parameters."""
+        self._present().hide_outer()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the tokens behind the step before it is made."""
+        self._present().count_tokens(self._tokens)
+        self._tokens = 0
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Stop when the run has finished; show the outer parameters to what the Trainer does now."""
+        if self._present().worker.finished:
+            control.should_training_stop = True
+        self._show_outer(control)
+        return control
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """As `on_step_end`, for what is done once per pass over the data."""
+        self._show_outer(control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Wait for the last outcome and leave the run."""
+        if self._counter is not None:
+            self._counter.remove()
+        attached, self._attached = self._present(), None
+        attached.leave(keep_outer=self._evaluate_outer)
+
+    def _show_outer(self, control: TrainerControl) -> None:
+        if self._evaluate_outer and (control.should_evaluate or control.should_save):
+            self._present().show_outer()
+
+    def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if model.training and not torch.compiler.is_compiling() and isinstance(tokens, Tensor):
+            self._tokens += tokens.numel()
+
+    def _present(self) -> Attachment:
+        if self._attached is None:
+            raise ConfigError("EditCallback: this Trainer does not call on_train_begin; it cannot train with others")
+        return self._attached

@@ -1,0 +1,50 @@
+"""`peers.connect`: a connected collective for a user's own training loop, without the daemon.
+
+Owns: opening and closing what a collective needs, in order. Must not know: models, optimizers, loops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edit.config import RunConfig
+from edit.errors import ConfigError
+from edit.ranks import Ranks
+from peers.bridge import Bridge
+from peers.dial import Dial
+from peers.grpc_collective import GrpcCollective
+from peers.home import Home
+
+__all__ = ["connect"]
+
+
+@contextmanager
+def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[GrpcCollective, RunConfig]]:
+    """The run that `home` is enrolled in: (collective, configuration). Leaving says goodbye and closes the connections.
+
+    home: a folder that `edit-peer join` has made. ranks: of this replica; by itself all processes of the initialised
+    torch.distributed world, or this one alone. Waits for a coordinator that is not there yet. Raises ConfigError, RefusedError,
+    EvictedError.
+    """
+    enrolled = Home(Path(home)).load(time.time())
+    if enrolled.identity.role != "peer":
+        raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
+    ranks = Ranks.world() if ranks is None else ranks
+    dial = Dial(enrolled.endpoints, enrolled.credentials)
+    with Bridge() as bridge:
+        asking = GrpcCollective(bridge, dial, enrolled.identity, ranks=ranks)
+        try:
+            config = asking.configuration()
+        finally:
+            asking.close()
+        lazy = config.sync.mode == "forward"
+        collective = GrpcCollective(bridge, dial, enrolled.identity, ranks=ranks, lazy=lazy)
+        goodbye = "the training failed"
+        try:
+            yield collective, config
+            goodbye = "the training has ended"
+        finally:
+            collective.close(goodbye)

@@ -1,0 +1,201 @@
+"""A Lightning Trainer with the callback: the same training as before, and one contribution at every real boundary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from edit import ConfigError, EvictedError, WorkerConfig
+from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from edit.integrations.lightning import EditCallback  # noqa: E402
+
+STEPS, BATCH = 12, 2
+CONFIG = WorkerConfig(sync_every=EVERY, codec="fp32")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """As users write it: training_step calls a part of the module, never the module."""
+
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.optimizer_count = optimizers
+        self.validated: list[dict[str, Tensor]] = []
+        self.started: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.started.append(parameters(self))
+        return nn.functional.mse_loss(self.network(batch["inputs"]), batch["targets"])
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.validated.append(parameters(self))
+
+    def configure_optimizers(self) -> Any:
+        made = [torch.optim.AdamW(self.parameters(), lr=0.02) for _ in range(self.optimizer_count)]
+        return made[0] if len(made) == 1 else made
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def data(count: int = 96) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    rows = [
+        {
+            "inputs": torch.randn(4, generator=generator),
+            "targets": torch.randn(3, generator=generator),
+            "input_ids": torch.zeros(7, dtype=torch.long),
+        }
+        for _ in range(count)
+    ]
+    return DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def fit(folder: Path, module: Module, callbacks: list[Any], **settings: Any) -> Any:
+    trainer = lightning.Trainer(
+        **{
+            "max_steps": STEPS,
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": folder,
+            "callbacks": callbacks,
+            **settings,
+        }
+    )
+    trainer.fit(module, data(), data(4))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(Module, {}), (Module, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}), (Manual, {})],
+    ids=["plain", "accumulated and clipped", "manual"],
+)
+def test_a_lone_peer_with_outer_lr_1_trains_as_lightning_alone(
+    tmp_path: Path, kind: type[Module], settings: dict[str, Any]
+) -> None:
+    plain, hooked, run = kind(), kind(), run_of()
+    spy = Spy(run)
+    fit(tmp_path, plain, [], **settings)
+    fit(tmp_path, hooked, [EditCallback(spy, CONFIG)], **settings)
+    assert run.state.outer_step == STEPS // EVERY
+    for name, parameter in parameters(hooked).items():
+        torch.testing.assert_close(parameter, parameters(plain)[name], rtol=1e-4, atol=1e-5)
+    micro = settings.get("accumulate_grad_batches", 1)
+    assert {c.inner_steps for c in spy.contributions} == {EVERY}
+    assert {c.tokens for c in spy.contributions} == {EVERY * micro * BATCH * 7}
+
+
+def test_no_micro_batch_sees_parameters_from_before_the_outcome(tmp_path: Path) -> None:
+    """With accumulation the step comes two forwards after the contribution: they must not run on what is about to move."""
+    module, run = Module(), run_of(lr=0.5)
+    fit(tmp_path, module, [EditCallback(run.collective("me"), CONFIG)], accumulate_grad_batches=3)
+    after_boundary = module.started[EVERY * 3 : EVERY * 3 + 3]
+    assert same(after_boundary[0], after_boundary[2])
+    assert same(after_boundary[0], after_boundary[1])
+
+
+def test_every_hook_is_gone_afterwards(tmp_path: Path) -> None:
+    module, callback = Module(), EditCallback(run_of().collective("me"), CONFIG)
+    trainer = fit(tmp_path, module, [callback])
+    assert callback.worker is None
+    assert not module._forward_pre_hooks
+    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(tmp_path: Path, outer: bool) -> None:
+    module, run = Module(), run_of(lr=0.5)
+    seen: list[dict[str, Tensor]] = []
+
+    class Looker(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                seen.append(theta(run))
+
+    saving = lightning.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=6, save_top_k=-1, filename="{step}")
+    fit(
+        tmp_path,
+        module,
+        [EditCallback(run.collective("me"), CONFIG, evaluate_outer=outer), Looker(), saving],
+        val_check_interval=3,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        max_steps=14,  # no boundary: there the local parameters are the outer ones
+    )
+    assert [same(model, common) for model, common in zip(module.validated, seen, strict=True)] == [outer] * 4
+    saved = torch.load(tmp_path / "kept" / "step=6.ckpt", weights_only=True)["state_dict"]
+    assert same(saved, seen[1]) == outer
+    assert same(parameters(module), theta(run)) == outer
+
+
+def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:
+    """T8: validating and saving leave the run as it is without them."""
+    digests = []
+    for outer, settings in ((False, {}), (True, {"val_check_interval": 1, "enable_checkpointing": True})):
+        run = run_of(lr=0.5)
+        fit(tmp_path, Module(), [EditCallback(run.collective("me"), CONFIG, evaluate_outer=outer)], **settings)
+        digests.append(run.state.digest)
+    assert digests[0] == digests[1]
+
+
+def test_training_stops_when_the_run_has_finished(tmp_path: Path) -> None:
+    run = run_of(outer_steps=2)
+    trainer = fit(tmp_path, Module(), [EditCallback(run.collective("me"), CONFIG)], max_steps=100)
+    assert run.finished
+    assert 2 * EVERY <= trainer.global_step <= 2 * EVERY + 2
+
+
+def test_an_eviction_comes_out_of_fit_and_leaves_no_hooks(tmp_path: Path) -> None:
+    run, module = run_of(), Module()
+
+    class Evictor(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                run.evict("me", "for the test")
+
+    callback = EditCallback(run.collective("me"), CONFIG)
+    with pytest.raises(EvictedError, match="for the test"):
+        fit(tmp_path, module, [callback, Evictor()])
+    assert callback.worker is None
+    assert not module._forward_pre_hooks
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    class Two(Manual):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with pytest.raises(ConfigError, match="2 optimizers"):
+        fit(tmp_path, Two(), [EditCallback(run_of().collective("me"), CONFIG)])

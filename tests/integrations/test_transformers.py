@@ -1,0 +1,206 @@
+"""A Trainer with the callback: the same training as before, and one contribution at every real boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from edit import ConfigError, EvictedError, LocalRun, WorkerConfig
+from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from edit.integrations.transformers import EditCallback  # noqa: E402
+
+CONTEXT, VOCABULARY, STEPS = 6, 13, 12
+
+
+def network() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=CONTEXT,
+    )
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(config)
+
+
+def rows(count: int = 72) -> list[dict[str, Tensor]]:
+    tokens = torch.randint(0, VOCABULARY, (count, CONTEXT), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+CONFIG = WorkerConfig(sync_every=EVERY, codec="fp32")
+
+
+def trainer_of(folder: Path, callbacks: list[Any], steps: int = STEPS, model: nn.Module | None = None, **settings: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=0.02,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=11,
+        dataloader_pin_memory=False,
+        **{"save_strategy": "no", **settings},
+    )
+    return transformers.Trainer(
+        model=model or network(), args=arguments, train_dataset=rows(), eval_dataset=rows(4), callbacks=callbacks
+    )
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.logging.set_verbosity_error()
+    yield
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05}, {"max_grad_norm": 0.0, "activation_checkpointing": True}],
+    ids=["plain", "accumulated and clipped", "checkpointed"],
+)
+def test_a_lone_peer_with_outer_lr_1_trains_as_the_trainer_alone(tmp_path: Path, settings: dict[str, Any]) -> None:
+    plain = trainer_of(tmp_path / "plain", [], **settings)
+    plain.train()
+    run = run_of()
+    spy = Spy(run)
+    hooked = trainer_of(tmp_path / "hooked", [EditCallback(spy, CONFIG)], **settings)
+    hooked.train()
+    assert run.state.outer_step == STEPS // EVERY
+    for name, parameter in parameters(hooked.model).items():
+        torch.testing.assert_close(parameter, parameters(plain.model)[name], rtol=1e-4, atol=1e-5)
+    micro = settings.get("gradient_accumulation_steps", 1)
+    assert {c.inner_steps for c in spy.contributions} == {EVERY}
+    assert {c.tokens for c in spy.contributions} == {EVERY * micro * 2 * CONTEXT}
+
+
+def test_every_hook_is_gone_afterwards(tmp_path: Path) -> None:
+    run = run_of()
+    callback = EditCallback(run.collective("me"), CONFIG)
+    trainer = trainer_of(tmp_path, [callback])
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert callback.worker is None
+    assert not trainer.model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+class Looker(transformers.TrainerCallback):
+    """Keeps the parameters seen at an evaluation, and theta and the local ones as they were then."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+        self.seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        self.local: list[dict[str, Tensor]] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append((parameters(kwargs["model"]), theta(self.run)))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.local.append(parameters(kwargs["model"]))
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_evaluations_and_checkpoints_see_the_outer_parameters_if_asked_to(tmp_path: Path, outer: bool) -> None:
+    from safetensors.torch import load_file
+
+    run = run_of(lr=0.5)
+    looker = Looker(run)
+    callback = EditCallback(run.collective("me"), CONFIG, evaluate_outer=outer)
+    trainer = trainer_of(
+        tmp_path, [callback, looker], 14, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=6
+    )
+    trainer.train()
+    seen = [same(model, common) for model, common in looker.seen[:4]]  # the last is that of the last step
+    assert seen == [outer, outer, outer, True]  # after step 12, a boundary, the local ones are the outer ones
+    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert same(saved, looker.seen[1][1]) == outer
+    assert same(parameters(trainer.model), theta(run)) == outer
+    assert not same(looker.local[3], looker.seen[0][1])  # after the evaluation training went on locally
+
+
+def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:
+    """T8: evaluating and saving leave the run as it is without them."""
+    digests = []
+    for outer, settings in ((False, {}), (True, {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "epoch"})):
+        run = run_of(lr=0.5)
+        trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG, evaluate_outer=outer)], **settings).train()
+        digests.append(run.state.digest)
+    assert digests[0] == digests[1]
+
+
+def test_training_stops_when_the_run_has_finished(tmp_path: Path) -> None:
+    run = run_of(outer_steps=2)
+    trainer = trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG)], steps=100)
+    trainer.train()
+    assert run.finished
+    assert 2 * EVERY <= trainer.state.global_step <= 2 * EVERY + 1
+
+
+def test_an_eviction_comes_out_of_train(tmp_path: Path) -> None:
+    class Evictor(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                run.evict("me", "for the test")
+
+    run = run_of()
+    with pytest.raises(EvictedError, match="for the test"):
+        trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG), Evictor()]).train()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # asked by peft
+def test_only_the_adapters_of_a_peft_model_are_exchanged(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(network(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    run = run_of(lr=0.5)
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG, evaluate_outer=True)], model=model).train()
+    assert run.state.outer_step == 3
+    names = [tensor.name for fragment in run.state.schema.fragments for tensor in fragment.tensors]
+    assert len(names) == 4
+    assert all("lora_" in name for name in names)
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    assert same(after, theta(run))
+
+
+def test_a_setting_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    run = run_of()
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    with pytest.raises(ConfigError, match="load_best_model_at_end"):
+        callbacks = [EditCallback(run.collective("me"), CONFIG)]
+        trainer_of(tmp_path, callbacks, load_best_model_at_end=True, **settings).train()
+
+
+def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
+    class Stumble(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise RuntimeError("stumbled")
+
+    callback = EditCallback(run_of().collective("me"), CONFIG)
+    trainer = trainer_of(tmp_path, [callback, Stumble()])
+    with pytest.raises(RuntimeError, match="stumbled"):
+        trainer.train()
+    with pytest.raises(ConfigError, match="make a new callback"):
+        trainer.train()
+
+
+def test_an_optimizer_that_is_not_torchs_is_refused() -> None:
+    from edit.integrations.attachment import Attachment
+
+    with pytest.raises(ConfigError, match="steps a object"):
+        Attachment(network(), object(), run_of().collective("me"), CONFIG)
