@@ -39,6 +39,11 @@ class Agreement:
             if answer is not None:
                 return answer
 
+    def rest(self, look: Callable[[], object | None]) -> None:
+        """Let a slice pass, or as much of it as it takes until `look` gives rank 0 a value."""
+        self._ranks.lead(lambda: self._bridge.wait(look, timeout=SLICE_S) and None)
+        self.check()
+
     def ask(self, look: Callable[[], _T]) -> _T:
         """What `look` gives rank 0 at present, at every rank. So with its exceptions."""
         answer = self._ranks.lead(lambda: self._bridge.read(look))

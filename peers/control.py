@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
@@ -38,14 +38,19 @@ _Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb
 
 @dataclass(slots=True)
 class Report:
-    """What this peer says of itself: the main thread replaces `heartbeat`, the data plane counts `traffic`."""
+    """What this peer says of itself: the main thread replaces `heartbeat`, the data plane counts `traffic`.
+
+    elsewhere: the traffic of the replica's other ranks, as far as it is known here.
+    """
 
     heartbeat: Heartbeat
     traffic: Traffic
+    elsewhere: Traffic = field(default_factory=Traffic)
 
     def current(self) -> Heartbeat:
         """The heartbeat of this moment."""
-        return dataclasses.replace(self.heartbeat, bytes_sent=self.traffic.sent, bytes_received=self.traffic.received)
+        sent, received = self.traffic.sent + self.elsewhere.sent, self.traffic.received + self.elsewhere.received
+        return dataclasses.replace(self.heartbeat, bytes_sent=sent, bytes_received=received)
 
 
 class Attendance:

@@ -235,7 +235,10 @@ class GrpcCollective:
             word = self._word(outer_step)
             return None if word.decision is Decision.WAIT else word
 
-        return self._agreement.decide(look)
+        word = self._agreement.decide(look)
+        if word.decision is Decision.CUT_OFF:  # or whoever asks again and again would do nothing else
+            self._agreement.rest(lambda: self._session.view)
+        return word
 
     def _word(self, outer_step: int) -> _Word:
         """Rank 0's own view of the matter (under the lock)."""
@@ -279,6 +282,9 @@ class GrpcCollective:
         self._bridge.change(lambda: entered.uplink.settle(round_id))
         self._bridge.post(lambda: self._bridge.change(entered.uplink.advance))
         (entered.downlink.settle if fetched else entered.downlink.abandon)()
+        traffic = self._ranks.collect((self.traffic.sent, self.traffic.received))
+        del traffic[self._ranks.rank]
+        self._report.elsewhere = Traffic(sum(sent for sent, _ in traffic), sum(received for _, received in traffic))
         self._set_state(PeerState.TRAINING)
 
     def _header(self, schema: Schema, contribution: Contribution, round_id: int, attempt: int) -> ContributionHeader:

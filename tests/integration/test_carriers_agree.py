@@ -5,23 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import edit.reference as reference
+from aggregator.certificates import key_pem, new_key
 from aggregator.state_folder import StateFolder
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
+from edit.ranks import Ranks
 from editpb.identity import Identity
 from peers.bridge import Bridge
 from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective
 from tests.support.served import Served, new_folder, served
+from tests.support.world import spawn
 
 ROUNDS, EVERY, NAMES = 4, 3, ("a", "b", "c")
 TOML = """
@@ -101,11 +109,14 @@ def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
         return peers[0][2].outer_state_dict()
 
 
+def address(folder: StateFolder) -> str:
+    return str(json.loads(folder.addresses.read_text())["listen"])
+
+
 def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
     with running(folder) as run, Bridge() as bridge:
-        endpoint = json.loads(folder.addresses.read_text())["listen"]
         collectives = {
-            name: GrpcCollective(bridge, Dial([endpoint], run.credentials(name)), Identity(folder.run_id, "peer", name))
+            name: GrpcCollective(bridge, Dial([address(folder)], run.credentials(name)), Identity(folder.run_id, "peer", name))
             for name in NAMES
         }
         try:
@@ -151,3 +162,112 @@ def test_grpc_gives_what_the_naive_diloco_gives(tmp_path: Path) -> None:
             theta[key], momentum[key] = reference.diloco(theta[key], momentum[key], local, 0.7, 0.6)
     for key in theta:
         torch.testing.assert_close(carried[key], theta[key], rtol=1e-5, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process needs to be one rank of a peer. pems: authority, key, certificate."""
+
+    name: str
+    endpoint: str
+    run_id: str
+    pems: tuple[bytes, bytes, bytes]
+    worker: WorkerConfig
+    results: Path
+
+
+@dataclass(frozen=True)
+class Result:
+    outer_step: int
+    digest: str
+    theta: dict[str, Tensor]
+
+
+def pems(run: Served, name: str) -> tuple[bytes, bytes, bytes]:
+    authority, key = run.coordinator.authority, new_key()
+    certificate = authority.issue(Identity(run.folder.run_id, "peer", name), key.public_key(), lifetime_s=3600, now=time.time())
+    authority.members.admit(Identity(run.folder.run_id, "peer", name), certificate, time.time())
+    return (run.folder.path / "ca.pem").read_bytes(), key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def rank_of_a_peer(rank: int, settings: Settings) -> None:
+    """One process: a plain loop, over a model that FSDP2 has sharded if there are several.
+
+    All ranks see the whole batch, so the mean of their gradients is the gradient.
+    """
+    network, ranks = model(), Ranks.world()
+    if ranks.size > 1:
+        for module in (network[0], network[2], network):
+            fully_shard(module)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
+    dial = Dial([settings.endpoint], grpc.ssl_channel_credentials(*settings.pems))
+    with Bridge() as bridge:
+        collective = GrpcCollective(
+            bridge, dial, Identity(settings.run_id, "peer", settings.name), ranks=ranks, lazy=settings.worker.mode == "forward"
+        )
+        try:
+            with EditWorker(network, optimizer, collective, settings.worker, ranks) as worker:
+                for inputs, targets in batches(settings.name):
+                    collective.check()
+                    nn.functional.mse_loss(network(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                worker.synchronize()
+                result = Result(worker.outer_step, worker.digest, worker.outer_state_dict())
+                torch.save(result, settings.results / f"{settings.name}.{rank}")
+        finally:
+            collective.close()
+
+
+def replicas_in_one_run(folder: StateFolder, layouts: dict[str, int], config: WorkerConfig) -> dict[str, list[Result]]:
+    """The results of every rank of peers that are so many processes each, all training in one run."""
+    with running(folder) as run, ThreadPoolExecutor(len(layouts)) as pool:
+        settings = {
+            name: Settings(name, address(folder), folder.run_id, pems(run, name), config, folder.path) for name in layouts
+        }
+        started = [
+            pool.submit(spawn, rank_of_a_peer, ranks, _new(folder.path / f"store.{name}"), settings[name])
+            for name, ranks in layouts.items()
+            if ranks > 1
+        ]
+        for name in (name for name, ranks in layouts.items() if ranks == 1):
+            rank_of_a_peer(0, settings[name])  # this very process
+        for each in started:
+            each.result()
+    return {
+        name: [torch.load(folder.path / f"{name}.{rank}", weights_only=False) for rank in range(ranks)]
+        for name, ranks in layouts.items()
+    }
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_replicas_of_one_two_and_three_ranks_train_in_one_run_as_whole_ones_do(tmp_path: Path) -> None:
+    toml = TOML.format(rounds=ROUNDS, penalty="enabled = true", up="fp32", down="fp32")
+    folder = new_folder(tmp_path / "run", toml=toml)
+    results = replicas_in_one_run(folder, {"a": 1, "b": 2, "c": 3}, WorkerConfig(sync_every=EVERY, codec="fp32"))
+    flat = [result for ranks in results.values() for result in ranks]
+    assert [result.outer_step for result in flat] == [ROUNDS] * 6
+    assert len({result.digest for result in flat}) == 1
+    run = LocalRun(RunConfig.from_toml(folder.run_toml), NAMES)
+    whole = train({name: run.collective(name) for name in NAMES}, "fp32")
+    for ranks in results.values():
+        theta = ranks[0].theta
+        assert theta.keys() == whole.keys()
+        for key in whole:
+            torch.testing.assert_close(theta[key], whole[key], rtol=1e-5, atol=1e-6)
+
+
+def test_sharded_replicas_agree_to_the_bit_with_lossy_codecs_groups_and_updates_that_arrive_in_the_forward(
+    tmp_path: Path,
+) -> None:
+    toml = TOML.format(rounds=ROUNDS, penalty="enabled = true", up="int8", down="int8")
+    toml = toml.replace("every = 3", 'every = 6\ngroups = 2\nmode = "forward"').replace("quorum = 3", "quorum = 2")
+    folder = new_folder(tmp_path / "run", toml=toml)
+    results = replicas_in_one_run(folder, {"a": 1, "b": 2}, WorkerConfig.of(RunConfig.from_toml(folder.run_toml)))
+    flat = [result for ranks in results.values() for result in ranks]
+    assert [result.outer_step for result in flat] == [ROUNDS] * 3
+    assert len({result.digest for result in flat}) == 1

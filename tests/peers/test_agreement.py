@@ -52,6 +52,11 @@ def test_an_undecided_rank_0_is_waited_for() -> None:
     assert agreeing(2, work) == [(7, True), (7, False)]
 
 
+def test_a_rest_ends_with_rank_0s_value_or_the_slice() -> None:
+    assert agreeing(2, lambda agreement, rank, _: agreement.rest(lambda: None)) == [None, None]
+    assert agreeing(2, lambda agreement, rank, _: agreement.rest(lambda: 1 if rank.leads else None)) == [None, None]
+
+
 def test_what_rank_0_raises_every_rank_raises() -> None:
     def refuse() -> int:
         raise RefusedError("another model")

@@ -195,6 +195,20 @@ def test_a_round_merges_the_ranks_parts_and_each_gets_its_cut() -> None:
     assert digest(put_together([first, second])) == claimed
 
 
+def test_rank_0_reports_the_traffic_of_all_ranks() -> None:
+    sent: list[int] = []
+
+    def work(fake: FakeCoordinator, rank: Rank) -> None:
+        fake.script = FakeCoordinator.commit
+        rank.contribute(vectors(SIZES, 1))
+        assert isinstance(rank.collective.outcome(0, block=True), Committed)
+        sent.append(rank.collective.traffic.sent)
+        rank.gate.wait()
+        fake.await_(lambda f: f.heartbeats[-1].bytes_sent == sum(sent) > max(sent))
+
+    with_two_ranks(work)
+
+
 def test_attempts_are_numbered_alike_and_a_lost_one_is_followed_by_a_higher_number() -> None:
     def work(fake: FakeCoordinator, rank: Rank) -> dict[tuple[int, int, int], int]:
         fake.script = lambda f: f.abort("the disk is full")
