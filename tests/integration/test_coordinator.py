@@ -23,7 +23,7 @@ from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2, data_pb2
 from editpb.chunks import make_chunks
 from editpb.messages import Expel, RunPhase
-from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, theta
+from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served, theta
 
 
 def delta(seed: int) -> list[torch.Tensor]:
@@ -252,10 +252,11 @@ def test_a_broken_stream_resumes_where_it_broke(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_vanishes_does_not_block_the_round(tmp_path: Path) -> None:
-    """No deadline can help here: it is 1000 s away."""
+    """Neither the deadline nor the lease can help here: both are far away."""
 
     async def scenario() -> None:
-        async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+        toml = TOML + "[membership]\nlease_s = 500.0\n"
+        async with served(new_folder(tmp_path / "run", start=2, toml=toml)) as run, run.peer("a") as a, run.peer("b") as b:
             await a.attend()
             await a.view(lambda view: view.found)
             await b.attend()

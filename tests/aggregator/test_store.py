@@ -1,0 +1,110 @@
+"""The outer state on disk when an outer step exchanges one group of fragments: recovered to the bit, updates included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.store import Store
+from edit.codecs import encode
+from edit.config import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
+from edit.errors import StorageError
+from edit.merge import Measured, measure
+from edit.outer_state import OuterState
+from edit.records import Commit
+from edit.schedule import fragments_due
+from edit.schema import FragmentSpec, Schema, TensorSpec
+
+SCHEMA = Schema(
+    tuple(
+        FragmentSpec(fragment_id=i, name=f"layer{i}", tensors=(TensorSpec(name=f"layer{i}.weight", shape=(4 + i,)),))
+        for i in range(5)
+    )
+)
+STORAGE = StorageConfig(keep_updates=3)
+
+
+def config(groups: int) -> RunConfig:
+    return RunConfig(
+        sync=SyncConfig(every=6, groups=groups),
+        outer=OuterConfig(optimizer="nesterov"),
+        codec=CodecConfig(up="fp32", down="int8"),
+        storage=STORAGE,
+    )
+
+
+def founded(store: Store, groups: int) -> OuterState:
+    generator = torch.Generator().manual_seed(0)
+    outer = OuterState(SCHEMA, config(groups), [torch.randn(f.numel, generator=generator) for f in SCHEMA.fragments])
+    store.found(outer)
+    return outer
+
+
+def step(outer: OuterState) -> list[Measured]:
+    """One contribution to each fragment that is due, by its place in the list."""
+    generator = torch.Generator().manual_seed(100 + outer.outer_step)
+    deltas = [encode("fp32", 0.1 * torch.randn(SCHEMA.fragments[i].numel, generator=generator)) for i in outer.due]
+    return [Measured("a", 2, 10, measure(delta), delta) for delta in deltas]
+
+
+def append(store: Store, outer: OuterState, *, commit: bool = True) -> Commit | None:
+    """What the exchange does with one round."""
+    staged = []
+    for fragment_id, contribution in zip(outer.due, step(outer), strict=True):
+        merged = outer.reduce(fragment_id, [contribution])
+        staged.append(outer.stage(merged))
+        store.append_fragment(7, outer.outer_step + 1, merged)
+    if not commit:
+        return None
+    store.append_commit(7, outer.outer_step + 1, "all in")
+    done = outer.commit(7, "all in", staged)
+    store.publish(done)
+    return done
+
+
+def state(outer: OuterState) -> tuple[object, ...]:
+    return outer.metadata(), {name: tensor.numpy().tobytes() for name, tensor in outer.to_tensors().items()}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("checkpoint_at", [None, 1, 4, 5])
+def test_groups_are_recovered_to_the_bit_with_their_updates(tmp_path: Path, groups: int, checkpoint_at: int | None) -> None:
+    store = Store(tmp_path, STORAGE, "run")
+    outer = founded(store, groups)
+    published = {}
+    for number in range(1, 6):
+        published[number] = append(store, outer)
+        assert published[number] is not None
+        due = fragments_due(number - 1, 5, groups, "strided")
+        assert tuple(f.fragment_id for f in published[number].fragments) == due
+        if number == checkpoint_at:
+            store.checkpoint(outer)
+    append(store, outer, commit=False)  # killed in the middle of the next round
+    store.close()
+
+    again = Store(tmp_path, STORAGE, "run")
+    recovered = again.recover(config(groups))
+    assert recovered is not None
+    assert state(recovered) == state(outer)
+    assert recovered.due == outer.due
+    oldest = max(checkpoint_at or 1, 3)
+    assert again.oldest_update == oldest
+    assert [again.update(n) for n in range(oldest, 6)] == [published[n] for n in range(oldest, 6)]
+    assert append(again, recovered) == append_elsewhere(outer)
+    again.close()
+
+
+def append_elsewhere(outer: OuterState) -> Commit:
+    """The commit that an undisturbed process would have made next."""
+    staged = [outer.stage(outer.reduce(i, [c])) for i, c in zip(outer.due, step(outer), strict=True)]
+    return outer.commit(7, "all in", staged)
+
+
+def test_a_journal_of_other_groups_is_not_replayed(tmp_path: Path) -> None:
+    store = Store(tmp_path, STORAGE, "run")
+    append(store, founded(store, 2))
+    store.close()
+    with pytest.raises(StorageError, match=r"outer step 1 cannot be replayed \(.*needs fragments \[0, 3\]"):
+        Store(tmp_path, STORAGE, "run").recover(config(3))
