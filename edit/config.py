@@ -159,6 +159,7 @@ class SyncConfig:
         _one_of("sync.mix", self.mix, ("replay", "replace", "lerp"))
         _within("sync.alpha", self.alpha, 0, 1)
         _within("sync.delay", self.delay, 1, 1 << 32)
+        _require(self.mode != "eager" or self.groups == 1, "sync.groups", self.groups, 'must be 1 with sync.mode = "eager"')
         if self.mode in ("delayed", "eager"):
             _require(
                 self.delay <= self.interval,

@@ -135,12 +135,17 @@ def test_name_and_seed_are_bounded(mapping: Mapping[str, Any]) -> None:
     assert reason(mapping).startswith(next(iter(mapping)))
 
 
-@pytest.mark.parametrize("mode", ["delayed", "eager"])
-def test_an_update_that_would_arrive_after_the_next_contribution_is_an_error(mode: str) -> None:
-    sync = {"every": 12, "groups": 3, "mode": mode}
+@pytest.mark.parametrize(("mode", "every", "groups"), [("delayed", 12, 3), ("delayed", 4, 1), ("eager", 4, 1)])
+def test_an_update_that_would_arrive_after_the_next_contribution_is_an_error(mode: str, every: int, groups: int) -> None:
+    sync = {"every": every, "groups": groups, "mode": mode}
     assert RunConfig.from_mapping({"sync": {**sync, "delay": 4}}).sync.interval == 4
     message = reason({"sync": {**sync, "delay": 5}})
     assert message == ("sync.delay = 5: must not exceed sync.every / sync.groups (4): one contribution is on its way at a time")
+
+
+def test_eager_exchanges_everything_at_once() -> None:
+    message = reason({"sync": {"every": 12, "groups": 3, "mode": "eager"}})
+    assert message == 'sync.groups = 3: must be 1 with sync.mode = "eager"'
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "yogi"])
