@@ -1,7 +1,7 @@
 """The outer state on disk: founding, journal, checkpoints, recovery, and the published updates that latecomers still need.
 
 Owns: the order in which they are written, so that a SIGKILL between any two writes loses no committed step. Runs in the worker
-thread. Must not know: rounds, peers, the event loop.
+thread, except what is said of published updates. Must not know: rounds, peers, the event loop.
 
 A checkpoint carries the last published update as well: a peer whose contribution was in doubt when the process died can then
 still learn that it was merged.
@@ -10,7 +10,6 @@ still learn that it was merged.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class Store:
     def __init__(self, folder: Path, config: StorageConfig, run_id: str, disk: Disk | None = None) -> None:
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
-        self._updates: OrderedDict[int, Commit] = OrderedDict()
+        self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
 
     # ---- the published updates ---------------------------------------------------------------------------------------------
 
@@ -56,9 +55,8 @@ class Store:
 
     def publish(self, commit: Commit) -> None:
         """Keep this update for the peers, and forget the oldest beyond the configured number."""
-        self._updates[commit.outer_step] = commit
-        while len(self._updates) > self._config.keep_updates:
-            self._updates.popitem(last=False)
+        kept = [*self._updates.values(), commit][-self._config.keep_updates :]
+        self._updates = {one.outer_step: one for one in kept}
 
     # ---- writing -----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +190,7 @@ def _commit_to_json(commit: Commit) -> dict[str, Any]:
         "reason": commit.reason,
         "fragments": [
             {
+                "fragment_id": f.fragment_id,
                 "payload": [f.payload.codec, f.payload.numel] if f.payload is not None else None,
                 "verdicts": [[v.peer_id, v.verdict.value, v.norm, v.weight] for v in f.verdicts],
                 "merged_norm": f.merged_norm,
@@ -213,8 +212,8 @@ def _commit_from_json(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         reason=data["reason"],
         fragments=tuple(
             FragmentCommit(
-                fragment_id=i,
-                payload=payload(i, f["payload"]),
+                fragment_id=f["fragment_id"],
+                payload=payload(f["fragment_id"], f["payload"]),
                 verdicts=tuple(
                     PeerVerdict(peer_id=peer, verdict=Verdict(word), norm=norm, weight=weight)
                     for peer, word, norm, weight in f["verdicts"]
@@ -222,6 +221,6 @@ def _commit_from_json(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
                 merged_norm=f["merged_norm"],
                 clip=f["clip"],
             )
-            for i, f in enumerate(data["fragments"])
+            for f in data["fragments"]
         ),
     )
