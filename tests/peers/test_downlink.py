@@ -10,8 +10,8 @@ from edit.outer import digest
 from edit.records import Committed
 from peers import data_plane
 from peers.bridge import Interrupted
-from tests.peers.test_grpc_collective import Peer, run_of, vectors
 from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.fake_run import Peer, run_of, vectors
 
 SIZES = (24, 40, 600_000)
 

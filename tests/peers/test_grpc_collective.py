@@ -4,101 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import grpc
 import pytest
 import torch
-from torch import Tensor
 
 from edit.codecs import decode, encode
-from edit.config import RunConfig
 from edit.errors import EvictedError, RefusedError, TransportError
 from edit.outer import digest
 from edit.records import Aborted, Behind, Committed, Contribution, EncodedTensor, Evicted, Finished, Outcome
-from edit.schema import FragmentSpec, Schema, TensorSpec
-from editpb.identity import Identity
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
-from peers.bridge import Bridge, Interrupted
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
-from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
-
-HEARTBEAT_S = 0.05
-SMALL = (24, 40)
-LARGE = (24, 700_000)  # more than two chunks
-
-
-def config(groups: int = 1) -> RunConfig:
-    return RunConfig.from_mapping(
-        {
-            "sync": {"groups": groups},
-            "penalty": {"enabled": False},
-            "outer": {"optimizer": "sgd", "lr": 1.0},
-            "codec": {"up": "fp32", "down": "fp32"},
-            "membership": {"heartbeat_s": HEARTBEAT_S, "lease_s": 1.0},
-        }
-    )
-
-
-def schema_of(sizes: Sequence[int]) -> Schema:
-    return Schema(
-        tuple(
-            FragmentSpec(fragment_id=i, name=f"f{i}", tensors=(TensorSpec(name=f"f{i}.weight", shape=(size,)),))
-            for i, size in enumerate(sizes)
-        )
-    )
-
-
-def vectors(sizes: Sequence[int], seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(size, generator=generator) for size in sizes]
-
-
-class Peer:
-    """A peer without a model: it contributes vectors and asks."""
-
-    def __init__(self, bridge: Bridge, fake: FakeCoordinator, lazy: bool = False) -> None:
-        self.bridge = bridge
-        self.schema = fake.schema
-        self.collective = GrpcCollective(
-            bridge, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, draw=lambda: 0.0
-        )
-
-    def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
-        for i, delta in enumerate(deltas):
-            self.collective.contribute(
-                Contribution(outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=encode("fp32", delta))
-            )
-
-    def ask(self, outer_step: int = 0) -> Outcome:
-        """The outcome; carriers may answer None while cut off."""
-        for _ in range(5):
-            self.await_link(True)
-            if (outcome := self.collective.outcome(outer_step, block=True)) is not None:
-                return outcome
-        raise AssertionError("no outcome")
-
-    def await_link(self, up: bool) -> None:
-        """Wait until the coordinator is heard, or no longer heard."""
-        assert self.bridge.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
-
-
-@contextmanager
-def run_of(
-    sizes: Sequence[int] = SMALL, *, founded: bool = True, join: bool = True, lazy: bool = False, groups: int = 1
-) -> Iterator[tuple[FakeCoordinator, Peer]]:
-    theta = vectors(sizes, seed=0)
-    with FakeCoordinator(config(groups), schema_of(sizes), theta if founded else None) as fake, Bridge() as bridge:
-        peer = Peer(bridge, fake, lazy)
-        try:
-            if join:
-                snapshot = peer.collective.join(peer.schema, lambda: theta)
-                assert snapshot.digest == digest(theta)
-            yield fake, peer
-        finally:
-            peer.collective.close()
+from peers.bridge import Interrupted
+from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
+from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, vectors
 
 
 def test_the_configuration_is_asked_for_without_a_schema() -> None:
@@ -114,11 +33,6 @@ def test_join_brings_the_outer_parameters_and_heartbeats_tell_of_them() -> None:
         fake.await_(lambda f: f.heartbeats and f.heartbeats[-1].digest == snapshot.digest)
         assert fake.heartbeats[-1].state is PeerState.TRAINING
         assert fake.heartbeats[-1].bytes_received > 4 * sum(SMALL)
-
-
-def open_when_ready(fake: FakeCoordinator, beat: Heartbeat) -> None:
-    if beat.state is PeerState.TRAINING and fake.view.phase is RunPhase.GATHERING:
-        fake.change_view(phase=RunPhase.COLLECTING, round_id=FIRST_ROUND)
 
 
 def finish(fake: FakeCoordinator) -> None:

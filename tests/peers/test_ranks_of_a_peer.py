@@ -28,8 +28,8 @@ from peers import data_plane
 from peers.bridge import Bridge, Interrupted
 from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective
-from tests.peers.test_grpc_collective import config, open_when_ready, vectors
 from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
+from tests.support.fake_run import config, open_when_ready, vectors
 from tests.support.thread_ranks import at_every_rank
 
 # Three fragments of a matrix each; rank 0 has the first rows, rank 1 the others. Of the last one rank 1 holds nothing.

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from types import TracebackType
 
 import grpc
@@ -25,12 +24,10 @@ from edit.outer import digest, fragment_hash
 from edit.outer_state import Measured, OuterState
 from edit.records import Commit, EncodedTensor
 from edit.schema import Schema
-from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
+from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.convert import (
     contribution_header_from_pb,
-    coordinator_message_to_pb,
     make_chunks,
-    peer_message_from_pb,
     snapshot_manifest_to_pb,
     snapshot_request_from_pb,
     update_manifest_to_pb,
@@ -39,17 +36,17 @@ from editpb.convert import (
 from editpb.messages import (
     ContributionHeader,
     Expel,
-    Goodbye,
     Heartbeat,
     Hello,
     RunPhase,
     SnapshotManifest,
     View,
-    Welcome,
 )
 from peers.bridge import Bridge
+from tests.support.fake_control import RUN_ID, FakeControl
 
-RUN_ID = "run-0a1b2c3d"
+__all__ = ["FIRST_ROUND", "RUN_ID", "FakeCoordinator", "Slot"]
+
 FIRST_ROUND = 1_000_001
 Slot = tuple[int, int, int]  # round_id, fragment_id, rank
 
@@ -203,7 +200,7 @@ class FakeCoordinator:
 
     async def _start(self) -> int:
         server = grpc.aio.server()
-        control_pb2_grpc.add_ControlServicer_to_server(_Control(self), server)
+        control_pb2_grpc.add_ControlServicer_to_server(FakeControl(self), server)
         data_pb2_grpc.add_DataServicer_to_server(_Data(self), server)
         port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
@@ -222,54 +219,6 @@ class FakeCoordinator:
             partition_fault(self.schema.fragments[i], [region.boxes for _, region, _ in self._parts(round_id, i)]) is None
             for i in self.state.due
         )
-
-
-class _Control(control_pb2_grpc.ControlServicer):
-    def __init__(self, fake: FakeCoordinator) -> None:
-        self._fake = fake
-
-    async def Attend(
-        self, requests: AsyncIterator[control_pb2.PeerMessage], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[control_pb2.CoordinatorMessage]:
-        fake = self._fake
-        hello = peer_message_from_pb(await anext(requests))
-        assert isinstance(hello, Hello)
-        if fake.refuse_attendance:
-            await context.abort(*fake.refuse_attendance.pop(0))
-        fake.bridge.change(lambda: fake.hellos.append(hello))
-        found = hello.schema is not None and fake.state is None and hello.rank == 0
-        welcome = Welcome(run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), found=found)
-        yield coordinator_message_to_pb(welcome)
-        if hello.schema is None:
-            return
-        changed = asyncio.Event()
-        fake._changed.add(changed)
-        listener = asyncio.create_task(self._listen(requests, changed))
-        try:
-            while not listener.done():
-                if fake.expel is not None:
-                    yield coordinator_message_to_pb(fake.expel)
-                    return
-                yield coordinator_message_to_pb(fake.bridge.read(lambda: fake.view))
-                await changed.wait()
-                changed.clear()
-        finally:
-            fake._changed.discard(changed)
-            listener.cancel()
-
-    async def _listen(self, requests: AsyncIterator[control_pb2.PeerMessage], changed: asyncio.Event) -> None:
-        try:
-            async for message in requests:
-                self._fake.bridge.change(partial(self._heard, peer_message_from_pb(message)))
-        finally:
-            changed.set()
-
-    def _heard(self, heard: Hello | Heartbeat | Goodbye) -> None:
-        if isinstance(heard, Heartbeat):
-            self._fake.heartbeats.append(heard)
-            self._fake.on_heartbeat(self._fake, heard)
-        elif isinstance(heard, Goodbye):
-            self._fake.goodbyes.append(heard.reason)
 
 
 class _Data(data_pb2_grpc.DataServicer):
