@@ -11,6 +11,7 @@ from rich.console import Console
 from edit.exits import run_command
 from edit.lab.demo import run_demo
 from edit.lab.plan import DemoOptions
+from edit.lab.simulation.command import EXAMPLE, run_simulation
 
 __all__ = ["app", "main"]
 
@@ -20,11 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="See the project at work on one machine. Example: edit-lab demo",
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `demo` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -45,6 +41,26 @@ def demo(
     """
     options = DemoOptions(peers=peers, steps=steps, seed=seed, faults=not no_faults, out=out, quick=quick)
     run_demo(options, Console())
+
+
+@app.command(epilog=EXAMPLE)
+def simulate(
+    scenario: Annotated[Path | None, typer.Option(help="A TOML file; options and --set come on top of it.")] = None,
+    peers: Annotated[int | None, typer.Option(help="How many peers.", show_default="100")] = None,
+    rounds: Annotated[int | None, typer.Option(help="The run ends after so many commits.", show_default="1000")] = None,
+    mode: Annotated[str | None, typer.Option(help="blocking or delayed (sync.mode).", show_default="blocking")] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides every draw.", show_default="0")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any key of a scenario; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run the real round machine with thousands of peers in virtual time, and report what counted.
+
+    Nothing sleeps and nothing is sent: the machine that decides about rounds, membership and deadlines in a real run decides
+    here, too, about simulated peers with speeds, links, failures and returns drawn from distributions. Same seed, same result.
+    """
+    given = {"peers": peers, "sync.outer_steps": rounds, "sync.mode": mode, "seed": seed}
+    options = [f"{key}={value}" for key, value in given.items() if value is not None]
+    run_simulation(scenario, options + (settings or []), as_json, Console(stderr=True))
 
 
 def main() -> None:

@@ -1,0 +1,257 @@
+"""The coordinator in virtual time: feeds the real round machine and the real membership, and carries out what they decide.
+
+Owns: what `aggregator.engine` owns, without connections, tensors and disk: the order of events, the views, the worker that
+merges one thing after the other, the ticks. Decides nothing about rounds (`aggregator.rounds`) or leases
+(`aggregator.membership`).
+
+Two things are done less often than in a real run, with the same result. The coordinator there looks at the clock every quarter
+of a second; here it does so at those of these moments at which a deadline or a lease may be over. A heartbeat that repeats the
+last one only renews the lease; those are written down just before leases are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from aggregator import round_events as events
+from aggregator.membership import Change, Membership
+from aggregator.round_events import Phase
+from aggregator.rounds import RoundMachine
+from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.judge import Judge
+from edit.lab.simulation.ledger import Ledger, Share
+from edit.lab.simulation.scenario import Scenario
+from edit.schedule import fragments_due
+from editpb.messages import Heartbeat, PeerState, RunPhase, View
+
+__all__ = ["Coordinator", "Listener"]
+
+TICK_S = 0.25  # as `aggregator.engine`
+KEPT_VIEWS = 64  # the oldest are older than any latency
+_PHASES = {phase: RunPhase[phase.name] for phase in Phase}
+Listener = Callable[[float], None]  # told when a new view was published, at what time
+
+
+@dataclass(slots=True)
+class _Round:
+    """shares: what is in, by peer and fragment; merging: by fragment, of whom its Reduce consists."""
+
+    round_id: int
+    outer_step: int
+    shares: dict[tuple[str, int], Share] = field(default_factory=dict)
+    merging: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Coordinator:
+    """listeners: whom a new view concerns, in the order in which they began to listen; finished_at: None until the last commit.
+
+    heartbeats: of those that are here, when the last one before a time arrived.
+    """
+
+    def __init__(self, scenario: Scenario, agenda: Agenda, ledger: Ledger, judge: Judge | None) -> None:
+        sync = scenario.run.sync
+        self.listeners: dict[str, Listener] = {}
+        self.heartbeats: dict[str, Callable[[float], float]] = {}
+        self.finished_at: float | None = None
+        self.membership = Membership(scenario.run.membership)
+        self.machine = RoundMachine(
+            scenario.run.rounds,
+            due=lambda step: fragments_due(step, scenario.size.fragments, sync.groups, sync.pattern),
+            outer_step=0,
+            outer_steps=sync.outer_steps,
+            first_round_id=1,
+        )
+        self._scenario, self._agenda, self._ledger, self._judge = scenario, agenda, ledger, judge
+        self._round: _Round | None = None
+        self._last_closed: tuple[int, bool, str] = (0, False, "")
+        self._takers: dict[int, frozenset[str]] = {}
+        self._live = 0
+        self._busy_until = 0.0
+        self._tick_at = math.inf
+        self._report = Heartbeat(state=PeerState.TRAINING)
+        self._views: deque[tuple[float, View]] = deque([(0.0, self._view(0))], maxlen=KEPT_VIEWS)
+
+    # -- what peers see ----------------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> tuple[float, View]:
+        """The newest view, and when it was published."""
+        return self._views[-1]
+
+    def seen_at(self, when: float) -> View:
+        """The newest view published up to `when`."""
+        for published, view in reversed(self._views):
+            if published <= when:
+                return view
+        return self._views[0][1]
+
+    def published_after(self, when: float) -> list[float]:
+        """The times of the views that came after `when`."""
+        return [published for published, _ in self._views if published > when]
+
+    def took_part(self, outer_step: int, peer_id: str) -> bool:
+        """Whether the commit TO `outer_step` has a verdict on this peer."""
+        return peer_id in self._takers.get(outer_step, ())
+
+    # -- what peers say ----------------------------------------------------------------------------------------------------
+
+    def attend(self, peer_id: str) -> int:
+        """A connection of this peer opened: the number of its attendance."""
+        number, changes = self.membership.attended(peer_id, self._agenda.now)
+        self._changed(changes)
+        return number
+
+    def heartbeat(self, peer_id: str, attendance: int, outer_step: int) -> None:
+        """A report of a peer that trains; with another outer step than the last one. Too late when the peer is gone."""
+        if self.membership.members[peer_id].attendance != attendance:
+            return
+        if self._report.outer_step != outer_step:
+            self._report = Heartbeat(state=PeerState.TRAINING, outer_step=outer_step)
+        self._changed(self.membership.heartbeat(peer_id, attendance, self._report, self._agenda.now))
+        self._feed(events.MemberReady(peer_id, outer_step))
+
+    def hung_up(self, peer_id: str, attendance: int, reason: str, polite: bool) -> None:
+        """The connection ended."""
+        self._changed(self.membership.closed(peer_id, attendance, reason, self._agenda.now, polite=polite))
+
+    def vanished(self, last_heartbeat: float) -> None:
+        """A peer is silent from now on: leases have to be looked at when its own is over."""
+        over = last_heartbeat + self._scenario.run.membership.lease_s
+        self._agenda.at(max(_next_tick(over), self._agenda.now), self._look_at_leases)
+
+    def offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int) -> bool:
+        """The header of a contribution; False: refused."""
+        return self._feed(events.Offered(peer_id, round_id, outer_step, fragment_id))
+
+    def arrived(self, peer_id: str, round_id: int, fragment_id: int, share: Share) -> None:
+        """A fragment of a contribution is in; what a round has from this peer already stays (as in the engine)."""
+        current = self._round
+        if current is None or current.round_id != round_id or (peer_id, fragment_id) in current.shares:
+            self._ledger.late += current is None or current.round_id != round_id
+            return
+        current.shares[peer_id, fragment_id] = share
+        self._ledger.bytes_up += self._scenario.up_bytes
+        self._feed(events.Arrived(peer_id, round_id, fragment_id))
+
+    # -- carrying out ------------------------------------------------------------------------------------------------------
+
+    def _changed(self, changes: list[Change]) -> None:
+        for change in changes:
+            if not change.live:
+                self._live -= change.peer_id in self.heartbeats
+                self.heartbeats.pop(change.peer_id, None)
+                self._feed(events.MemberLost(change.peer_id, change.reason))
+
+    def here(self, peer_id: str, last_heartbeat: Callable[[float], float]) -> None:
+        """This peer attends and reports; last_heartbeat: when its last report before a time arrived."""
+        self._live += peer_id not in self.heartbeats
+        self.heartbeats[peer_id] = last_heartbeat
+
+    def _look_at_leases(self) -> None:
+        now = self._agenda.now
+        for peer_id, last_heartbeat in self.heartbeats.items():
+            self.membership.progress(peer_id, last_heartbeat(now))
+        self._changed(self.membership.tick(now))
+
+    def _tick(self) -> None:
+        self._tick_at = math.inf
+        self._feed(events.Tick())
+
+    def _feed(self, event: events.Event) -> bool:
+        """As `Engine._feed`; False when the machine refused."""
+        machine, taken = self.machine, True
+        for effect in machine.handle(event, self._agenda.now):
+            if isinstance(effect, events.Refused):
+                taken = False
+            else:
+                self._carry_out(effect)
+        phase, known = machine.phase, self._views[-1][1]
+        if machine.round_id != known.round_id or _PHASES[phase] is not known.phase:
+            self._publish()
+        wakeup = machine.next_wakeup() if phase is Phase.COLLECTING else None
+        if wakeup is not None and wakeup < self._tick_at and (at := _next_tick(wakeup)) < self._tick_at:
+            self._tick_at = at
+            self._agenda.at(max(at, self._agenda.now), self._tick)
+        return taken
+
+    def _carry_out(self, effect: events.Effect) -> None:
+        match effect:
+            case events.RoundOpened():
+                self._round = _Round(effect.round_id, effect.outer_step)
+            case events.Reduce():
+                self._reduce(effect)
+            case events.Commit():
+                self._work(self._scenario.hub.commit_s, partial(self._commit, effect))
+            case events.RoundClosed():
+                self._last_closed = effect.round_id, effect.committed, effect.reason
+                self._round = None
+                if not effect.committed:
+                    self._ledger.close(committed=False)
+            case events.RunFinished():
+                self.finished_at = self._agenda.now
+
+    def _reduce(self, effect: events.Reduce) -> None:
+        if self._round is not None:
+            self._round.merging[effect.fragment_id] = effect.peers
+        seconds = self._scenario.hub.merge_s * len(effect.peers) / self._scenario.size.fragments
+        self._work(seconds, partial(self._feed, events.Reduced(effect.round_id, effect.fragment_id)))
+
+    def _work(self, seconds: float, then: Callable[[], object]) -> None:
+        """The one worker thread: one thing after the other."""
+        self._busy_until = max(self._busy_until, self._agenda.now) + seconds
+        self._agenda.at(self._busy_until, then)
+
+    def _commit(self, effect: events.Commit) -> None:
+        current = self._round
+        if current is None or current.round_id != effect.round_id:
+            return
+        takers: set[str] = set()
+        merged: set[str] = set()
+        for fragment_id, peers in current.merging.items():
+            shares = {peer_id: current.shares[peer_id, fragment_id] for peer_id in peers}
+            bad = self._judge.rejected(fragment_id, shares) if self._judge is not None else frozenset()
+            for peer_id, share in shares.items():
+                self._ledger.count(peer_id, fragment_id, share, rejected=peer_id in bad)
+            takers.update(peers)
+            merged.update(set(peers) - bad)
+        self._takers[effect.outer_step] = frozenset(takers)
+        self._takers.pop(effect.outer_step - 2 * self._scenario.run.storage.keep_updates, None)
+        self._ledger.close(committed=True, contributors=len(takers), live=self._live)
+        self.membership.count(merged=merged, rejected=takers - merged, absent=effect.missing)
+        self._feed(events.CommitSucceeded(effect.round_id))
+
+    def _publish(self) -> None:
+        now, view = self._agenda.now, self._view(self._views[-1][1].sequence + 1)
+        self._views.append((now, view))
+        if view.phase is RunPhase.COMMITTING:
+            return  # nobody decides anything else than before because of it
+        for told in list(self.listeners.values()):
+            told(now)
+
+    def _view(self, sequence: int) -> View:
+        machine = self.machine
+        last_round, committed, reason = self._last_closed
+        return View(
+            sequence=sequence,
+            phase=_PHASES[machine.phase],
+            outer_step=machine.outer_step,
+            round_id=machine.round_id,
+            oldest_update=self._oldest_update(),
+            last_round_id=last_round,
+            last_committed=committed,
+            last_reason=reason,
+        )
+
+    def _oldest_update(self) -> int:
+        """As `Store.oldest_update`: 0 when none is kept."""
+        newest = self.machine.outer_step
+        return max(1, newest + 1 - self._scenario.run.storage.keep_updates) if newest else 0
+
+
+def _next_tick(when: float) -> float:
+    """The first tick that finds `when` over. A lease is over only after its last moment."""
+    return (math.floor(when / TICK_S) + 1) * TICK_S

@@ -1,0 +1,53 @@
+"""Really merges: every contribution is a small vector, measured and merged by `edit.merge` with the run's [penalty].
+
+Owns: the vectors, and the statistics that outlive a round. A vector's length follows sqrt(inner steps), as a random walk's
+does, with a lognormal spread of 0.1; a damaged one is NaN or a thousand times too long. Must not know: rounds, peers' lives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from edit.config import PenaltyConfig
+from edit.lab.simulation.ledger import Share
+from edit.merge import Measured, measure, merge
+from edit.penalty import NormStatistics
+from edit.records import EncodedTensor, Verdict
+
+__all__ = ["Judge"]
+
+NUMEL = 8  # of a vector: verdicts and weights depend on norms only
+SPREAD = 0.1
+DAMAGE = 1000.0
+
+
+class Judge:
+    """damaged: share of the contributions."""
+
+    def __init__(self, config: PenaltyConfig, damaged: float, seed: int) -> None:
+        self._config = config
+        self._damaged = damaged
+        self._random = np.random.default_rng(seed)
+        self._statistics: dict[int, dict[str, NormStatistics]] = {}
+
+    def rejected(self, fragment_id: int, shares: Mapping[str, Share]) -> frozenset[str]:
+        """Merge; whose contribution has a verdict other than OK."""
+        before = self._statistics.setdefault(fragment_id, {})
+        merged = merge(
+            fragment_id, NUMEL, [self._measured(peer_id, share) for peer_id, share in shares.items()], before, self._config
+        )
+        before.update(merged.statistics)
+        return frozenset(each.peer_id for each in merged.verdicts if each.verdict is not Verdict.OK)
+
+    def _measured(self, peer_id: str, share: Share) -> Measured:
+        steps = share.until - share.after
+        vector = self._random.standard_normal(NUMEL).astype(np.float32)
+        length = math.sqrt(steps) * math.exp(SPREAD * self._random.standard_normal())
+        if self._random.random() < self._damaged:
+            length *= math.nan if self._random.random() < 0.5 else DAMAGE
+        vector *= np.float32(length) / np.float32(np.linalg.norm(vector))
+        payload = EncodedTensor("fp32", NUMEL, vector.tobytes())
+        return Measured(peer_id, steps, steps, measure(payload), payload)

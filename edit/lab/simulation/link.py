@@ -1,0 +1,43 @@
+"""Links in virtual time: when bytes that begin to travel now are there. Owns: rates, and the aggregator's shared link."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["HubLink", "Line"]
+
+
+@dataclass(slots=True)
+class HubLink:
+    """One direction of the aggregator's own link: transfers take their turn in the order in which they begin."""
+
+    bytes_per_s: float = math.inf
+    free_at: float = 0.0
+
+    def carry(self, count: int, now: float) -> float:
+        """When `count` bytes that begin at `now` are through."""
+        if self.bytes_per_s == math.inf:
+            return now
+        self.free_at = max(self.free_at, now) + count / self.bytes_per_s
+        return self.free_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One peer's link. up, down: bytes/s; latency_s: one way; into, out_of: the aggregator's."""
+
+    up: float
+    down: float
+    latency_s: float
+    into: HubLink
+    out_of: HubLink
+
+    def send(self, count: int, now: float) -> float:
+        """When `count` bytes are in, whose header reached the aggregator at `now`."""
+        return max(now + count / self.up, self.into.carry(count, now))
+
+    def fetch(self, count: int, now: float) -> float:
+        """When `count` bytes are here that are asked for at `now`."""
+        asked = now + self.latency_s
+        return max(asked + count / self.down, self.out_of.carry(count, asked)) + self.latency_s

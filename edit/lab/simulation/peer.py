@@ -1,0 +1,402 @@
+"""One simulated peer: trains, contributes, waits, fails, comes back; in virtual time.
+
+Owns: the order of a peer's actions, as `edit.worker` and the daemon have it. What became of an outer step is decided by the
+peer's own `peers.session.Session`, from views that reach it one latency after they are published.
+
+A peer's life is a generator. It yields the virtual time at which it goes on, or VIEW: when a new view has changed its mind.
+`blocking`: waits for the update. `delayed`: trains on for sync.delay steps and waits then; the update is fetched meanwhile.
+(`forward` counts as blocking: it saves at most one forward. `eager` counts as delayed.) A contribution that came too late is
+sent again with all the work since, while training goes on. Not simulated: a founding, damaged bytes, a link that breaks while
+the process lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import partial
+from random import Random
+
+from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.coordinator import Coordinator
+from edit.lab.simulation.ledger import Ledger, Share
+from edit.lab.simulation.link import Line
+from edit.lab.simulation.pace import Pace
+from edit.lab.simulation.presence import Presence
+from edit.lab.simulation.scenario import Scenario
+from edit.lab.simulation.sending import Pending, Sending
+from edit.schedule import due, fragments_due
+from editpb.messages import Welcome
+from peers.session import Decision, Session
+
+__all__ = ["Peer"]
+
+VIEW = -1.0
+Life = Generator[float, None, None]
+
+
+class Peer:
+    """failures_per_hour: this peer's own. `finished`: it knows that the run is over."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        scenario: Scenario,
+        agenda: Agenda,
+        coordinator: Coordinator,
+        ledger: Ledger,
+        parts: tuple[Pace, Line, Random, float],
+    ) -> None:
+        self.peer_id = peer_id
+        self.finished = False
+        self.outer_step = 0
+        self.trained = 0
+        self._scenario, self._agenda, self._coordinator, self._ledger = scenario, agenda, coordinator, ledger
+        self._pace, self._line, self._random, self._failures_per_hour = parts
+        self._sync = scenario.run.sync
+        self._blocking = self._sync.mode in ("blocking", "forward")
+        self._due = [
+            fragments_due(group, scenario.size.fragments, self._sync.groups, self._sync.pattern)
+            for group in range(self._sync.groups)
+        ]
+        self._taken = [0] * scenario.size.fragments  # per fragment: own inner steps up to here are settled
+        self._based = [0] * scenario.size.fragments  # per fragment: the outer step that the unsettled work began from
+        self._since = 0  # inner steps since the last contribution
+        self._kept = True  # whether this process begins with outer parameters and work of its own
+        self._begin()
+        self._life: Life | None = None
+        self._wakeups = 0  # numbers the wakeups, so that one that was overtaken is known
+        self._waiting = False
+        self._training: tuple[float, float, int] | None = None
+        self._presence = Presence(peer_id, self._session.heartbeat_s, self._line.latency_s, agenda, coordinator)
+        self._returns = False
+
+    @property
+    def alive(self) -> bool:
+        return self._life is not None
+
+    @property
+    def _pending(self) -> Pending | None:
+        return self._sending.pending
+
+    @property
+    def stuck(self) -> bool:
+        """Alive, and waits for a view."""
+        return self.alive and self._waiting
+
+    # -- life and death ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A process starts."""
+        self._begin()
+        self._life = self._live()
+        self._arm()
+        self._resume()
+
+    def _begin(self) -> None:
+        self._alive_since = self._agenda.now
+        self._session = Session(self._random.random, self._agenda.now, self._scenario.run.membership.heartbeat_s)
+        self._sending = Sending(self.peer_id, self._scenario.up_bytes, self._agenda, self._coordinator, self._line)
+
+    def stop(self) -> None:
+        """Settle the steps and seconds of this life: it or the simulation ends."""
+        if self.alive:
+            self._settle_training()
+            self._ledger.alive_s += self._agenda.now - self._alive_since
+            self._alive_since = self._agenda.now
+
+    def so_far(self, now: float) -> tuple[int, float, float]:
+        """What is not in the ledger yet: inner steps, seconds of training, seconds alive."""
+        return (*self._trained_by(now), now - self._alive_since) if self.alive else (0, 0.0, 0.0)
+
+    def _arm(self) -> None:
+        """Draw when this life ends: by a failure or by leaving."""
+        faults = self._scenario.faults
+        rates = self._failures_per_hour, faults.leaves_per_hour
+        if not sum(rates):
+            return
+        life = self._life
+        when = self._agenda.now + 3600.0 * self._random.expovariate(sum(rates))
+        polite = self._random.random() * sum(rates) >= rates[0]
+        self._agenda.at(when, lambda: self._end(polite) if self._life is life else None)
+
+    def _end(self, polite: bool) -> None:
+        if self._life is None:
+            return
+        self.stop()
+        self._life.close()
+        self._life, self._waiting = None, False
+        self._wakeups += 1
+        self._coordinator.listeners.pop(self.peer_id, None)
+        self._session.down(self._agenda.now)
+        self._ledger.leaves += polite
+        self._ledger.failures += not polite
+        silent = not polite and self._random.random() < self._scenario.faults.silent
+        self._presence.hang_up("goodbye" if polite else "the stream broke", silent=silent, polite=polite)
+        self._forget(polite)
+        self._sending.drop()
+        faults = self._scenario.faults
+        mean = faults.away_s if polite else faults.repair_s
+        away = max(0.1 * mean, self._random.expovariate(1.0 / mean)) if mean else 0.0
+        self._agenda.at(self._agenda.now + away, self._return)
+
+    def _forget(self, polite: bool) -> None:
+        """What was not contributed is lost, all of it or what came after the last checkpoint; what was, is in doubt."""
+        every = 0 if polite else self._scenario.faults.checkpoint_steps
+        lost = self.trained % every if every else self.trained
+        for fragment_id, share in self._pending.shares if self._pending else ():
+            self._taken[fragment_id] = share.until
+        self._taken = [min(self.trained, taken + lost) for taken in self._taken]
+        self._since = max(0, self._since - lost)
+        self._kept = every > 0
+
+    def _return(self) -> None:
+        if self._coordinator.finished_at is None:
+            self._ledger.returns += 1
+            self._returns = True
+            self.start()
+
+    # -- the clockwork -----------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        assert self._life is not None
+        self._waiting = False
+        self._wakeups += 1
+        when = next(self._life, None)
+        if when is None:
+            self.stop()
+            self.finished, self._life = True, None
+            self._coordinator.listeners.pop(self.peer_id, None)
+        elif when == VIEW:
+            self._waiting = True
+            self._listen()
+        else:
+            self._agenda.at(when, partial(self._wake, self._wakeups))
+
+    def _wake(self, wakeup: int) -> None:
+        if wakeup == self._wakeups:
+            self._resume()
+
+    def _listen(self) -> None:
+        """Be told of new views, and of those that are on their way already."""
+        if self.peer_id in self._coordinator.listeners:
+            return
+        self._coordinator.listeners[self.peer_id] = self._told
+        seen_to = self._agenda.now - self._line.latency_s
+        if self._coordinator.newest[0] > seen_to:
+            for published in self._coordinator.published_after(seen_to):
+                self._told(published)
+
+    def _told(self, published: float) -> None:
+        self._agenda.at(max(published + self._line.latency_s, self._agenda.now), self._see)
+
+    def _see(self) -> None:
+        if self.peer_id not in self._coordinator.listeners:
+            return
+        self._look()
+        self._sending.advance(self._session)
+        if self._waiting:
+            self._resume()
+        elif self._pending is not None:
+            self._prefetch(self._pending)
+
+    def _look(self) -> None:
+        published, view = self._coordinator.newest
+        known = self._session.view
+        if view is known:
+            return
+        seen_to = self._agenda.now - self._line.latency_s
+        if published > seen_to:
+            view = self._coordinator.seen_at(seen_to)
+        if known is None or view.sequence > known.sequence:
+            self._session.viewed(view)
+
+    # -- a life ------------------------------------------------------------------------------------------------------------
+
+    def _live(self) -> Life:
+        yield from self._enter()
+        while not self.finished and self.outer_step < self._sync.outer_steps:
+            yield from self._go_on()
+
+    def _enter(self) -> Life:
+        session = self._session
+        session.dialled()
+        if self._returns:
+            yield self._agenda.now + self._line.latency_s
+        self._presence.attend()
+        if self._returns:
+            yield self._agenda.now + self._line.latency_s
+        session.welcomed(Welcome(run_id="simulated", peer_id=self.peer_id, config_json=""))
+        self._look()
+        if not self._kept:
+            yield from self._take_snapshot()
+            self._taken = [self.trained] * len(self._taken)
+            self._based = [self.outer_step] * len(self._based)
+        self._presence.report(self.outer_step)
+        while not session.under_way:
+            yield VIEW
+            self._look()
+        self._coordinator.listeners.pop(self.peer_id, None)
+
+    def _go_on(self) -> Life:
+        """Train until an outcome or a contribution is due, and see to it."""
+        pending, stop = self._pending, self._sync.interval
+        if pending is not None and self._since < pending.wait_at:
+            stop = pending.wait_at
+        if self._since < stop:
+            yield from self._train(stop - self._since)
+        if self._pending is not None:
+            yield from self._resolve(self._pending, block=self._since >= stop)
+        if self._pending is None and due(self._since, self._sync.interval):
+            yield from self._catch_up()
+            if not self.finished:
+                self._contribute(late=False)
+                if self._blocking and self._pending is not None:
+                    yield from self._resolve(self._pending, block=True)
+
+    def _train(self, steps: int) -> Life:
+        now = self._agenda.now
+        end = self._pace.finish(steps, now)
+        self._training = now, end, steps
+        yield end
+        self._settle_training()
+
+    def _settle_training(self) -> None:
+        steps, seconds = self._trained_by(self._agenda.now)
+        self._training = None
+        self.trained += steps
+        self._since += steps
+        self._ledger.trained += steps
+        self._ledger.training_s += seconds
+
+    def _trained_by(self, now: float) -> tuple[int, float]:
+        """Whole inner steps and seconds of the present training, up to `now`."""
+        if self._training is None:
+            return 0, 0.0
+        begin, end, steps = self._training
+        return (steps if now >= end else int(steps * (now - begin) / (end - begin))), now - begin
+
+    # -- the exchange ------------------------------------------------------------------------------------------------------
+
+    def _contribute(self, *, late: bool) -> None:
+        """late: a contribution came too late; this one carries its work and all since, and does not hold up training."""
+        shares = [
+            (i, Share(self._taken[i], self.trained, (self.outer_step - self._based[i]) // self._sync.groups))
+            for i in self._due[self.outer_step % self._sync.groups]
+        ]
+        wait_at = self._sync.interval if late or self._blocking else self._sync.delay
+        self._sending.pending = Pending(self.outer_step, shares, wait_at, late)
+        self._since = 0
+        if self._presence.outer_step < self.outer_step:
+            self._presence.report(self.outer_step)
+        self._look()
+        self._listen()
+        self._sending.advance(self._session)
+
+    def _prefetch(self, pending: Pending) -> None:
+        """Training goes on meanwhile: fetch the update as soon as there is one; a late contribution's ends training early."""
+        if pending.fetched_at is not None:
+            return
+        decision, _ = self._session.decide(pending.outer_step, pending.round_id, self._agenda.now)
+        if decision is Decision.WAIT:
+            return
+        self._coordinator.listeners.pop(self.peer_id, None)
+        known = self._agenda.now
+        if decision is Decision.COMMITTED:
+            known = pending.fetched_at = self._fetch_update(pending.outer_step)
+        if pending.early:
+            self._cut_short(known)
+
+    def _cut_short(self, when: float) -> None:
+        """End the present training at the first step boundary from `when` on."""
+        if self._training is None:
+            return
+        begin, end, steps = self._training
+        per_step = (end - begin) / steps
+        fewer = max(1, -int((begin - when) // per_step))
+        if fewer < steps:
+            at = max(begin + fewer * per_step, self._agenda.now)
+            self._training = begin, at, fewer
+            self._wakeups += 1
+            self._agenda.at(at, partial(self._wake, self._wakeups))
+
+    def _resolve(self, pending: Pending, *, block: bool) -> Life:
+        """Take the outcome, as `EditWorker._resolve`."""
+        while True:
+            self._look()
+            decision, _ = self._session.decide(pending.outer_step, pending.round_id, self._agenda.now)
+            if decision is not Decision.WAIT or not block:
+                break
+            self._sending.advance(self._session)
+            yield VIEW
+        match decision:
+            case Decision.COMMITTED:
+                at = pending.fetched_at if pending.fetched_at is not None else self._fetch_update(pending.outer_step)
+                if at > self._agenda.now:
+                    yield at
+                if not self._advance(pending):
+                    yield from self._catch_up()
+                    if not self.finished:
+                        self._contribute(late=True)
+            case Decision.ABORTED:
+                self._drop()
+            case Decision.BEHIND:
+                yield from self._heal()
+            case Decision.FINISHED:
+                self.finished = True
+
+    def _catch_up(self) -> Life:
+        """Apply the commits already known."""
+        while not self.finished:
+            self._look()
+            decision, _ = self._session.decide(self.outer_step, 0, self._agenda.now)
+            match decision:
+                case Decision.COMMITTED:
+                    yield self._fetch_update(self.outer_step)
+                    self._advance(None)
+                case Decision.BEHIND:
+                    yield from self._heal()
+                case Decision.FINISHED:
+                    self.finished = True
+                case _:
+                    return
+
+    def _fetch_update(self, outer_step: int) -> float:
+        """When the update from `outer_step` is here, asked for now."""
+        count = len(self._due[outer_step % self._sync.groups]) * self._scenario.down_bytes
+        self._ledger.bytes_down += count
+        return self._line.fetch(count, self._agenda.now)
+
+    def _advance(self, pending: Pending | None) -> bool:
+        """The update is applied; whether what was pending is in it."""
+        step = self.outer_step
+        taken = pending is not None and self._coordinator.took_part(step + 1, self.peer_id)
+        if pending is not None and taken:
+            for fragment_id, share in pending.shares:
+                self._taken[fragment_id] = share.until
+                self._based[fragment_id] = step + (self.trained == share.until)
+        self.outer_step = step + 1
+        self._drop()
+        self._presence.report(self.outer_step, self._pace.step_s)
+        return taken
+
+    def _heal(self) -> Life:
+        """Take a snapshot; whether what is pending is in it cannot be known, so only the work since is kept."""
+        yield from self._take_snapshot()
+        for fragment_id, share in self._pending.shares if self._pending else ():
+            self._taken[fragment_id] = share.until
+            self._based[fragment_id] = self.outer_step
+        self._drop()
+        self._presence.report(self.outer_step, self._pace.step_s)
+
+    def _take_snapshot(self) -> Life:
+        yield self._agenda.now + self._line.latency_s
+        outer_step = self._coordinator.machine.outer_step
+        self._ledger.snapshots += 1
+        self._ledger.bytes_down += self._scenario.snapshot_bytes
+        yield self._line.fetch(self._scenario.snapshot_bytes, self._agenda.now)
+        self.outer_step = outer_step
+
+    def _drop(self) -> None:
+        if self._pending is not None:
+            self._sending.drop()
+            self._coordinator.listeners.pop(self.peer_id, None)

@@ -1,0 +1,54 @@
+"""How the coordinator hears of one simulated peer: attendances, heartbeats, and how they end. Owns: when it was heard last."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.coordinator import Coordinator
+
+__all__ = ["Presence"]
+
+
+class Presence:
+    """`outer_step`: as this process reported last; -1: not yet."""
+
+    def __init__(self, peer_id: str, heartbeat_s: float, latency_s: float, agenda: Agenda, coordinator: Coordinator) -> None:
+        self.outer_step = -1
+        self._peer_id, self._heartbeat_s, self._latency_s = peer_id, heartbeat_s, latency_s
+        self._agenda, self._coordinator = agenda, coordinator
+        self._attendance = 0
+        self._sent = 0.0
+        self._hung_up = False
+
+    def attend(self) -> None:
+        """The stream reached the coordinator; an older one counts no more."""
+        self._attendance = self._coordinator.attend(self._peer_id)
+        self.outer_step, self._hung_up = -1, False
+
+    def report(self, outer_step: int, delay_s: float = 0.0) -> None:
+        """Say the outer step in so many seconds; from the first report on the coordinator counts on more."""
+        if self.outer_step < 0:
+            self._coordinator.here(self._peer_id, self._heard_last)
+        self.outer_step, self._sent = outer_step, self._agenda.now + delay_s
+        self._agenda.at(self._sent + self._latency_s, partial(self._say, self._attendance, outer_step))
+
+    def hang_up(self, reason: str, *, silent: bool, polite: bool) -> None:
+        """The process is gone; silent: nothing but the lease tells."""
+        self._hung_up = True
+        if not silent:
+            call = partial(self._coordinator.hung_up, self._peer_id, self._attendance, reason, polite)
+            self._agenda.at(self._agenda.now + self._latency_s, call)
+        elif self.outer_step >= 0:
+            last = self._heard_last(self._agenda.now)
+            self._coordinator.here(self._peer_id, lambda now: last)
+            self._coordinator.vanished(last)
+
+    def _say(self, attendance: int, outer_step: int) -> None:
+        if not self._hung_up:
+            self._coordinator.heartbeat(self._peer_id, attendance, outer_step)
+
+    def _heard_last(self, now: float) -> float:
+        """When the last of the heartbeats up to `now` arrived; they go out at equal distances from the last report."""
+        first = self._sent + self._latency_s
+        return now if now <= first else first + (now - first) // self._heartbeat_s * self._heartbeat_s

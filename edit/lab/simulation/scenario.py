@@ -1,0 +1,276 @@
+"""What is simulated: the fleet, its links, its faults, and the run's own settings. Owns: the options, their bounds, their TOML.
+
+Every key but those of `Scenario` is one of run.toml and means there what it means here; those that a simulation has no use for
+are errors. Must not know: how anything is simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edit.config import RunConfig, build
+from edit.errors import ConfigError
+
+__all__ = ["Compute", "Faults", "Hub", "Link", "PeerClass", "Scenario", "Size"]
+
+SHARED = ("sync", "rounds", "membership", "storage", "codec", "penalty")  # tables of run.toml that a simulation obeys
+BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}  # those of `edit.codecs`; a test compares
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} = {value!r}: must be between {low:g} and {high:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """step_s: median seconds per inner step; sigma: of the lognormal spread of the peers' speeds; jitter: of the lognormal
+    spread of one peer's phases of training. Slowdowns at random: stalls_per_hour of a peer, stall_s: their mean length
+    (exponential), stall_factor: how many times longer a step takes meanwhile."""
+
+    step_s: float = 1.0
+    sigma: float = 0.0
+    jitter: float = 0.0
+    stalls_per_hour: float = 0.0
+    stall_s: float = 60.0
+    stall_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        _within("compute.step_s", self.step_s, 1e-6, 1e6)
+        _within("compute.sigma", self.sigma, 0, 3)
+        _within("compute.jitter", self.jitter, 0, 3)
+        _within("compute.stalls_per_hour", self.stalls_per_hour, 0, 1e5)
+        _within("compute.stall_s", self.stall_s, 1e-3, 1e7)
+        _within("compute.stall_factor", self.stall_factor, 1, 1e4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Medians over the peers, with lognormal spreads: Mbit/s to and from the aggregator, seconds one way."""
+
+    up_mbit: float = 1000.0
+    down_mbit: float = 1000.0
+    latency_s: float = 0.02
+    sigma: float = 0.0
+    latency_sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        _within("link.up_mbit", self.up_mbit, 1e-3, 1e9)
+        _within("link.down_mbit", self.down_mbit, 1e-3, 1e9)
+        _within("link.latency_s", self.latency_s, 0, 60)
+        _within("link.sigma", self.sigma, 0, 3)
+        _within("link.latency_sigma", self.latency_sigma, 0, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Rates per peer and hour, exponential.
+
+    failures_per_hour: the process dies; silent: share of the failures that nothing but the lease tells; repair_s: mean seconds
+    (exponential, at least a tenth of it) until it is started again; checkpoint_steps: inner steps between a peer's own
+    checkpoints, 0: it has none, and what it had not contributed is lost. leaves_per_hour: it says goodbye; away_s: mean seconds
+    (as repair_s) until it is back.
+    """
+
+    failures_per_hour: float = 0.0
+    silent: float = 0.0
+    repair_s: float = 60.0
+    checkpoint_steps: int = 0
+    leaves_per_hour: float = 0.0
+    away_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        _within("faults.failures_per_hour", self.failures_per_hour, 0, 1e5)
+        _within("faults.silent", self.silent, 0, 1)
+        _within("faults.repair_s", self.repair_s, 0, 1e8)
+        _within("faults.checkpoint_steps", self.checkpoint_steps, 0, 1 << 40)
+        _within("faults.leaves_per_hour", self.leaves_per_hour, 0, 1e5)
+        _within("faults.away_s", self.away_s, 0, 1e8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """parameters: of the model; fragments: equal parts of it."""
+
+    parameters: float = 100e6
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        _within("size.parameters", self.parameters, 1, 1e15)
+        _within("size.fragments", self.fragments, 1, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """The aggregator. gbit_s: of its own link, each way, shared in order of arrival, 0: no limit; merge_s: seconds to merge one
+    peer's whole contribution; commit_s: seconds to write a commit."""
+
+    gbit_s: float = 0.0
+    merge_s: float = 0.0
+    commit_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _within("hub.gbit_s", self.gbit_s, 0, 1e9)
+        _within("hub.merge_s", self.merge_s, 0, 1e6)
+        _within("hub.commit_s", self.commit_s, 0, 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerClass:
+    """A share of the peers that differ by these factors: steps take `slower` times as long, bandwidth is `bandwidth` times,
+    latency `latency` times, failures `failures` times."""
+
+    share: float
+    slower: float = 1.0
+    bandwidth: float = 1.0
+    latency: float = 1.0
+    failures: float = 1.0
+
+    def __post_init__(self) -> None:
+        _within("classes: share", self.share, 0, 1)
+        _within("classes: slower", self.slower, 1e-3, 1e4)
+        _within("classes: bandwidth", self.bandwidth, 1e-6, 1e4)
+        _within("classes: latency", self.latency, 0, 1e4)
+        _within("classes: failures", self.failures, 0, 1e4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """hours: of virtual time, after which an unfinished run ends; merge: vectors are really merged, with [penalty]; damaged:
+    share of the contributions that are not finite or a thousand times too long (needs merge); classes: peers outside their
+    shares are ordinary. run: sync, rounds, membership, storage, codec and penalty are obeyed."""
+
+    peers: int = 100
+    hours: float = 8760.0
+    seed: int = 0
+    merge: bool = False
+    damaged: float = 0.0
+    compute: Compute = field(default_factory=Compute)
+    link: Link = field(default_factory=Link)
+    faults: Faults = field(default_factory=Faults)
+    size: Size = field(default_factory=Size)
+    hub: Hub = field(default_factory=Hub)
+    classes: tuple[PeerClass, ...] = ()
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        _within("peers", self.peers, 1, 200_000)
+        _within("hours", self.hours, 1e-6, 1e6)
+        _within("seed", self.seed, 0, 2**63 - 1)
+        _within("damaged", self.damaged, 0, 1)
+        if self.damaged and not self.merge:
+            raise ConfigError("damaged has no effect without merge = true; remove it")
+        if math.fsum(each.share for each in self.classes) > 1 + 1e-9:
+            raise ConfigError("classes: the shares are more than 1 together")
+        for name in ("quorum", "start_peers"):
+            if (wanted := getattr(self.run.rounds, name)) > self.peers:
+                raise ConfigError(f"rounds.{name} = {wanted}: there are {self.peers} peers, so nothing would ever commit")
+        if self.run.sync.groups > self.size.fragments:
+            raise ConfigError(f"sync.groups = {self.run.sync.groups}: size.fragments is {self.size.fragments}")
+
+    @property
+    def up_bytes(self) -> int:
+        """Of one fragment's contribution."""
+        return self._fragment_bytes(self.run.codec.up)
+
+    @property
+    def down_bytes(self) -> int:
+        """Of one fragment's update."""
+        return self._fragment_bytes(self.run.codec.down)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of all outer parameters, fp32."""
+        return 4 * math.ceil(self.size.parameters)
+
+    def _fragment_bytes(self, codec: str) -> int:
+        return math.ceil(self.size.parameters / self.size.fragments * BYTES_PER_PARAMETER[codec])
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Scenario:
+        """Build from nested mappings. Raises ConfigError as `RunConfig.from_mapping` does."""
+        own = {each.name for each in dataclasses.fields(cls)} - {"run", "classes"}
+        known = [*own, "classes", *SHARED]
+        for key in mapping:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise ConfigError(f"{key}: unknown key; {f'did you mean {near[0]}?' if near else 'known: ' + ', '.join(known)}")
+        if "penalty" in mapping and not mapping.get("merge"):
+            raise ConfigError("penalty has no effect without merge = true; remove it")
+        settings = build(_Own, {key: value for key, value in mapping.items() if key in own}, "")
+        return cls(
+            **{each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)},
+            classes=_classes(mapping.get("classes", ())),
+            run=RunConfig.from_mapping({key: value for key, value in mapping.items() if key in SHARED}),
+        )
+
+    @classmethod
+    def read(cls, path: Path | None, settings: Sequence[str] = ()) -> Scenario:
+        """From a TOML file (None: all defaults), then `KEY=VALUE` settings in TOML's own spelling, as `compute.sigma=0.3`.
+
+        Raises ConfigError that names the file or the setting.
+        """
+        tables = _tables(path) if path is not None else {}
+        for setting in settings:
+            _set(tables, setting)
+        try:
+            return cls.from_mapping(tables)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """The scenario's keys but classes; their bounds are checked by `Scenario`."""
+
+    peers: int = 100
+    hours: float = 8760.0
+    seed: int = 0
+    merge: bool = False
+    damaged: float = 0.0
+    compute: Compute = field(default_factory=Compute)
+    link: Link = field(default_factory=Link)
+    faults: Faults = field(default_factory=Faults)
+    size: Size = field(default_factory=Size)
+    hub: Hub = field(default_factory=Hub)
+
+
+def _classes(tables: object) -> tuple[PeerClass, ...]:
+    if not isinstance(tables, (list, tuple)) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError("classes: must be a list of tables ([[classes]])")
+    for place, table in enumerate(tables):
+        if "share" not in table:
+            raise ConfigError(f"classes[{place}].share is missing: which share of the peers is it?")
+    return tuple(build(PeerClass, table, f"classes[{place}].") for place, table in enumerate(tables))
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+
+
+def _set(tables: dict[str, Any], setting: str) -> None:
+    key, equals, value = setting.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set {setting}: must be KEY=VALUE, as compute.sigma=0.3")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a word without quotes, as sync.mode=delayed
+    for name in names[:-1]:
+        tables = tables.setdefault(name, {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f"--set {setting}: {name} is not a table")
+    tables[names[-1]] = parsed

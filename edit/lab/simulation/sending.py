@@ -1,0 +1,69 @@
+"""What a simulated peer contributes at present, and its way to the coordinator. Owns: what `peers.uplink` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.coordinator import Coordinator
+from edit.lab.simulation.ledger import Share
+from edit.lab.simulation.link import Line
+from peers.session import Session
+
+__all__ = ["Pending", "Sending"]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A contribution whose outcome is not known. shares: by fragment; wait_at: inner steps after it, at which training waits
+    for the outcome; early: take it as soon as it is known; round_id: where it goes, 0 as long as no round is open for it; sent:
+    fragments that arrived; fetched_at: when the update is here, once it was asked for."""
+
+    outer_step: int
+    shares: list[tuple[int, Share]]
+    wait_at: int
+    early: bool
+    round_id: int = 0
+    sent: int = 0
+    fetched_at: float | None = None
+
+
+class Sending:
+    """up_bytes: of one fragment. `pending` is what is under way; fragments travel one after the other."""
+
+    def __init__(self, peer_id: str, up_bytes: int, agenda: Agenda, coordinator: Coordinator, line: Line) -> None:
+        self.pending: Pending | None = None
+        self._peer_id, self._up_bytes = peer_id, up_bytes
+        self._agenda, self._coordinator, self._line = agenda, coordinator, line
+        self._last_round = 0
+
+    def advance(self, session: Session) -> None:
+        """Begin to send what is pending, once a round is open for it."""
+        pending = self.pending
+        if pending is None or pending.round_id:
+            return
+        pending.round_id = session.open_round(pending.outer_step, self._last_round)
+        if pending.round_id:
+            self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._offer, pending))
+
+    def drop(self) -> None:
+        """It has its outcome: the next one goes to a newer round."""
+        if self.pending is not None:
+            self._last_round = max(self._last_round, self.pending.round_id)
+            self.pending = None
+
+    def _offer(self, pending: Pending) -> None:
+        if self.pending is not pending:
+            return
+        fragment_id, _ = pending.shares[pending.sent]
+        if self._coordinator.offered(self._peer_id, pending.round_id, pending.outer_step, fragment_id):
+            self._agenda.at(self._line.send(self._up_bytes, self._agenda.now), partial(self._deliver, pending))
+
+    def _deliver(self, pending: Pending) -> None:
+        if self.pending is not pending:
+            return
+        self._coordinator.arrived(self._peer_id, pending.round_id, *pending.shares[pending.sent])
+        pending.sent += 1
+        if pending.sent < len(pending.shares):
+            self._offer(pending)

@@ -1,0 +1,109 @@
+"""Runs a scenario in virtual time. Owns: the fleet and its draws, the loop, the end. Must not know: files, terminals."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from random import Random
+
+from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.coordinator import Coordinator
+from edit.lab.simulation.judge import Judge
+from edit.lab.simulation.ledger import Ledger
+from edit.lab.simulation.link import HubLink, Line
+from edit.lab.simulation.outcome import Outcome
+from edit.lab.simulation.pace import Pace
+from edit.lab.simulation.peer import Peer
+from edit.lab.simulation.scenario import PeerClass, Scenario
+
+__all__ = ["Simulation", "simulate"]
+
+BYTES_PER_MBIT = 1e6 / 8
+ORDINARY = PeerClass(share=1.0)
+LOOK_EVERY = 4096  # events between two reports of progress
+Progress = Callable[[int, float], None]  # commits, virtual seconds
+
+
+class Simulation:
+    """One run. Two of the same scenario do the same, event by event."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.agenda = Agenda()
+        self.ledger = Ledger()
+        judge = Judge(scenario.run.penalty, scenario.damaged, scenario.seed) if scenario.merge else None
+        self.coordinator = Coordinator(scenario, self.agenda, self.ledger, judge)
+        rate = scenario.hub.gbit_s * 1000 * BYTES_PER_MBIT or math.inf
+        self._hub = HubLink(rate), HubLink(rate)
+        self._speeds: list[float] = []
+        self.peers = [self._peer(place, group) for place, group in enumerate(_groups(scenario))]
+
+    def run(self, progress: Progress = lambda commits, seconds: None) -> Outcome:
+        """To the last commit, to the end of the hours, or until nothing can happen any more; then let the peers finish."""
+        for peer in self.peers:
+            peer.start()
+        until, agenda = self.scenario.hours * 3600.0, self.agenda
+        while self.coordinator.finished_at is None and agenda.step(until):
+            if agenda.events % LOOK_EVERY == 0:
+                progress(self.ledger.commits, agenda.now)
+        ended, events = self.coordinator.finished_at, agenda.events
+        seconds = ended if ended is not None else min(until, agenda.now) if math.isfinite(until) else agenda.now
+        ledger = self._settled()
+        progress(ledger.commits, seconds)
+        if ended is not None:
+            self._drain()
+        stuck = sum(peer.stuck for peer in self.peers)
+        return Outcome.of(self.scenario, ledger, seconds, events, self._ideal_steps(seconds), ended is not None, stuck)
+
+    def _settled(self) -> Ledger:
+        """The sums as they are now, with what the living have done so far."""
+        now = self.agenda.now
+        ledger = copy.copy(self.ledger)
+        for peer in self.peers:
+            steps, training_s, alive_s = peer.so_far(now)
+            ledger.trained += steps
+            ledger.training_s += training_s
+            ledger.alive_s += alive_s
+        return ledger
+
+    def _drain(self) -> None:
+        """After the last commit: every peer that lives finds out; nobody returns."""
+        while any(peer.alive for peer in self.peers):
+            if not all(self.agenda.step(math.inf) for _ in self.peers):
+                return
+
+    def _ideal_steps(self, seconds: float) -> float:
+        return sum(seconds / step_s for step_s in self._speeds)
+
+    def _peer(self, place: int, group: PeerClass) -> Peer:
+        scenario, random = self.scenario, Random(f"{self.scenario.seed} {place}")
+        compute, link = scenario.compute, scenario.link
+        step_s = compute.step_s * group.slower * math.exp(random.gauss(0.0, compute.sigma))
+        rate = group.bandwidth * BYTES_PER_MBIT * math.exp(random.gauss(0.0, link.sigma))
+        line = Line(
+            up=link.up_mbit * rate,
+            down=link.down_mbit * rate,
+            latency_s=link.latency_s * group.latency * math.exp(random.gauss(0.0, link.latency_sigma)),
+            into=self._hub[0],
+            out_of=self._hub[1],
+        )
+        self._speeds.append(step_s)
+        failures = scenario.faults.failures_per_hour * group.failures
+        parts = Pace(step_s, compute, random), line, random, failures
+        return Peer(f"peer-{place:06}", scenario, self.agenda, self.coordinator, self.ledger, parts)
+
+
+def simulate(scenario: Scenario, progress: Progress = lambda commits, seconds: None) -> Outcome:
+    """Run one scenario."""
+    return Simulation(scenario).run(progress)
+
+
+def _groups(scenario: Scenario) -> list[PeerClass]:
+    """Every peer's class: whole peers by the shares, dealt out in an order that the seed decides."""
+    groups: list[PeerClass] = []
+    for group in scenario.classes:
+        groups += [group] * min(round(group.share * scenario.peers), scenario.peers - len(groups))
+    groups += [ORDINARY] * (scenario.peers - len(groups))
+    Random(f"{scenario.seed} classes").shuffle(groups)
+    return groups

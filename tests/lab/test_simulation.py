@@ -1,0 +1,251 @@
+"""The simulated run against closed formulas, and against the rules that the real machine keeps."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aggregator import round_events as events
+from edit.config import CODECS
+from edit.errors import LocalProtocolError
+from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.ledger import Ledger, Share
+from edit.lab.simulation.link import HubLink
+from edit.lab.simulation.outcome import Outcome
+from edit.lab.simulation.scenario import BYTES_PER_PARAMETER, Scenario
+from edit.lab.simulation.simulate import Simulation, simulate
+
+FLEET = ("peers=6", "sync.every=20", "sync.outer_steps=40", "size.parameters=10e6", "codec.up=int8", "codec.down=bf16")
+
+
+def run(*settings: str) -> Outcome:
+    return simulate(Scenario.read(None, [*FLEET, *settings]))
+
+
+def exchange_s(scenario: Scenario) -> float:
+    """Header and view one latency each, asking and answering one each, and the bytes both ways."""
+    link = scenario.link
+    return 4 * link.latency_s + 8e-6 * (scenario.up_bytes / link.up_mbit + scenario.down_bytes / link.down_mbit)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    noisy = (
+        "compute.sigma=0.3",
+        "compute.jitter=0.1",
+        "faults.failures_per_hour=3",
+        "faults.leaves_per_hour=1",
+        "link.sigma=0.5",
+    )
+    first = run(*noisy, "seed=7")
+    assert first == run(*noisy, "seed=7")
+    assert first.seconds != run(*noisy, "seed=8").seconds
+    assert first.failures > 0 and first.leaves > 0 and first.returns > 0
+
+
+def test_blocking_goodput_is_the_closed_formula() -> None:
+    scenario = Scenario.read(None, [*FLEET, "link.up_mbit=50"])
+    training, exchange = 20 * scenario.compute.step_s, exchange_s(scenario)
+    outcome = simulate(scenario)
+    assert exchange == pytest.approx(4 * 0.02 + 10_156_250 * 8 / 50e6 + 20e6 * 8 / 1e9)
+    assert outcome.goodput == pytest.approx(training / (training + exchange), rel=2e-3)
+    assert outcome.utilisation == pytest.approx(outcome.goodput, rel=2e-3)
+    longer = run("link.up_mbit=50", "sync.outer_steps=60")
+    assert longer.seconds - outcome.seconds == pytest.approx(20 * (training + exchange))
+    assert (outcome.commits, outcome.aborts, outcome.participation, outcome.late) == (40, 0, 1.0, 0)
+    assert outcome.staleness == {"0": 40 * 6}
+
+
+def test_delayed_hides_an_exchange_that_fits_into_the_delay_and_no_more() -> None:
+    scenario = Scenario.read(None, [*FLEET, "link.up_mbit=50", "sync.mode=delayed", "sync.delay=3"])
+    assert exchange_s(scenario) < 3 * scenario.compute.step_s
+    hidden = simulate(scenario)
+    assert hidden.utilisation == pytest.approx(1.0, abs=1e-3)
+    assert hidden.goodput == pytest.approx(1.0, abs=4e-3)  # the last exchange has no training to hide behind
+    assert set(hidden.staleness) == {"0", "1"}
+    cut = dataclasses.replace(
+        scenario, run=dataclasses.replace(scenario.run, sync=dataclasses.replace(scenario.run.sync, delay=1))
+    )
+    assert simulate(cut).utilisation == pytest.approx(20 / (20 + exchange_s(scenario) - 1), rel=2e-3)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_of_fragments_count_every_step_once_for_every_fragment(groups: int) -> None:
+    outcome = run("size.fragments=4", f"sync.groups={groups}", "compute.sigma=0.1", "link.latency_s=0")
+    assert outcome.commits == 40
+    assert outcome.steps_counted <= outcome.steps_trained
+    owed = 6 * 20 * (groups - 1) / groups  # what the other groups had not sent when the run ended
+    assert outcome.steps_trained - outcome.steps_counted <= owed + 1e-9
+    assert outcome.bytes_up == 40 * 6 * (4 // groups) * Scenario.read(None, [*FLEET, "size.fragments=4"]).up_bytes
+
+
+def test_a_peer_that_vanishes_is_dropped_at_the_end_of_its_lease() -> None:
+    scenario = Scenario.read(None, [*FLEET, "faults.repair_s=1e7", "faults.silent=1", "membership.lease_s=9"])
+    simulation = Simulation(scenario)
+    lost: list[float] = []
+    feed = simulation.coordinator._feed
+
+    def watch(event: events.Event) -> bool:
+        if isinstance(event, events.MemberLost):
+            lost.append(simulation.agenda.now)
+        return feed(event)
+
+    simulation.coordinator._feed = watch  # type: ignore[method-assign]
+    simulation.agenda.at(50.0, lambda: simulation.peers[0]._end(polite=False))
+    outcome = simulation.run()
+    assert len(lost) == 1 and 50 + 9 - scenario.run.membership.heartbeat_s <= lost[0] <= 50 + 9 + 0.5
+    assert outcome.finished and outcome.commits == 40
+    assert outcome.contributors == pytest.approx((2 * 6 + 38 * 5) / 40)
+    assert simulation.coordinator.membership.members["peer-000000"].reason.startswith("no heartbeat for 9")
+
+
+def test_a_broken_stream_is_noticed_at_once_and_the_peer_comes_back_with_a_snapshot() -> None:
+    simulation = Simulation(Scenario.read(None, [*FLEET, "faults.repair_s=30"]))
+    simulation.agenda.at(50.0, lambda: simulation.peers[0]._end(polite=False))
+    outcome = simulation.run()
+    assert (outcome.failures, outcome.returns, outcome.snapshots) == (1, 1, 1)
+    assert outcome.commits == 40 and outcome.aborts == 0
+    assert 38 * 6 <= outcome.contributors * 40 < 40 * 6
+
+
+def test_what_a_checkpoint_holds_is_not_lost() -> None:
+    def with_checkpoints_every(steps: int) -> float:
+        simulation = Simulation(Scenario.read(None, [*FLEET, "faults.repair_s=0", f"faults.checkpoint_steps={steps}"]))
+        for at in range(1, 30):
+            simulation.agenda.at(25.0 * at + 0.5, lambda: simulation.peers[0]._end(polite=False))
+        outcome = simulation.run()
+        assert outcome.steps_counted <= outcome.steps_trained
+        return outcome.steps_trained - outcome.steps_counted
+
+    assert with_checkpoints_every(1) < with_checkpoints_every(10) < with_checkpoints_every(0)
+
+
+def test_a_tenfold_slower_peer_holds_nobody_up_beyond_the_ceiling_and_its_work_still_counts() -> None:
+    slow = ("classes=[{share=0.1667,slower=10.0}]", "rounds.quorum=5", "rounds.grace_s=1", "rounds.floor_s=1")
+    waiting, going_on = run(*slow), run(*slow, "rounds.ceiling_s=25")
+    assert waiting.seconds > 40 * 200 and waiting.participation == 1.0
+    assert going_on.seconds < 40 * 26
+    assert going_on.goodput > 0.75 > 0.2 > waiting.goodput
+    assert 5 / 6 <= going_on.participation < 0.9
+    assert sum(count for age, count in going_on.staleness.items() if int(age) > 5) >= 3  # the slow one's, all its steps in one
+
+
+def test_the_aggregators_link_is_shared() -> None:
+    alone, shared = run("hub.gbit_s=1000"), run("hub.gbit_s=0.2")
+    assert alone.goodput > 1.1 * shared.goodput
+    hub = HubLink(10.0)
+    assert [hub.carry(20, 5.0), hub.carry(20, 5.0), hub.carry(20, 30.0)] == [7.0, 9.0, 32.0]
+
+
+def test_merging_for_real_rejects_the_damaged_and_their_steps_do_not_count() -> None:
+    merged = "merge=true", "penalty.delta=9.0"
+    sound, damaged = run(*merged), run(*merged, "damaged=0.1")
+    assert sound.steps_counted == 40 * 6 * 20 and sound.rejected == 0
+    assert 0.03 < damaged.rejected / (40 * 6) < 0.2
+    assert damaged.steps_counted == (40 * 6 - damaged.rejected) * 20
+
+
+def test_a_step_that_counts_twice_is_a_bug() -> None:
+    ledger = Ledger()
+    ledger.count("a", 0, Share(0, 10, 0), rejected=False)
+    ledger.count("a", 1, Share(5, 10, 0), rejected=True)
+    with pytest.raises(LocalProtocolError, match="count twice"):
+        ledger.count("a", 0, Share(9, 20, 0), rejected=False)
+    assert (ledger.fragment_steps, ledger.rejected) == (10, 1)
+
+
+def test_time_never_goes_back() -> None:
+    agenda, seen = Agenda(), []
+    agenda.at(2.0, lambda: seen.append("b"))
+    agenda.at(2.0, lambda: seen.append("c"))
+    agenda.at(1.0, lambda: seen.append("a"))
+    while agenda.step(5.0):
+        pass
+    assert seen == ["a", "b", "c"]
+    with pytest.raises(LocalProtocolError, match="nothing can happen"):
+        agenda.at(1.0, lambda: None)
+
+
+def test_the_sizes_are_those_of_the_codecs() -> None:
+    from edit.codecs import codec
+
+    assert set(BYTES_PER_PARAMETER) == set(CODECS)
+    for name in CODECS:
+        assert codec(name).encoded_size(256_000) == 256_000 * BYTES_PER_PARAMETER[name]
+
+
+scenarios = st.fixed_dictionaries(
+    {
+        "peers": st.integers(1, 9),
+        "seed": st.integers(0, 1000),
+        "hours": st.just(3.0),
+        "compute": st.fixed_dictionaries(
+            {
+                "sigma": st.sampled_from((0.0, 0.5)),
+                "jitter": st.sampled_from((0.0, 0.3)),
+                "stalls_per_hour": st.sampled_from((0.0, 20.0)),
+            }
+        ),
+        "faults": st.fixed_dictionaries(
+            {
+                "failures_per_hour": st.sampled_from((0.0, 5.0, 60.0)),
+                "silent": st.sampled_from((0.0, 0.5, 1.0)),
+                "repair_s": st.sampled_from((0.0, 5.0, 100.0)),
+                "checkpoint_steps": st.sampled_from((0, 3)),
+                "leaves_per_hour": st.sampled_from((0.0, 5.0)),
+                "away_s": st.just(200.0),
+            }
+        ),
+        "link": st.fixed_dictionaries({"up_mbit": st.sampled_from((5.0, 1000.0)), "latency_s": st.sampled_from((0.0, 0.3))}),
+        "size": st.fixed_dictionaries({"parameters": st.just(1e6), "fragments": st.just(2)}),
+        "hub": st.fixed_dictionaries({"merge_s": st.sampled_from((0.0, 0.5)), "commit_s": st.sampled_from((0.0, 2.0))}),
+        "classes": st.sampled_from(((), ({"share": 0.3, "slower": 10.0, "bandwidth": 0.1},))),
+        "rounds": st.fixed_dictionaries(
+            {
+                "quorum": st.integers(1, 4),
+                "floor_s": st.sampled_from((1.0, 5.0)),
+                "ceiling_s": st.sampled_from((15.0, 120.0)),
+                "grace_s": st.sampled_from((0.0, 2.0)),
+            }
+        ),
+        "mode": st.sampled_from(("blocking", "delayed")),
+        "groups": st.sampled_from((1, 2)),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenarios)
+def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> None:
+    mode, groups, rounds = drawn.pop("mode"), drawn.pop("groups"), drawn["rounds"]
+    assert isinstance(rounds, dict) and isinstance(drawn["peers"], int)
+    rounds["quorum"] = min(rounds["quorum"], drawn["peers"])
+    sync = {"every": 10, "outer_steps": 12, "mode": mode} | ({"groups": groups} if groups == 2 else {})
+    simulation = Simulation(Scenario.from_mapping({**drawn, "sync": sync | ({"delay": 2} if mode == "delayed" else {})}))
+    coordinator, agenda = simulation.coordinator, simulation.agenda
+    carry_out, step = coordinator._carry_out, agenda.step
+    committed: list[int] = []
+    times = [0.0]
+
+    def watch(effect: events.Effect) -> None:
+        if isinstance(effect, events.Reduce):
+            assert len(effect.peers) >= rounds["quorum"]
+        if isinstance(effect, events.RoundClosed) and effect.committed:
+            committed.append(effect.outer_step)
+        carry_out(effect)
+
+    def tick(until: float) -> bool:
+        happened = step(until)
+        times.append(simulation.agenda.now)
+        return happened
+
+    coordinator._carry_out = watch  # type: ignore[method-assign]
+    agenda.step = tick  # type: ignore[method-assign]
+    outcome = simulation.run()
+    assert committed == list(range(1, len(committed) + 1)) and outcome.commits == len(committed)
+    assert times == sorted(times)
+    assert outcome.steps_counted <= outcome.steps_trained
+    assert 0 <= outcome.utilisation <= 1 + 1e-9
+    assert outcome.goodput <= 1 + 1e-9 or simulation.scenario.compute.jitter  # a phase may be faster than the peer's median
+    if outcome.finished:
+        assert outcome.stuck == 0 and not any(peer.alive for peer in simulation.peers)
