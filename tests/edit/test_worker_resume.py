@@ -1,0 +1,266 @@
+"""A worker saved at any inner step and rebuilt from nothing goes on as if it had never been interrupted, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
+from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.local import LocalRun
+from edit.worker import EditWorker, WorkerConfig
+from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
+from tests.support.trainee import config
+
+NAMES, EVERY, STEPS = ("a", "b"), 4, 22
+
+MODES: dict[str, dict[str, Any]] = {
+    "blocking": {},
+    "forward": {"mode": "forward"},
+    "delayed": {"mode": "delayed", "delay": 2},
+    "lerp": {"mode": "delayed", "delay": 3, "mix": "lerp"},
+    "streaming": {"mode": "delayed", "delay": 1, "groups": 2},
+    "eager": {"mode": "eager", "delay": 2},
+}
+
+
+class Life:
+    """One peer between two interruptions."""
+
+    def __init__(self, run: LocalRun, name: str, worker_config: WorkerConfig, saved: dict[str, Any] | None = None) -> None:
+        self.model = TinyTransformer(seed=3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.batches = token_batches(NAMES.index(name))
+        self.taken = 0
+        self.worker = EditWorker(self.model, self.optimizer, run.collective(name), worker_config)
+        if saved is not None:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.worker.load_state_dict(saved["worker"])
+            self.skip(saved["taken"])
+        self.worker.__enter__()
+
+    def skip(self, batches: int) -> None:
+        for _ in range(batches):
+            next(self.batches)
+        self.taken += batches
+
+    def step(self) -> float:
+        self.taken += 1
+        self.worker.count_tokens(24)
+        return train_step(self.model, self.optimizer, next(self.batches))
+
+    def save(self) -> dict[str, Any]:
+        everything = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "taken": self.taken}
+        return copy.deepcopy(everything | {"worker": self.worker.state_dict()})
+
+
+def run_of(kind: str, up: str = "int8", **sync: Any) -> RunConfig:
+    return config(
+        sync=SyncConfig(every=EVERY, **(MODES[kind] | sync)),
+        outer=OuterConfig(lr=0.7, momentum=0.5),
+        penalty=PenaltyConfig(),
+        codec=CodecConfig(up=up, down="bf16"),
+        storage=StorageConfig(keep_updates=8),  # as many as outer steps pass between two checkpoints, or it takes a snapshot
+    )
+
+
+def theta_of(run: LocalRun) -> list[str]:
+    return [run.state.digest, str(run.state.outer_step)]
+
+
+def trained(run_config: RunConfig, save_after: int = -1, die_after: int = -1) -> tuple[list[float], list[str], list[Tensor]]:
+    """Losses of both peers, the run's theta and the local parameters; saved and then killed after so many steps of both.
+
+    The steps between saving and dying are made twice: what the first life contributed in them has been merged.
+    """
+    run = LocalRun(run_config, NAMES)
+    worker_config = WorkerConfig.of(run_config)
+    lives = [Life(run, name, worker_config) for name in NAMES]
+    losses: dict[tuple[int, int], float] = {}
+    saved: list[dict[str, Any]] = []
+    step = 0
+    while step < STEPS:
+        if step == save_after and not saved:
+            saved = [life.save() for life in lives]
+        if step == die_after:
+            for life in lives:
+                life.worker.__exit__(KeyboardInterrupt, None, None)
+            lives = [Life(run, name, worker_config, one) for name, one in zip(NAMES, saved, strict=True)]
+            step, die_after = save_after, -1
+        for i, life in enumerate(lives):
+            losses[step, i] = life.step()
+        step += 1
+    with ExitStack() as stack:
+        for life in lives:
+            stack.callback(life.worker.__exit__, KeyboardInterrupt, None, None)
+    local = [parameter.detach().clone() for life in lives for parameter in life.model.parameters()]
+    return [losses[key] for key in sorted(losses)], theta_of(run), local
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize(("save_after", "die_after"), [(6, 6), (8, 8), (9, 9), (4, 14), (9, 17), (13, 15)])
+def test_an_interrupted_training_gives_the_bits_of_one_that_was_not(kind: str, save_after: int, die_after: int) -> None:
+    """Also with a contribution pending, and with contributions that a life which is forgotten had made."""
+    whole = trained(run_of(kind))
+    broken = trained(run_of(kind), save_after, die_after)
+    assert whole[0] == broken[0] and whole[1] == broken[1]
+    assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_t8_saving_after_every_step_changes_nothing(kind: str) -> None:
+    def run(save: bool) -> tuple[list[float], list[str]]:
+        run_config = run_of(kind)
+        local_run = LocalRun(run_config, NAMES)
+        lives = [Life(local_run, name, WorkerConfig.of(run_config)) for name in NAMES]
+        losses = []
+        for _ in range(STEPS):
+            for life in lives:
+                if save:
+                    life.save()
+                losses.append(life.step())
+                if save:
+                    life.save()
+        for life in lives:
+            life.worker.__exit__(KeyboardInterrupt, None, None)
+        return losses, theta_of(local_run)
+
+    assert run(save=True) == run(save=False)
+
+
+def a_saved_one(kind: str = "delayed", steps: int = 5) -> tuple[LocalRun, RunConfig, dict[str, Any]]:
+    run_config = run_of(kind)
+    run = LocalRun(run_config, NAMES)
+    lives = [Life(run, name, WorkerConfig.of(run_config)) for name in NAMES]
+    for _ in range(steps):
+        for life in lives:
+            life.step()
+    saved = lives[0].save()
+    for life in lives:
+        life.worker.__exit__(KeyboardInterrupt, None, None)
+    return run, run_config, saved
+
+
+def test_what_is_saved_is_laid_out_by_parameter() -> None:
+    _, _, saved = a_saved_one()
+    state = saved["worker"]
+    names = {name: parameter.shape for name, parameter in TinyTransformer().named_parameters()}
+    assert sorted(state) == ["outer", "scalars", "sent_from"]  # nothing is committed yet, so no residual is owed
+    for kind in ("outer", "sent_from"):
+        assert {name: tensor.shape for name, tensor in state[kind].items()} == names
+        assert all(tensor.dtype == torch.float32 for tensor in state[kind].values())
+    assert state["scalars"]["pending"]["outer_step"] == 0
+    _, _, later = a_saved_one("eager", 9)
+    assert sorted(later["worker"]) == ["last_sent", "last_step", "outer", "residual", "scalars", "sent", "sent_from"]
+
+
+def test_the_empty_state_has_the_form_of_a_saved_one() -> None:
+    run, run_config, saved = a_saved_one()
+    model = TinyTransformer()
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective("a"), WorkerConfig.of(run_config))
+    empty = worker.empty_state(["outer", "sent_from"])
+    for kind, tensors in empty.items():
+        assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in saved["worker"][kind].items()}
+        assert not any(bool(tensor.any()) for tensor in tensors.values())
+    with pytest.raises(ConfigError, match="no tensors of kind 'theta'"):
+        worker.empty_state(["theta"])
+
+
+def damaged(saved: dict[str, Any], how: str) -> dict[str, Any]:
+    state = copy.deepcopy(saved["worker"])
+    if how == "bits":
+        state["outer"]["norm.weight"][0] += 1
+    elif how == "missing":
+        del state["outer"]["norm.weight"]
+    elif how == "shape":
+        state["outer"]["norm.weight"] = torch.zeros(9)
+    elif how == "dtype":
+        state["outer"]["norm.weight"] = state["outer"]["norm.weight"].bfloat16()
+    elif how == "scalars":
+        del state["scalars"]
+    elif how == "counters":
+        state["scalars"]["work"] = "much"
+    elif how == "fragments":
+        state["scalars"]["fragments"]["outer"] = [0]
+    elif how == "pending":
+        state["scalars"]["pending"]["work"] = ["x", 1]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("bits", "the outer parameters do not match their digest"),
+        ("missing", "outer of norm.weight is missing"),
+        ("shape", r"outer of norm.weight \[9\] torch.float32 does not fit"),
+        ("dtype", r"outer of norm.weight \[8\] torch.bfloat16 does not fit"),
+        ("scalars", "the worker's scalars are missing"),
+        ("fragments", "the worker's scalars are incomplete"),
+        ("counters", "the counters of inner steps are damaged"),
+        ("pending", "the worker's scalars are damaged"),
+    ],
+)
+def test_a_damaged_state_is_refused_by_name(how: str, message: str) -> None:
+    run, run_config, saved = a_saved_one()
+    life = damaged(saved, how)
+    with pytest.raises(StorageError, match=message):
+        Life(run, "a", WorkerConfig.of(run_config), saved | {"worker": life})
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    run, run_config, saved = a_saved_one()
+    model = small_mlp()
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective("a"), WorkerConfig.of(run_config))
+    with pytest.raises(StorageError, match="of another model"):
+        worker.load_state_dict(saved["worker"])
+
+
+def test_a_state_newer_than_the_run_or_of_another_run_is_refused() -> None:
+    run, run_config, saved = a_saved_one(steps=10)
+    young = LocalRun(run_config, NAMES)
+    with pytest.raises(ConfigError, match="the checkpoint is at outer step 2, the run only at 0"):
+        Life(young, "a", WorkerConfig.of(run_config), saved)
+    other = LocalRun(run_config, ["a"], theta=[2 * part for part in run.state.theta])
+    lone = Life(other, "a", WorkerConfig.of(run_config))
+    for _ in range(10):
+        lone.step()
+    lone.worker.__exit__(KeyboardInterrupt, None, None)
+    with pytest.raises(ConfigError, match="it is of another run"):
+        Life(other, "a", WorkerConfig.of(run_config), saved)
+
+
+def test_loading_comes_before_entering() -> None:
+    run, run_config, saved = a_saved_one()
+    life = Life(run, "a", WorkerConfig.of(run_config))
+    with pytest.raises(LocalProtocolError, match="load before"):
+        life.worker.load_state_dict(saved["worker"])
+    life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
+    """The others did not wait: there is no contribution of this peer to find, so its progress is put onto what they made."""
+    run_config = run_of("blocking", up="fp32")
+    run = LocalRun(run_config, NAMES)
+    a, b = (Life(run, name, WorkerConfig.of(run_config)) for name in NAMES)
+    for _ in range(2):
+        a.step()
+        b.step()
+    saved = a.save()
+    a.worker.__exit__(KeyboardInterrupt, None, None)
+    run.leave("a")
+    for _ in range(4):
+        b.step()
+    assert run.state.outer_step == 1
+    back = Life(run, "a", WorkerConfig.of(run_config), saved)
+    assert back.worker.outer_step == 0 and back.worker.round_inner_steps == 2 and back.worker.inner_steps == 2
+    for _ in range(2):
+        back.step()
+    assert back.worker.outer_step == 1 and back.worker.pending
+    for life in (back, b):
+        life.worker.__exit__(KeyboardInterrupt, None, None)
