@@ -8,6 +8,8 @@ replica, so that norms, boxes and checkpoints mean the same for all of them.
 from __future__ import annotations
 
 import contextlib
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,18 +18,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from edit.errors import ConfigError
+from edit.errors import ConfigError, TransportError
 from peers.environment import Launch
 
-__all__ = ["UNDIVIDED", "Layout", "clip_gradients", "lay_out", "process_group", "shard"]
+__all__ = ["PATIENCE", "UNDIVIDED", "Layout", "clip_gradients", "lay_out", "meet", "process_group", "shard"]
 
 PATIENCE = timedelta(days=7)
 """How long a rank waits for another: rank 0 may wait for the coordinator. A rank that dies is noticed at once all the same."""
+MEETING = timedelta(minutes=10)
+"""How long the ranks of a replica wait for one another when they start."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward of their own
 
@@ -74,15 +80,57 @@ UNDIVIDED = Layout()
 
 @contextlib.contextmanager
 def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
-    """torch.distributed among the ranks of a replica: gloo, on CUDA nccl too. Nothing for a replica of one rank."""
+    """torch.distributed among the ranks of a replica: gloo, on CUDA nccl too. Nothing for a replica of one rank.
+
+    Inside, the loss of a rank is a TransportError.
+    """
     if launch.size == 1:
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-    yield
-    dist.destroy_process_group()  # not after an error: another rank may be gone, and the process ends anyway
+    store, rank, size = next(rendezvous("env://", timeout=MEETING))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(meet(store, rank, size), store),
+        rank=rank,
+        world_size=size,
+        timeout=PATIENCE,
+    )
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
+            raise TransportError(f"another rank of this replica is gone: {str(error).splitlines()[0]}") from error
+        raise
+    dist.destroy_process_group()  # not after an error: the process ends, and the other ranks may be gone
+
+
+def meet(store: Store, rank: int, size: int) -> str:
+    """A word that the living ranks share. torchrun starts a replica again over the same store, which still holds the addresses
+    of the dead (torch 2.13: gloo then dials those); under this word there is nothing yet.
+
+    Each rank says who it is; rank 0 tells every newcomer its word until all have heard it. Raises TransportError.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"edit/here/{rank}", mine)
+        word = str(store.get(f"edit/word/{mine}").decode())
+        store.set(f"edit/heard/{word}/{rank}", "")
+        return word
+    deaf = dict.fromkeys(range(1, size), "")
+    deadline = time.monotonic() + MEETING.total_seconds()
+    while deaf:
+        if time.monotonic() > deadline:
+            raise TransportError(f"rank {min(deaf)} of this replica did not come within {MEETING}")
+        for other, told in list(deaf.items()):
+            if store.check([f"edit/heard/{mine}/{other}"]):
+                del deaf[other]
+            elif store.check([f"edit/here/{other}"]) and (theirs := str(store.get(f"edit/here/{other}").decode())) != told:
+                store.set(f"edit/word/{theirs}", mine)
+                deaf[other] = theirs
+        time.sleep(0.02)
+    return mine
 
 
 def lay_out(launch: Launch, tensor_parallel: int, batch_size: int, device: torch.device) -> Layout:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from edit.config import InnerConfig, ModelConfig
 from edit.errors import ConfigError
 from peers.environment import Launch, launched
 from peers.gpt import GPT
-from peers.replica import UNDIVIDED, Layout, lay_out, process_group, shard
+from peers.replica import UNDIVIDED, Layout, lay_out, meet, process_group, shard
 from peers.trainer import Trainer
 from tests.support.world import spawn
 
@@ -179,6 +181,21 @@ def test_one_rank_is_not_split() -> None:
         layout = lay_out(Launch(), 1, 1, CPU)
     assert layout is UNDIVIDED and shard(plain, layout) is plain
     assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
+
+
+def test_ranks_started_again_meet_apart_from_what_the_dead_have_left() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    store.set("edit/here/1", "a dead one")  # and that one heard the word of its own rank 0
+    store.set("edit/heard/dead word/1", "")
+    store.set("edit/word/a dead one", "dead word")
+    words = []
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            heard = {future.result() for future in [pool.submit(meet, store, rank, 3) for rank in range(3)]}
+            assert len(heard) == 1
+            words += heard
+    assert len({*words, "dead word"}) == 3
 
 
 class TestEnvironment:

@@ -1,0 +1,66 @@
+"""A replica of two ranks under torchrun and a plain peer in one run; a rank is killed, torchrun starts the replica again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import Site
+
+STEPS = 16
+TOML = f"""
+name = "sharded"
+[model]
+layers = 1
+width = 32
+heads = 2
+context = 32
+[inner]
+lr = 3e-3
+warmup_steps = 5
+[sync]
+every = 4
+outer_steps = {STEPS}
+[outer]
+optimizer = "sgd"
+lr = 0.8
+[rounds]
+start_peers = 2
+floor_s = 60.0
+ceiling_s = 60.0
+[membership]
+heartbeat_s = 0.5
+lease_s = 10.0
+[server]
+listen = "127.0.0.1:0"
+enrol_listen = "127.0.0.1:0"
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_rank_takes_its_replica_out_of_the_round_not_the_run(tmp_path: Path) -> None:
+    with Site(tmp_path, TOML) as site:
+        coordinator = site.serve()
+        site.enrol("sharded", "plain")
+        sharded, plain = site.peer("sharded", ranks=2), site.peer("plain")
+        coordinator.until("committed: all 2 contributors in")
+        plain.until("outer step 2,")
+
+        os.kill(sharded.children()[1], signal.SIGKILL)
+        coordinator.until("sharded: l")  # left or lost, whichever its other rank could still say
+        coordinator.until("committed: the only contributor in")  # nobody waits for the dead
+        site.operate("pause")
+        sharded.until("going on from")
+        sharded.until("joined at outer step")
+        site.operate("resume")
+        coordinator.until("committed: all 2 contributors in")
+
+        coordinator.until("finished at outer step")
+        assert (sharded.finish(), plain.finish()) == (0, 0)
+        status = site.status()
+        assert (status["phase"], status["outer_step"]) == ("finished", STEPS)
+        for peer in (sharded, plain):
+            assert f"outer step {STEPS}, digest {status['digest'][:12]}" in peer.last("the run has finished")

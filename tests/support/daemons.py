@@ -1,0 +1,127 @@
+"""Real coordinators and peers as processes, for tests that kill them: started, read line by line, none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from typer import Typer
+from typer.testing import CliRunner
+
+import aggregator.cli
+import peers.cli
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Daemon:
+    """One process (torchrun has more below it) whose log is read line by line."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def until(self, words: str) -> str:
+        """Read on until a line has these words."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if words in line:
+                return line
+        raise AssertionError(f"{words!r} was never said; rc {self.process.wait()}:\n{''.join(self.lines[-400:])}")
+
+    def children(self) -> list[int]:
+        """The processes that this one started: the ranks of a torchrun."""
+        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+
+    def kill(self) -> None:
+        """SIGKILL, what it started included, and nobody is left."""
+        ranks = self.children()
+        self.process.send_signal(signal.SIGKILL)
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=30)
+
+    def finish(self) -> int:
+        """Wait for its own end; the exit code."""
+        _, rest = self.process.communicate(timeout=100)
+        self.lines += rest.splitlines(keepends=True)
+        return self.process.returncode
+
+    def last(self, words: str) -> str:
+        """The last line with these words."""
+        return [line for line in self.lines if words in line][-1]
+
+
+class Site:
+    """A folder with one run's coordinator and its peers. Use as a context manager: at its end no process is left."""
+
+    def __init__(self, folder: Path, toml: str) -> None:
+        self.folder = folder
+        self.state = folder / "state"
+        self.daemons: list[Daemon] = []
+        folder.mkdir(exist_ok=True)
+        (folder / "run.toml").write_text(toml)
+        (folder / "text.py").write_bytes(Path(json.__file__).read_bytes())
+        call(aggregator.cli.app, "init", "--state", self.state, "--config", folder / "run.toml")
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in self.daemons:
+            if daemon.process.poll() is None:
+                daemon.kill()
+
+    def start(self, *arguments: object) -> Daemon:
+        self.daemons.append(Daemon(*arguments))
+        return self.daemons[-1]
+
+    def serve(self) -> Daemon:
+        """The coordinator, serving."""
+        coordinator = self.start("aggregator", "serve", "--state", self.state)
+        coordinator.until(" serving ")
+        return coordinator
+
+    def enrol(self, *names: str) -> None:
+        """Invite and join peers, by name."""
+        for name in names:
+            invitation = call(aggregator.cli.app, "invite", "--state", self.state, name).splitlines()[0]
+            call(peers.cli.app, "join", invitation, "--home", self.folder / name)
+
+    def peer(self, name: str, *options: object, ranks: int = 1) -> Daemon:
+        """`edit-peer run`; of several ranks under torchrun."""
+        command = ["peers", "run", "--home", self.folder / name, "--data", self.folder / "text.py", "--threads", 1, *options]
+        if ranks == 1:
+            return self.start(*command)
+        torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", 3]
+        return self.start(*torchrun, "--nproc-per-node", ranks, "-m", *command)
+
+    def operate(self, command: str) -> str:
+        """One command of the coordinator's operator: status, pause, resume."""
+        arguments = ["--json"] if command == "status" else []
+        return call(aggregator.cli.app, command, "--state", self.state, *arguments)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.operate("status"))
+        return answer
+
+
+def call(app: Typer, *arguments: object) -> str:
+    """What a command prints, run in this process."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
