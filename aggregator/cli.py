@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -207,19 +208,27 @@ def resume(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write, or with --format hf the folder.")],
     state: State = Path("edit-run"),
+    form: Annotated[
+        str, typer.Option("--format", help="safetensors: by tensor name | hf: a folder for from_pretrained, of an hf: model.")
+    ] = "safetensors",
 ) -> None:
-    """Write the outer parameters of the last committed step as safetensors, by tensor name; works while the run is served.
+    """Write the outer parameters of the last committed step; works while the run is served.
 
     Example: edit-coordinator export --state my-run --out model.safetensors
     """
+    from aggregator.pretrained import export_pretrained
     from aggregator.store import export_parameters
 
-    outer_step, digest = export_parameters(StateFolder(state), out)
+    writers = {"safetensors": export_parameters, "hf": export_pretrained}
+    if form not in writers:
+        raise ConfigError(f"--format {form}: must be {' or '.join(writers)}")
+    outer_step, digest = writers[form](StateFolder(state), out)
     typer.echo(f"{out}: outer step {outer_step}, digest {digest[:12]}")
 
 
 def main() -> None:
     """Entry point of `edit-coordinator`."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported by `export --format hf`, after this
     run_command("edit-coordinator", app)

@@ -29,7 +29,7 @@ from edit.outer_state import OuterState
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
 from edit.schema import Schema
 
-__all__ = ["Store", "export_parameters", "load_outer"]
+__all__ = ["Store", "export_parameters", "load_outer", "named_parameters", "origin"]
 
 _log = logging.getLogger(__name__)
 
@@ -164,17 +164,27 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
 def export_parameters(folder: StateFolder, out: Path) -> tuple[int, str]:
     """Write theta by tensor name to a safetensors file; returns (outer step, digest). Raises ConfigError, StorageError."""
     outer = load_outer(folder)
-    named: dict[str, Tensor] = {}
-    for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
-        parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
-        named |= {t.name: part.view(t.shape).clone() for t, part in zip(fragment.tensors, parts, strict=True)}
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        save_file(named, temporary, {"run_id": folder.run_id, "outer_step": str(outer.outer_step), "digest": outer.digest})
+        save_file(named_parameters(outer), temporary, origin(folder, outer))
         temporary.replace(out)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     return outer.outer_step, outer.digest
+
+
+def named_parameters(outer: OuterState) -> dict[str, Tensor]:
+    """theta by tensor name: fp32 copies in full shape."""
+    named: dict[str, Tensor] = {}
+    for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
+        parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
+        named |= {t.name: part.view(t.shape).clone() for t, part in zip(fragment.tensors, parts, strict=True)}
+    return named
+
+
+def origin(folder: StateFolder, outer: OuterState) -> dict[str, str]:
+    """What an export says of where it comes from."""
+    return {"run_id": folder.run_id, "outer_step": str(outer.outer_step), "digest": outer.digest}
 
 
 def _payload_tensors(commit: Commit) -> dict[str, Tensor]:

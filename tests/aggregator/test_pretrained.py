@@ -1,0 +1,129 @@
+"""`export --format hf`: a folder that `from_pretrained` loads without a missing or unexpected key, to the bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from aggregator.authority import Authority
+from aggregator.cli import app
+from aggregator.pretrained import export_pretrained
+from aggregator.state_folder import StateFolder
+from aggregator.store import Store
+from edit.config import ModelConfig
+from edit.errors import ConfigError
+from edit.hf import build, configuration
+from edit.outer_state import OuterState
+from edit.pseudo_gradient import flatten
+from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = 'name = "hf:llama"\ncontext = 8\nvocabulary = 32\n[model.options]\nhidden_size = 16\nintermediate_size = 24\n'
+HEADS = "num_hidden_layers = 2\nnum_attention_heads = 2\nnum_key_value_heads = 2\n"
+GPT2 = 'name = "hf:gpt2"\ncontext = 8\nvocabulary = 32\n[model.options]\nn_embd = 16\nn_layer = 2\nn_head = 2\n'
+MIXTRAL = LLAMA.replace("llama", "mixtral") + HEADS + "num_local_experts = 2\n"
+
+
+def founded(path: Path, model: str) -> tuple[StateFolder, torch.nn.Module]:
+    """A run whose outer parameters are those of the model returned: random, unlike what its seed would give."""
+    folder = StateFolder.create(path, f'name = "test"\n[model]\n{model}')
+    Authority.create(folder.path, folder.run_id, ("localhost",), now=time.time())
+    config = configuration(folder.config().model)
+    config.dtype = torch.float32
+    module = build(config, 77)
+    return found(folder, module), module
+
+
+def found(folder: StateFolder, module: torch.nn.Module) -> StateFolder:
+    named = dict(module.named_parameters())
+    schema = plan_fragments(named.items())
+    theta = [flatten([named[t.name] for t in fragment.tensors]) for fragment in schema.fragments]
+    write(folder, schema, theta)
+    return folder
+
+
+def write(folder: StateFolder, schema: Schema, theta: list[torch.Tensor]) -> None:
+    store = Store(folder.outer, folder.config().storage, folder.run_id)
+    store.found(OuterState(schema, folder.config(), theta))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [LLAMA + HEADS, LLAMA + HEADS + "tie_word_embeddings = true\n", LLAMA + HEADS + 'dtype = "bfloat16"\n', GPT2, MIXTRAL],
+    ids=["llama", "tied", "bf16", "gpt2", "mixtral"],
+)
+def test_from_pretrained_gives_the_outer_parameters_to_the_bit(tmp_path: Path, model: str) -> None:
+    folder, module = founded(tmp_path / "run", model)
+    out = tmp_path / "exported"
+    result = CliRunner().invoke(app, ["export", "--state", str(folder.path), "--format", "hf", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert {key: list(report[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")} == {
+        "missing_keys": [],
+        "unexpected_keys": [],
+        "mismatched_keys": [],
+    }
+    for name, parameter in module.named_parameters():
+        other = dict(loaded.named_parameters())[name]
+        assert other.dtype is torch.float32
+        assert torch.equal(other, parameter), name
+    tokens = torch.arange(8).view(1, 8)
+    assert torch.equal(loaded(input_ids=tokens).logits, module.eval()(input_ids=tokens).logits)
+    assert (out / "generation_config.json").exists()
+    assert json.loads((out / "run.json").read_text())["run_id"] == folder.run_id
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_only_hf_models(tmp_path: Path) -> None:
+    folder = StateFolder.create(tmp_path / "run", 'name = "test"\n')
+    schema = Schema((FragmentSpec(fragment_id=0, name="a", tensors=(TensorSpec(name="a.weight", shape=(3,)),)),))
+    write(folder, schema, [torch.zeros(3)])
+    with pytest.raises(ConfigError, match=r'only for runs whose model\.name is hf:MODEL_TYPE; this one trains "builtin:gpt"'):
+        export_pretrained(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(app, ["export", "--state", str(folder.path), "--format", "gguf", "--out", "x"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_a_run_of_adapters_is_told_what_to_do(tmp_path: Path) -> None:
+    folder, _ = founded(tmp_path / "other", GPT2)
+    adapters = StateFolder.create(tmp_path / "run", f'name = "test"\n[model]\n{GPT2}')
+    name = "base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"
+    schema = Schema((FragmentSpec(fragment_id=0, name="h.0", tensors=(TensorSpec(name=name, shape=(2, 16)),)),))
+    write(adapters, schema, [torch.zeros(32)])
+    with pytest.raises(ConfigError, match=r"see base_model.*lora_A.*--format safetensors"):
+        export_pretrained(adapters, tmp_path / "out")
+    assert folder.path.exists()
+
+
+def test_a_run_that_froze_weights_is_no_whole_model(tmp_path: Path) -> None:
+    folder = StateFolder.create(tmp_path / "run", f'name = "test"\n[model]\n{GPT2}')
+    module = build(configuration(folder.config().model), 0)
+    module.transformer.wte.weight.requires_grad_(False)
+    found(folder, module)
+    with pytest.raises(ConfigError, match=r"see transformer\.wte\.weight"):
+        export_pretrained(folder, tmp_path / "out")
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        export_pretrained(folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_without_transformers_the_command_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'edit-localsgd\[hf\]'"):
+        configuration(ModelConfig(name="hf:gpt2"))
