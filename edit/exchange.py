@@ -17,25 +17,15 @@ from torch.optim import Optimizer
 
 from edit.collective import Collective
 from edit.eager import Estimator
-from edit.errors import EvictedError, RemoteProtocolError, TransportError
+from edit.errors import EvictedError, TransportError
 from edit.feedback import ErrorFeedback
 from edit.layout import local_of
-from edit.pending import Landing, Pending, Waiting
-from edit.records import (
-    Aborted,
-    Behind,
-    Commit,
-    Committed,
-    EncodedTensor,
-    Evicted,
-    Finished,
-    FragmentCommit,
-    Outcome,
-    Verdict,
-)
+from edit.pending import Landing, Pending
+from edit.receiver import Receiver
+from edit.records import Aborted, Behind, Commit, Committed, EncodedTensor, Evicted, Finished, Outcome, Verdict
 from edit.replay import kept, unmerged, unsent
 from edit.replica import Outer, Replica
-from edit.schedule import SyncSchedule, fragments_due
+from edit.schedule import SyncSchedule
 from edit.sender import Sender
 from edit.worker_config import WorkerConfig
 
@@ -61,11 +51,11 @@ class Exchange:
         self.last_commit: Commit | None = None
         self.last_reason = ""
         self._sender = Sender(replica, self.feedback, collective, config, self.estimator)
+        self._receiver = Receiver(replica, collective, config)
         self._collective = collective
         self._optimizer = optimizer
         self._landing: Landing | None = None
         self._unchecked = False  # whether something has landed since this peer last looked whether the run has moved on
-        self._due(0)
 
     @property
     def outer_step(self) -> int:
@@ -138,7 +128,7 @@ class Exchange:
         """Contribute what is due. send: False when the run has it already from before this peer was interrupted."""
         outer_step = self.outer_step
         work = self.schedule.contributed(self._group(outer_step))
-        self.pending = Pending(outer_step=outer_step, fragments=self._due(outer_step), work=work)
+        self.pending = Pending(outer_step=outer_step, fragments=self._receiver.due(outer_step), work=work)
         self._sender.contribute(self.pending, send=send)
 
     def restore(self, pending: Pending) -> None:
@@ -165,7 +155,7 @@ class Exchange:
         """False when a contribution is still, or again, pending without an outcome."""
         match outcome:
             case Committed(commit):
-                if lazily and not pending.landed and self._takes_part(commit):
+                if lazily and not pending.landed and self._receiver.takes_part(commit):
                     self._begin_landing(outcome)
                     return True
                 return self._apply(outcome, pending, again)
@@ -182,10 +172,10 @@ class Exchange:
         return False
 
     def _apply(self, outcome: Committed, pending: Pending, again: bool) -> bool:
-        steps = self._received(outcome, pending.landed)
+        steps = self._updates(outcome, pending.landed)
         if steps is None or not self._advance(outcome.commit, steps, pending):
             return False
-        if self.catch_up() and again and not self.finished and not self._takes_part(outcome.commit):
+        if self.catch_up() and again and not self.finished and not self._receiver.takes_part(outcome.commit):
             self.contribute()
             return False
         return True
@@ -205,9 +195,9 @@ class Exchange:
             outcome = self._collective.outcome(self.outer_step, block=False)
             match outcome:
                 case Committed(commit):
-                    if self.reliving and self._takes_part(commit):
+                    if self.reliving and self._receiver.takes_part(commit):
                         break  # this peer's own contribution to it is yet to be made once more
-                    steps = self._received(outcome, set())
+                    steps = self._updates(outcome, set())
                     if steps is None or not self._advance(commit, steps, None):
                         return False
                 case Behind(reason):
@@ -229,7 +219,7 @@ class Exchange:
         """Whether the run has committed the contribution now due already, made before this peer was interrupted."""
         if self.reliving:
             outcome = self._collective.outcome(self.outer_step, block=False)
-            self.reliving = isinstance(outcome, Committed) and self._takes_part(outcome.commit)
+            self.reliving = isinstance(outcome, Committed) and self._receiver.takes_part(outcome.commit)
         return self.reliving
 
     def _overlap(self) -> None:
@@ -242,33 +232,21 @@ class Exchange:
 
     # Moving on.
 
-    def _received(self, outcome: Committed, landed: set[int]) -> dict[int, EncodedTensor | None] | None:
-        """The updates of a commit, without those that have landed; None when the carrier is cut off before all are here."""
-        waiting = self._waiting(outcome)
+    def _updates(self, outcome: Committed, landed: set[int]) -> dict[int, EncodedTensor | None] | None:
+        """Those of a commit that have not landed; None when the carrier is cut off before all are here."""
         try:
-            return {i: self._wait(update) for i, update in waiting.items() if i not in landed}
+            return self._receiver.updates(outcome, landed)
         except TransportError as error:
             self.last_reason = str(error)
             return None
 
-    def _waiting(self, outcome: Committed) -> dict[int, Waiting]:
-        """Raises RemoteProtocolError when the commit does not follow on theta or is not about the fragments that are due."""
-        commit = outcome.commit
-        if commit.outer_step != self.outer_step + 1:
-            raise RemoteProtocolError(f"commit to outer step {commit.outer_step} cannot follow {self.outer_step}")
-        due = self._due(self.outer_step)
-        if tuple(part.fragment_id for part in commit.fragments) != due:
-            raise RemoteProtocolError(f"commit to outer step {commit.outer_step} is not about fragments {list(due)}, in order")
-        arriving = outcome.arriving or (None,) * len(due)
-        return {
-            part.fragment_id: part.payload if coming is None else coming
-            for part, coming in zip(commit.fragments, arriving, strict=True)
-        }
-
-    def _wait(self, update: Waiting) -> EncodedTensor | None:
-        if update is None or isinstance(update, EncodedTensor):
-            return update
-        return self.replica.layout.ranks.together(update.wait)
+    def _fetch(self) -> Outer | None:
+        """The run's outer parameters; None when the carrier is cut off."""
+        try:
+            return self._receiver.snapshot()
+        except TransportError as error:
+            self.last_reason = f"{self.last_reason}; no snapshot: {error}"
+            return None
 
     def _advance(self, commit: Commit, steps: dict[int, EncodedTensor | None], pending: Pending | None) -> bool:
         """Apply one commit. False (and nothing is changed) when its digest cannot be reached and no snapshot either."""
@@ -280,7 +258,7 @@ class Exchange:
             if (target := self._fetch()) is None:
                 return False
             moved = range(len(target.fragments))
-        verdicts = {part.fragment_id: self._verdict(part) if pending else None for part in commit.fragments}
+        verdicts = {part.fragment_id: self._receiver.verdict(part) if pending else None for part in commit.fragments}
         self._observe(commit, target, pending)
         theta = target.fragments
         self.replica.move(target, lambda i: kept(self.config, self.replica, theta[i], i, verdicts.get(i), pending), moved)
@@ -300,7 +278,7 @@ class Exchange:
             self.estimator.committed(i, self.replica.outer.fragments[i] - target.fragments[i], delta, weight)
 
     def _committed(self, commit: Commit, pending: Pending | None) -> None:
-        if pending is not None and self._takes_part(commit):
+        if pending is not None and self._receiver.takes_part(commit):
             group = self._group(pending.outer_step)
             replaced = self.config.mode == "delayed" and self.config.mix == "replace" and not pending.doubtful
             self.schedule.merged(self.schedule.work(group) if replaced else pending.work, group)
@@ -315,13 +293,6 @@ class Exchange:
         self.feedback.rollback(i)
         if verdict is Verdict.NONFINITE:
             _scrub(self._optimizer, self.replica.parameters(i))
-
-    def _verdict(self, part: FragmentCommit) -> Verdict | None:
-        mine = part.verdict_of(self._collective.peer_id)
-        return mine.verdict if mine else None
-
-    def _takes_part(self, commit: Commit) -> bool:
-        return any(self._verdict(part) for part in commit.fragments)
 
     def _heal(self, reason: str) -> bool:
         """Take a snapshot and replay the local progress onto it. False (and nothing is changed) when the carrier is cut off.
@@ -343,20 +314,6 @@ class Exchange:
         self.drop_pending()
         return True
 
-    def _fetch(self) -> Outer | None:
-        """The run's outer parameters, the same at all ranks; None when the carrier is cut off."""
-        ranks = self.replica.layout.ranks
-        while True:
-            try:
-                snapshot = ranks.together(self._collective.snapshot)
-            except TransportError as error:
-                if self.config.strict:
-                    continue
-                self.last_reason = f"{self.last_reason}; no snapshot: {error}"
-                return None
-            if len(set(ranks.collect((snapshot.outer_step, snapshot.digest)))) == 1:
-                return self.replica.verified(snapshot)
-
     def _finish(self, outer_step: int) -> None:
         self.finished = True
         if outer_step == self.outer_step or not self._heal(f"the run finished at outer step {outer_step}"):
@@ -373,16 +330,13 @@ class Exchange:
                 self.feedback.rollback(i)
         self.pending = None
 
-    def _due(self, outer_step: int) -> tuple[int, ...]:
-        return fragments_due(outer_step, len(self.replica.schema.fragments), self.config.groups, self.config.pattern)
-
     def _group(self, outer_step: int) -> int:
         return outer_step % self.config.groups
 
     # Applying a commit fragment by fragment.
 
     def _begin_landing(self, outcome: Committed) -> None:
-        self._landing = Landing(outcome.commit, self._waiting(outcome))
+        self._landing = Landing(outcome.commit, self._receiver.waiting(outcome))
         self.last_reason = outcome.commit.reason
         self.replica.transfers.settled()
 
@@ -396,12 +350,12 @@ class Exchange:
         pending = self.pending
         assert pending is not None
         try:
-            step = self._wait(landing.waiting[i])
+            step = self._receiver.wait(landing.waiting[i])
         except TransportError as error:
             self._interrupt_landing(str(error))
             return
         part = next(part for part in landing.commit.fragments if part.fragment_id == i)
-        verdict = self._verdict(part)
+        verdict = self._receiver.verdict(part)
         theta = self.replica.outer.fragments[i]
         self.replica.land(i, step, lambda i: kept(self.config, self.replica, theta, i, verdict, pending))
         self._settle_fragment(i, verdict)
