@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from edit.records import Verdict
 from edit.schema import plan_fragments
 from editpb.identity import Identity
 from editpb.messages import Expel, PeerState, RunPhase
+from peers.bridge import Interrupted
 from peers.daemon import PeerOptions, attend, run_peer
 from peers.dial import Dial
 from peers.faults import Fault, FaultInjector, parse_faults
+from peers.grpc_collective import GrpcCollective
 from peers.metrics import Metrics
 from peers.models import build
 from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
@@ -120,6 +123,50 @@ def test_throttle_reports_longer_steps(tmp_path: Path) -> None:
         assert last.step_s * last.tokens_per_s == pytest.approx(2 * 16)
 
 
+class TestCheckpoints:
+    def folders(self, home: Path) -> list[str]:
+        return sorted(path.name.rstrip("0123456789") for path in (home / "checkpoints").iterdir())
+
+    def test_the_last_two_outer_steps_are_kept(self, tmp_path: Path) -> None:
+        with coordinator() as fake:
+            train(fake, tmp_path)
+        assert self.folders(tmp_path) == ["checkpoint-", "checkpoint-"]
+
+    def test_none_when_told_so(self, tmp_path: Path) -> None:
+        with coordinator(1) as fake:
+            train(fake, tmp_path, checkpoint_every=0)
+        assert not (tmp_path / "checkpoints").exists()
+
+    def test_a_polite_stop_between_two_steps_saves_and_the_next_life_goes_on_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        looks = iter(range(100))
+
+        def stop_before_the_eighth_step(_: GrpcCollective) -> None:
+            if next(looks) == 7:
+                raise Interrupted("asked to stop")
+
+        with coordinator() as fake:
+            with monkeypatch.context() as patch:
+                patch.setattr(GrpcCollective, "check", stop_before_the_eighth_step)
+                train(fake, tmp_path)
+            with caplog.at_level(logging.INFO):
+                train(fake, tmp_path)
+            assert fake.state is not None and fake.state.outer_step == ROUNDS
+        assert "inner step 7" in caplog.text
+        assert [header.inner_steps for header in fake.headers.values()] == [H] * len(fake.headers)  # 2 + 3 make H
+
+    def test_one_newer_than_the_run_is_an_error_that_says_what_to_do(self, tmp_path: Path) -> None:
+        with coordinator() as fake:
+            train(fake, tmp_path)
+        with coordinator() as other, pytest.raises(ConfigError, match=r"checkpoint-\d+: .* --fresh"):
+            train(other, tmp_path)
+        with coordinator() as other:
+            train(other, tmp_path, fresh=True)
+            assert other.state is not None and other.state.outer_step == ROUNDS
+        assert [name.partition("-")[0] for name in self.folders(tmp_path)] == ["checkpoint", "checkpoint", "ignored", "ignored"]
+
+
 @pytest.mark.parametrize(
     ("text", "faults"),
     [("", ()), ("nan@3", (Fault("nan", 3),)), ("nan@3,huge@5", (Fault("nan", 3), Fault("huge", 5)))],
@@ -146,6 +193,13 @@ class Counters:
         return {"outer": {"weight": self.theta}}
 
 
+def test_nan_strikes_the_part_that_this_rank_holds() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    model[0].weight = torch.nn.Parameter(torch.empty(0, 2))  # as a shard may be
+    FaultInjector(model, Counters(torch.zeros(1)), H, (Fault("nan", 1),), lambda _: None).damage()
+    assert [int(parameter.isnan().sum()) for parameter in model.parameters()] == [0, 1, 0, 0]
+
+
 def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     theta = model.weight.detach().clone() + 0.5
@@ -166,7 +220,13 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
 
 
 def test_options_name_what_is_wrong(tmp_path: Path) -> None:
-    for wrong, word in (({"throttle": 0.5}, "--throttle"), ({"threads": 0}, "--threads"), ({"data": tmp_path / "x"}, "--data")):
+    for wrong, word in (
+        ({"throttle": 0.5}, "--throttle"),
+        ({"threads": 0}, "--threads"),
+        ({"data": tmp_path / "x"}, "--data"),
+        ({"checkpoint_every": -1}, "--checkpoint-every"),
+        ({"keep_checkpoints": 0}, "--keep-checkpoints"),
+    ):
         with pytest.raises(ConfigError, match=word):
             PeerOptions(**{"home": tmp_path, "data": tmp_path, **wrong})  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import runpy
 import sys
 from pathlib import Path
@@ -31,6 +32,33 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_help_shows_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run(monkeypatch, command, "--help") == 0
     assert f"edit-peer {command}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_of_run_shows_how_to_use_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "run", "--help") == 0
+    assert "torchrun --nproc-per-node 8" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("rank", "line"), [(0, "I told"), (1, "rank 1: careful")])
+def test_only_rank_0_logs_lines_the_others_warn(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, rank: int, line: str
+) -> None:
+    def talk(options: object) -> None:
+        logging.getLogger("peers").info("told")
+        logging.getLogger("peers").warning("careful")
+
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "h", "MASTER_PORT": 1}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("peers.daemon.run_peer", talk)
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    run(monkeypatch, "run", "--data", str(tmp_path))
+    said = capfd.readouterr().err
+    assert line in said
+    assert ("told" in said) == (rank == 0)
 
 
 def test_python_m_peers_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,11 +113,16 @@ def test_options_reach_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     seen = []
     monkeypatch.setattr("peers.daemon.run_peer", seen.append)
     arguments = ["--data", str(tmp_path), "--home", "h", "--device", "cpu", "--threads", "3", "--metrics", "m.jsonl"]
+    arguments += ["--tensor-parallel", "2", "--checkpoints", "c", "--checkpoint-every", "5", "--keep-checkpoints", "7"]
     run(monkeypatch, "run", *arguments, "--throttle", "2", "--fault", "nan@3", "--allow-model", "x", "--allow-model", "y")
-    (options,) = seen
+    options = seen[0]
     assert (options.home, options.threads, options.throttle) == (Path("h"), 3, 2.0)
     assert [fault.kind for fault in options.faults] == ["nan"]
     assert options.allowed_models == {"x", "y"}
+    assert (options.tensor_parallel, options.checkpoint_every, options.keep_checkpoints, options.fresh) == (2, 5, 7, False)
+    assert options.checkpoint_folder == Path("c")
+    run(monkeypatch, "run", "--data", str(tmp_path), "--home", "h", "--fresh")
+    assert seen[1].fresh and seen[1].checkpoint_folder == Path("h/checkpoints")
 
 
 def test_alone_trains_and_leaves_its_files(
