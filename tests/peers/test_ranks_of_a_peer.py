@@ -74,6 +74,10 @@ class Rank:
                     )
                 )
 
+    def await_link(self, up: bool) -> None:
+        """Wait until this rank hears the coordinator, or no longer hears it."""
+        assert self.bridge.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
+
     def only(self, rank: int, call: Callable[[], object]) -> None:
         """Let one rank do something while the others wait."""
         self.gate.wait()
@@ -249,13 +253,14 @@ def test_a_part_of_an_attempt_that_was_withdrawn_is_replaced() -> None:
         rank.only(1, lambda: rank.contribute(vectors(SIZES, 1)))
         fake.await_(lambda f: (FIRST_ROUND, 1, 1) in f.headers)
         rank.only(0, fake.stop)
+        rank.await_link(False)
         rank.only(0, lambda: rank.contribute(vectors(SIZES, 1)))
         outcome = rank.collective.outcome(0, block=True)
         assert isinstance(outcome, Aborted) and "nothing was sent" in outcome.reason
         fake.script = FakeCoordinator.commit
         rank.only(0, fake.start)
         rank.contribute(deltas)
-        assert rank.bridge.wait(lambda: rank.collective.connected or None, timeout=10)
+        rank.await_link(True)
         rank.gate.wait()
         outcome = rank.collective.outcome(0, block=True)
         assert isinstance(outcome, Committed)

@@ -84,7 +84,7 @@ class FakeCoordinator:
         self.damage_snapshots = 0
         self.lose_snapshots = 0
         self.refuse_update: Callable[[Sequence[Region] | None], tuple[grpc.StatusCode, str] | None] = lambda regions: None
-        self.break_updates_after: list[int] = []  # fragments after which a stream breaks, once each
+        self.broken_gates: set[int] = set()
         self.asked_for: list[Sequence[Region] | None] = []  # in FetchUpdate
         self._gates: dict[int, asyncio.Event] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
@@ -121,22 +121,32 @@ class FakeCoordinator:
         assert self.bridge.wait(lambda: look(self) or None, timeout=10) is not None, "the fake coordinator waited in vain"
 
     def hold_update(self, fragment_id: int) -> None:
-        """Updates stop before this fragment until it is released."""
+        """Updates stop before this fragment until it is released; `await_held` waits for the first that has."""
         self._gates[fragment_id] = asyncio.Event()
 
-    def release_update(self, fragment_id: int) -> None:
-        """Let the held updates go on."""
+    def await_held(self) -> None:
+        """Wait until an update has stopped where it is held."""
+        self.await_(lambda fake: fake.calls["held"])
+
+    def release_update(self, fragment_id: int, *, broken: bool = False) -> None:
+        """Let the held updates go on, or their streams break."""
+        if broken:
+            self.broken_gates.add(fragment_id)
         self.bridge.post(self._gates.pop(fragment_id).set)
 
-    async def gate(self, fragment_id: int) -> None:
-        """Wait while this fragment is held (loop's thread)."""
-        if fragment_id not in self._gates:
-            return
-        try:
-            await self._gates[fragment_id].wait()
-        except asyncio.CancelledError:
-            self.bridge.change(lambda: self.calls.update({"FetchUpdate broken off": self.calls["FetchUpdate broken off"] + 1}))
-            raise
+    async def gate(self, fragment_id: int) -> bool:
+        """Wait while this fragment is held (loop's thread); returns whether the stream shall break here, once."""
+        if fragment_id in self._gates:
+            gate = self._gates[fragment_id]
+            self.bridge.change(lambda: self.calls.update(held=self.calls["held"] + 1))
+            try:
+                await gate.wait()
+            except asyncio.CancelledError:
+                self.bridge.change(lambda: self.calls.update(abandoned=self.calls["abandoned"] + 1))
+                raise
+        broken = fragment_id in self.broken_gates
+        self.broken_gates.discard(fragment_id)
+        return broken
 
     # ---- what scripts do (under the lock) --------------------------------------------------------------------------------
 
@@ -287,15 +297,13 @@ class _Data(data_pb2_grpc.DataServicer):
         fake.asked_for.append(regions)
         yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
         for fragment in commit.fragments:
-            await fake.gate(fragment.fragment_id)
+            if await fake.gate(fragment.fragment_id):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
             for chunk in make_chunks(fragment.payload.data if fragment.payload is not None else b""):
                 if fake.damage_updates > 0:
                     fake.damage_updates -= 1
                     chunk = _damaged(chunk)
                 yield data_pb2.UpdatePart(chunk=data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk))
-            if fragment.fragment_id in fake.break_updates_after:
-                fake.break_updates_after.remove(fragment.fragment_id)
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
 
     async def DescribeSnapshot(
         self, request: data_pb2.SnapshotManifestRequest, context: grpc.aio.ServicerContext
