@@ -39,7 +39,8 @@ class Part:
 class Measured:
     """A contribution whose norm the merger has taken, over the whole replica.
 
-    payload: the encoded vector, or what reads it back from the spill, or the parts of a sharded replica by rank.
+    payload: the encoded vector, or what reads it back from the spill, or the parts of a sharded replica by rank. staleness: the
+    outer steps committed since the one it was computed against.
     """
 
     peer_id: str
@@ -47,6 +48,7 @@ class Measured:
     tokens: int
     norm: float
     payload: EncodedTensor | Callable[[], EncodedTensor] | tuple[Part, ...]
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)

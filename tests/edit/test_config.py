@@ -50,7 +50,7 @@ def test_values_arrive(tmp_path: Path) -> None:
         ({"sync": {"evry": 3}}, "sync.evry: unknown key; did you mean sync.every?"),
         (
             {"sync": {"zzz": 3}},
-            "sync.zzz: unknown key; known keys: every, outer_steps, groups, pattern, mode, delay, mix, alpha, strict",
+            f"sync.zzz: unknown key; known keys: {', '.join(field.name for field in dataclasses.fields(SyncConfig))}",
         ),
         ({"sync": 3}, "sync: must be a table ([sync]), not int"),
         ({"sync": {"every": "3"}}, "sync.every: must be int, not str ('3')"),
@@ -85,7 +85,21 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
         ("sync", "alpha", -0.1),
         ("sync", "alpha", 1.1),
         ("sync", "alpha", float("nan")),
+        ("sync", "schedule", "clock"),
+        ("sync", "time_s", 0),
+        ("sync", "time_s", float("nan")),
+        ("sync", "tokens", -1),
         ("outer", "optimizer", "lion"),
+        ("outer", "period", 0),
+        ("outer", "c", -0.1),
+        ("outer", "c", 0.26),
+        ("outer", "c", float("nan")),
+        ("outer", "direction", "median"),
+        ("outer", "correct", "all"),
+        ("penalty", "weighting", "steps"),
+        ("penalty", "staleness", -1),
+        ("rounds", "merging", "gossip"),
+        ("rounds", "max_staleness", -1),
         ("outer", "lr", 0),
         ("outer", "lr", float("nan")),
         ("outer", "lr", float("inf")),
@@ -156,6 +170,52 @@ def test_eager_needs_an_outer_step_that_can_be_foreseen(optimizer: str) -> None:
         RunConfig.from_mapping({"sync": {"mode": "eager"}, "outer": {"optimizer": linear}})
 
 
+ARRIVALS = {"merging": "arrivals", "max_staleness": 8}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"rounds": {"merging": "arrivals"}}, "rounds.max_staleness = 0: must be at least 1"),
+        ({"sync": {"schedule": "time", "dylu": True}}, 'sync.dylu = True: has no effect with sync.schedule = "time"'),
+        ({"sync": {"every": 8, "groups": 2}, "rounds": {"max_staleness": 1}}, "sync.groups = 2: must be 1"),
+        ({"sync": {"mode": "eager"}, "rounds": ARRIVALS}, "rounds.max_staleness = 8: must be 0"),
+        ({"sync": {"mode": "eager"}, "outer": {"direction": "rda"}}, "outer.direction = 'rda': must be mean"),
+        ({"sync": {"mode": "eager"}, "outer": {"correct": "heloco"}}, "outer.correct = 'heloco': must be none"),
+        ({"outer": {"optimizer": "sgd", "correct": "heloco"}}, "outer.optimizer = 'sgd': must be one of nesterov, delayed"),
+        *(
+            ({"sync": {"strict": True, **sync}, "rounds": rounds}, "sync.strict = True: cannot be kept with ")
+            for sync, rounds in (
+                ({"schedule": "time"}, {}),
+                ({"dylu": True}, {}),
+                ({}, ARRIVALS),
+                ({}, {"max_staleness": 1}),
+            )
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(mapping: Mapping[str, Any], message: str) -> None:
+    assert reason(mapping).startswith(message)
+
+
+def test_an_asynchronous_run() -> None:
+    config = RunConfig.from_mapping(
+        {
+            "sync": {"every": 12, "schedule": "time", "time_s": 30, "tokens": 10**12},
+            "outer": {"optimizer": "delayed_nesterov", "period": 8, "c": 0.125, "momentum": 0.5, "correct": "heloco"},
+            "penalty": {"enabled": False, "weighting": "tokens2_per_step", "staleness": 1},
+            "rounds": ARRIVALS,
+        }
+    )
+    assert config.sync.interval_s == 30.0 and config.outer.c * config.outer.period == 1
+    assert config.penalty.staleness == 1.0 and config.rounds.max_staleness == 8
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+def test_a_fragment_of_a_streaming_run_by_the_clock_is_exchanged_every_time_s() -> None:
+    assert SyncConfig(every=12, groups=3, schedule="time", time_s=30.0).interval_s == 10.0
+
+
 def test_groups_must_divide_the_inner_steps() -> None:
     assert reason({"sync": {"every": 10, "groups": 4}}) == "sync.groups = 4: must divide sync.every (10)"
     assert SyncConfig(every=10, groups=5).interval == 2 and SyncConfig(every=10).interval == 10
@@ -221,6 +281,32 @@ def test_contradicting_bounds_name_both_settings() -> None:
         (
             {"sync": {"mode": "eager", "alpha": 0.5}},
             'sync.alpha has no effect with sync.mix other than "lerp"; remove it',
+        ),
+        (
+            {"sync": {"time_s": 5.0}},
+            'sync.time_s has no effect with sync.schedule = "steps"; remove it',
+        ),
+        (
+            {"penalty": {"staleness": 1.0}},
+            "penalty.staleness has no effect with rounds.max_staleness = 0; remove it",
+        ),
+        *(
+            (
+                {"outer": {key: 0.1 if key == "c" else 2}},
+                f'outer.{key} has no effect with outer.optimizer = "nesterov"; remove it',
+            )
+            for key in ("period", "c")
+        ),
+        (
+            {"outer": {"optimizer": "delayed_nesterov", "eps": 0.1}},
+            'outer.eps has no effect with outer.optimizer = "delayed_nesterov"; remove it',
+        ),
+        *(
+            (
+                {"rounds": {"merging": "arrivals", "max_staleness": 8, key: 10}},
+                f'rounds.{key} has no effect with rounds.merging = "arrivals"; remove it',
+            )
+            for key in ("start_peers", "quorum", "floor_s", "ceiling_s", "spread", "grace_s")
         ),
         (
             {"model": {"name": "entry:mine", "width": 64}},
