@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +39,6 @@ rounds.quorum = 300
 def run_simulation(scenario: Path | None, settings: list[str], as_json: bool, console: Console) -> None:
     """Run it and print the result to stdout: a table, or one JSON object. Raises ConfigError."""
     chosen = Scenario.read(scenario, settings)
-    gc.freeze()  # what was imported is never garbage: a sixth of the time otherwise
     started = time.perf_counter()
     with _progress(chosen.run.sync.outer_steps, console) as progress:
         outcome = simulate(chosen, progress)

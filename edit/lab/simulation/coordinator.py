@@ -33,6 +33,7 @@ __all__ = ["Coordinator", "Listener"]
 TICK_S = 0.25  # as `aggregator.engine`
 KEPT_VIEWS = 64  # the oldest are older than any latency
 _PHASES = {phase: RunPhase[phase.name] for phase in Phase}
+_HASTEN = (events.Arrived, events.MemberLost, events.Tick)  # after others no deadline is nearer than before
 Listener = Callable[[float], None]  # told when a new view was published, at what time
 
 
@@ -170,13 +171,18 @@ class Coordinator:
             else:
                 self._carry_out(effect)
         phase, known = machine.phase, self._views[-1][1]
-        if machine.round_id != known.round_id or _PHASES[phase] is not known.phase:
+        changed = machine.round_id != known.round_id or _PHASES[phase] is not known.phase
+        if changed:
             self._publish()
-        wakeup = machine.next_wakeup() if phase is Phase.COLLECTING else None
+        if changed or isinstance(event, _HASTEN):
+            self._watch_deadlines()
+        return taken
+
+    def _watch_deadlines(self) -> None:
+        wakeup = self.machine.next_wakeup()
         if wakeup is not None and wakeup < self._tick_at and (at := _next_tick(wakeup)) < self._tick_at:
             self._tick_at = at
             self._agenda.at(max(at, self._agenda.now), self._tick)
-        return taken
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:

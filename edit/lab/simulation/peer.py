@@ -25,7 +25,7 @@ from edit.lab.simulation.presence import Presence
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.schedule import due, fragments_due
-from editpb.messages import Welcome
+from editpb.messages import View, Welcome
 from peers.session import Decision, Session
 
 __all__ = ["Peer"]
@@ -35,7 +35,7 @@ Life = Generator[float, None, None]
 
 
 class Peer:
-    """failures_per_hour: this peer's own. `finished`: it knows that the run is over."""
+    """parts: its speed, its link, its draws, its failures per hour. `finished`: knows that the run is over; `stuck`: waits."""
 
     def __init__(
         self,
@@ -71,16 +71,15 @@ class Peer:
         self._returns = False
 
     @property
-    def alive(self) -> bool:
-        return self._life is not None
-
-    @property
     def _pending(self) -> Pending | None:
         return self._sending.pending
 
     @property
+    def alive(self) -> bool:
+        return self._life is not None
+
+    @property
     def stuck(self) -> bool:
-        """Alive, and waits for a view."""
         return self.alive and self._waiting
 
     # -- life and death ----------------------------------------------------------------------------------------------------
@@ -94,6 +93,7 @@ class Peer:
 
     def _begin(self) -> None:
         self._alive_since = self._agenda.now
+        self._seen: View | None = None
         self._session = Session(self._random.random, self._agenda.now, self._scenario.run.membership.heartbeat_s)
         self._sending = Sending(self.peer_id, self._scenario.up_bytes, self._agenda, self._coordinator, self._line)
 
@@ -201,14 +201,14 @@ class Peer:
 
     def _look(self) -> None:
         published, view = self._coordinator.newest
-        known = self._session.view
-        if view is known:
+        if view is self._seen:
             return
         seen_to = self._agenda.now - self._line.latency_s
         if published > seen_to:
             view = self._coordinator.seen_at(seen_to)
-        if known is None or view.sequence > known.sequence:
+        if view is not self._seen:
             self._session.viewed(view)
+            self._seen = view
 
     # -- a life ------------------------------------------------------------------------------------------------------------
 
@@ -239,9 +239,8 @@ class Peer:
 
     def _go_on(self) -> Life:
         """Train until an outcome or a contribution is due, and see to it."""
-        pending, stop = self._pending, self._sync.interval
-        if pending is not None and self._since < pending.wait_at:
-            stop = pending.wait_at
+        pending = self._pending
+        stop = pending.wait_at if pending is not None and self._since < pending.wait_at else self._sync.interval
         if self._since < stop:
             yield from self._train(stop - self._since)
         if self._pending is not None:
@@ -254,9 +253,8 @@ class Peer:
                     yield from self._resolve(self._pending, block=True)
 
     def _train(self, steps: int) -> Life:
-        now = self._agenda.now
-        end = self._pace.finish(steps, now)
-        self._training = now, end, steps
+        end = self._pace.finish(steps, self._agenda.now)
+        self._training = self._agenda.now, end, steps
         yield end
         self._settle_training()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from random import Random
@@ -95,8 +96,14 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, progress: Progress = lambda commits, seconds: None) -> Outcome:
-    """Run one scenario."""
-    return Simulation(scenario).run(progress)
+    """Run one scenario. Python's search for cyclic garbage rests meanwhile: it finds none and takes a sixth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return Simulation(scenario).run(progress)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _groups(scenario: Scenario) -> list[PeerClass]:

@@ -1,0 +1,70 @@
+"""Data-parallel training under failures, as simple closed policies in the same virtual time: what ours is compared with.
+
+data-parallel  a failure anywhere stops everybody for stop_s
+elastic        it stops everybody for stop_s while the others regroup, and takes the slice it happened in away for away_s
+A failure while everybody stands still is dealt with in the same stop. Steps are exchanged without cost, and none is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from edit.lab.simulation.agenda import Agenda
+
+__all__ = ["Policy", "policy_goodput", "stop_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """failures_per_s: of all chips together; slices: how many there are; seconds as above."""
+
+    failures_per_s: float
+    stop_s: float
+    away_s: float = 0.0
+    slices: int = 1
+
+
+@dataclass(slots=True)
+class _Fleet:
+    present: int
+    runs_from: float = 0.0
+    counted_to: float = 0.0
+    slice_seconds: float = 0.0
+
+    def count(self, now: float) -> None:
+        """Add the work of the present slices up to `now`."""
+        begin = max(self.counted_to, self.runs_from)
+        self.slice_seconds += max(0.0, now - begin) * self.present
+        self.counted_to = now
+
+
+def policy_goodput(policy: Policy, seconds: float, seed: int = 0) -> float:
+    """Share of the slice-seconds of `seconds` that went into steps."""
+    agenda, random, fleet = Agenda(), Random(seed), _Fleet(policy.slices)
+
+    def returns() -> None:
+        fleet.count(agenda.now)
+        fleet.present += 1
+
+    def fails() -> None:
+        agenda.at(agenda.now + random.expovariate(policy.failures_per_s), fails)
+        if agenda.now < fleet.runs_from:
+            return
+        fleet.count(agenda.now)
+        fleet.runs_from = agenda.now + policy.stop_s
+        if policy.away_s and fleet.present:
+            fleet.present -= 1
+            agenda.at(agenda.now + policy.away_s, returns)
+
+    agenda.at(random.expovariate(policy.failures_per_s), fails)
+    agenda.at(seconds, partial(fleet.count, seconds))
+    while agenda.step(seconds):
+        pass
+    return fleet.slice_seconds / (seconds * policy.slices)
+
+
+def stop_for(goodput: float, failures_per_s: float) -> float:
+    """The stop_s at which a fleet whose every failure stops all of it has this goodput: 1 / (1 + failures_per_s * stop_s)."""
+    return (1 / goodput - 1) / failures_per_s
