@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from edit.config import RunConfig
 from edit.errors import ConfigError
 from edit.ranks import Ranks
 from peers.bridge import Bridge
 from peers.dial import Dial
+from peers.environment import launched
 from peers.grpc_collective import GrpcCollective
 from peers.home import Home
 
@@ -26,13 +29,13 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[Grpc
     """The run that `home` is enrolled in: (collective, configuration). Leaving says goodbye and closes the connections.
 
     home: a folder that `edit-peer join` has made. ranks: of this replica; by itself all processes of the initialised
-    torch.distributed world, or this one alone. Waits for a coordinator that is not there yet. Raises ConfigError, RefusedError,
-    EvictedError.
+    torch.distributed world, or this one alone; under torchrun initialise torch.distributed first. Waits for a coordinator that
+    is not there yet. Raises ConfigError, RefusedError, EvictedError.
     """
     enrolled = Home(Path(home)).load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
-    ranks = Ranks.world() if ranks is None else ranks
+    ranks = _world() if ranks is None else ranks
     dial = Dial(enrolled.endpoints, enrolled.credentials)
     with Bridge() as bridge:
         asking = GrpcCollective(bridge, dial, enrolled.identity, ranks=ranks)
@@ -48,3 +51,13 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[Grpc
             goodbye = "the training has ended"
         finally:
             collective.close(goodbye)
+
+
+def _world() -> Ranks:
+    launch = launched()
+    if launch.size > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"peers.connect: this is rank {launch.rank} of {launch.size}, but torch.distributed is not initialised; do that "
+            "first (init_process_group; with a transformers Trainer: make the TrainingArguments)"
+        )
+    return Ranks.world()
