@@ -29,6 +29,10 @@ ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch; b
 ModelsOption = Annotated[
     list[str] | None, typer.Option(help="Allow entry:NAME, code of an installed package; may be repeated.")
 ]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(help="For an hf: model: a folder with config.json; weights in it found the run if this peer does."),
+]
 
 
 @app.command()
@@ -57,6 +61,7 @@ def run(
     throttle: Annotated[float, typer.Option(help="For trials: a step takes so many times as long.")] = 1.0,
     fault: Annotated[str, typer.Option(help="For trials: nan@K,huge@L damages the exchange of outer step K, L.")] = "",
     allow_model: ModelsOption = None,
+    model_folder: FolderOption = None,
     tensor_parallel: Annotated[
         int, typer.Option(help="Ranks that share each matrix product; the others split batch and parameters (FSDP2).")
     ] = 1,
@@ -91,6 +96,7 @@ def run(
             throttle=throttle,
             faults=parse_faults(fault),
             allowed_models=frozenset(allow_model or ()),
+            model_folder=model_folder,
             tensor_parallel=tensor_parallel,
             checkpoints=checkpoints,
             checkpoint_every=checkpoint_every,
@@ -110,6 +116,7 @@ def alone(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     allow_model: ModelsOption = None,
+    model_folder: FolderOption = None,
 ) -> None:
     """Train by itself, without any exchange: what a peer of the run is compared with.
 
@@ -133,7 +140,7 @@ def alone(
         parameters=out / "model.safetensors",
         validation=None if validation is None else open_tokens(validation, **limits),
     )
-    model = build(config.model, config.seed, frozenset(allow_model or ()))
+    model = build(config.model, config.seed, frozenset(allow_model or ()), folder=model_folder)
     loss = train_alone(plan, model, device=choose_device(device), clock=time.perf_counter)
     typer.echo(f"{out}: {steps} steps" + ("" if loss is None else f", validation loss {loss:.4f}"))
 
@@ -152,4 +159,5 @@ def _log_lines() -> None:
 def main() -> None:
     """Entry point of `edit-peer`."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC is imported by the commands, after this
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # so is transformers; a run names no hub
     run_command("edit-peer", app)

@@ -20,7 +20,8 @@ class PeerOptions:
     """The options of `edit-peer run`.
 
     threads: of torch, None leaves torch's own choice; metrics: JSON-lines file; throttle: how many times longer a step takes;
-    allowed_models: entry points that this peer's operator trusts; tensor_parallel: ranks that share each matrix product;
+    allowed_models: entry points that this peer's operator trusts; model_folder: of an `hf:` model, its configuration and maybe
+    weights to found the run with; tensor_parallel: ranks that share each matrix product;
     checkpoints: their folder, None is `home`/checkpoints; checkpoint_every: outer steps between two, 0 keeps none;
     keep_checkpoints: how many; fresh: begin anew although there is a checkpoint.
     """
@@ -33,6 +34,7 @@ class PeerOptions:
     throttle: float = 1.0
     faults: tuple[Fault, ...] = ()
     allowed_models: frozenset[str] = frozenset()
+    model_folder: Path | None = None
     tensor_parallel: int = 1
     checkpoints: Path | None = None
     checkpoint_every: int = 1

@@ -105,8 +105,9 @@ class Training:
         config, layout = self._config, self._place.layout
         # ranks that compute the same rows draw the same random numbers
         torch.manual_seed(stream_seed(config.seed, f"{self._collective.peer_id} {layout.data_rank}"))
+        model = build(config.model, config.seed, self._options.allowed_models, folder=self._options.model_folder)
         return Trainer(
-            shard(build(config.model, config.seed, self._options.allowed_models), layout),
+            shard(model, layout),
             batches,
             config.inner,
             total_steps=config.sync.interval * config.sync.outer_steps,

@@ -227,3 +227,26 @@ def test_weights_of_another_shape_or_with_a_hole_are_refused(tmp_path: Path) -> 
     save_file({**tensors, "model.layers.1.mlp.up_proj.weight": removed[:3]}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"cannot be loaded|do not fit"):
         build(config(), 0, NOBODY, folder=folder)
+
+
+def test_the_command_line_takes_a_folder(tmp_path: Path) -> None:
+    """`alone` writes what it trained; after a step with a tiny rate that is still what the folder holds, nearly."""
+    from safetensors.torch import load_file
+    from typer.testing import CliRunner
+
+    from peers.cli import app
+
+    theirs = build(ModelConfig(name="hf:llama", context=8, vocabulary=256, options=LLAMA), 9, NOBODY)
+    folder = folder_of(tmp_path / "model", theirs)
+    options = "\n".join(f"{key} = {value}" for key, value in LLAMA.items())
+    (tmp_path / "run.toml").write_text(
+        f'[model]\nname = "hf:llama"\ncontext = 8\n[model.options]\n{options}\n[inner]\nlr = 1e-9\nwarmup_steps = 0\n'
+    )
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 20)
+    given = ["--run", "run.toml", "--data", "text.txt", "--model-folder", str(folder), "--out", "out"]
+    paths = [str(tmp_path / word) if word in ("run.toml", "text.txt", "out") else word for word in given]
+    result = CliRunner().invoke(app, ["alone", *paths, "--steps", "1", "--device", "cpu"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    trained = load_file(tmp_path / "out" / "model.safetensors")
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach(), rtol=0, atol=1e-7)
