@@ -259,7 +259,7 @@ class Exchange:
                 return False
             moved = range(len(target.fragments))
         verdicts = {part.fragment_id: self._receiver.verdict(part) if pending else None for part in commit.fragments}
-        self._observe(commit, target, pending)
+        self._observe(commit, target, pending, whole=target.digest == commit.digest)
         theta = target.fragments
         self.replica.move(target, lambda i: kept(self.config, self.replica, theta[i], i, verdicts.get(i), pending), moved)
         for i in steps:
@@ -267,9 +267,12 @@ class Exchange:
         self._committed(commit, pending)
         return True
 
-    def _observe(self, commit: Commit, target: Outer, pending: Pending | None) -> None:
-        """Let the estimator see the step from theta to `target`."""
+    def _observe(self, commit: Commit, target: Outer, pending: Pending | None, *, whole: bool) -> None:
+        """Let the estimator see the step from theta to `target`. whole: it is this commit's step, and nothing else."""
         if self.estimator is None:
+            return
+        if not whole:
+            self.estimator.last.clear()
             return
         for part in commit.fragments:
             i, mine = part.fragment_id, part.verdict_of(self._collective.peer_id)

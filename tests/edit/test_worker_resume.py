@@ -264,3 +264,28 @@ def test_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
     assert back.worker.outer_step == 1 and back.worker.pending
     for life in (back, b):
         life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_killed_in_the_middle_of_a_forward_it_applies_the_rest_and_nothing_twice() -> None:
+    run_config = run_of("forward")
+    whole = trained(run_config)
+    run, worker_config = LocalRun(run_config, NAMES), WorkerConfig.of(run_config)
+    lives = [Life(run, name, worker_config) for name in NAMES]
+    losses = [life.step() for _ in range(EVERY) for life in lives]
+    saved: list[dict[str, Any]] = []
+
+    def die(*_: object) -> None:
+        saved.append(lives[0].save())
+        raise KeyboardInterrupt
+
+    lives[0].model.blocks[1].register_forward_pre_hook(die, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        lives[0].step()
+    lives[0].worker.__exit__(KeyboardInterrupt, None, None)
+    assert saved[0]["worker"]["scalars"]["pending"]["landed"] == [0, 1]
+    lives[0] = Life(run, "a", worker_config, saved[0] | {"taken": saved[0]["taken"] - 1})
+    assert lives[0].worker.outer_step == 0 and lives[0].worker.pending
+    losses += [life.step() for _ in range(STEPS - EVERY) for life in lives]
+    assert (losses, theta_of(run)) == whole[:2]
+    for life in lives:
+        life.worker.__exit__(KeyboardInterrupt, None, None)
