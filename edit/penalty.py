@@ -14,7 +14,7 @@ from statistics import median
 from edit.config import PenaltyConfig
 from edit.records import Verdict
 
-__all__ = ["NormStatistics", "judge", "observe", "verdicts", "weights"]
+__all__ = ["NormStatistics", "freshness", "judge", "observe", "verdicts", "weights"]
 
 _SIGMA_FLOOR = 1e-3  # of the mean. Equal norms have sigma 0; without a floor their rounding errors would be anomalies
 _IDLE_NEEDS = 3  # finite norms in a round before a median can call one of them idle
@@ -81,25 +81,36 @@ def weights(
     inner_steps: Sequence[int],
     tokens: Sequence[int],
     config: PenaltyConfig,
+    staleness: Sequence[int] = (),
+    damped: bool = False,
 ) -> list[float]:
     """Each contribution's share, by position; 0 unless its verdict is OK. They sum to 1, or are all 0 when all are bad.
 
     Penalty on: softmax of -G/T over the good ones, where G is the norm as `config.norm` says. Off: uniform, or by tokens.
+    staleness: in outer steps, empty when all are fresh: shares are multiplied by `freshness`, then made to sum to 1 again.
+    damped: not made to sum to 1 again: what comes alone counts less the older it is (arXiv 1903.03934, algorithm 1).
     """
     good = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.OK]
-    raw = _softmax(good, norms, inner_steps, config) if config.enabled else _shares(good, tokens, config)
-    total = sum(raw)
+    raw = _softmax(good, norms, inner_steps, config) if config.enabled else _shares(good, inner_steps, tokens, config)
+    fresh = [freshness(staleness[i], config) if staleness else 1.0 for i in good]
+    total = sum(raw) if damped else sum(share * factor for share, factor in zip(raw, fresh, strict=True))
     shares = [0.0] * len(verdicts)
-    for i, share in zip(good, raw, strict=True):
-        shares[i] = share / total
+    for i, share, factor in zip(good, raw, fresh, strict=True):
+        shares[i] = share * factor / total
     return shares
+
+
+def freshness(staleness: int, config: PenaltyConfig) -> float:
+    """(1 + s) ** -a: 1 for a contribution that is not stale (arXiv 1903.03934, section 5.2, the polynomial form)."""
+    return float((1 + staleness) ** -config.staleness)
 
 
 def _softmax(good: Sequence[int], norms: Sequence[float], inner_steps: Sequence[int], config: PenaltyConfig) -> list[float]:
     """exp(-(G - G_min) / T), unnormalised: the largest is 1, so the sum is safe."""
     if not good:
         return []
-    values = [_entering(norms[i], inner_steps[i], median([norms[j] for j in good]), config.norm) for i in good]
+    middle = median([norms[i] for i in good])
+    values = [_entering(norms[i], inner_steps[i], middle, config.norm) for i in good]
     least = min(values)
     return [math.exp(-(value - least) / config.temperature) for value in values]
 
@@ -112,6 +123,9 @@ def _entering(norm: float, inner_steps: int, middle: float, rule: str) -> float:
     return norm
 
 
-def _shares(good: Sequence[int], tokens: Sequence[int], config: PenaltyConfig) -> list[float]:
+def _shares(good: Sequence[int], inner_steps: Sequence[int], tokens: Sequence[int], config: PenaltyConfig) -> list[float]:
+    """Uniform, by tokens, or by tokens^2 / inner steps (arXiv 2604.21428); uniform where nobody has counted any."""
     counted = [float(max(tokens[i], 0)) for i in good]
-    return counted if config.weighting == "tokens" and sum(counted) > 0 else [1.0] * len(good)
+    if config.weighting == "tokens2_per_step":
+        counted = [count * count / max(inner_steps[i], 1) for i, count in zip(good, counted, strict=True)]
+    return counted if config.weighting != "uniform" and sum(counted) > 0 else [1.0] * len(good)
