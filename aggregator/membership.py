@@ -155,7 +155,7 @@ class Membership:
         changes = []
         for member in self._members.values():
             silent = now - member.last_seen
-            if member.live and silent > self._config.lease_s:
+            if silent > self._config.lease_s and member.live:
                 changes += _change(member, MemberState.LOST, f"no heartbeat for {silent:.1f} s")
         return changes
 
