@@ -93,7 +93,8 @@ class PenaltyConfig:
     off; norm: what enters the softmax (`raw` G, `per_sqrt_step` G/sqrt(inner steps), `relative` G / median of the round);
     idle_ratio: a norm below this share of the round's median is a free rider, weight 0 (0 turns it off);
     weighting: with the penalty off, `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
-    staleness: a contribution that is s outer steps old has its share multiplied by (1 + s) ** -staleness (arXiv 1903.03934).
+    staleness: a contribution that is s outer steps old has its share multiplied by (1 + s) ** -staleness (arXiv 1903.03934);
+    with rounds.merging = "rounds" the shares are then made to sum to 1 again.
     """
 
     enabled: bool = True
@@ -116,7 +117,7 @@ class PenaltyConfig:
         one_of("penalty.norm", self.norm, ("raw", "per_sqrt_step", "relative"))
         within("penalty.idle_ratio", self.idle_ratio, 0, 0.5)
         one_of("penalty.weighting", self.weighting, ("uniform", "tokens", "tokens2_per_step"))
-        within("penalty.staleness", self.staleness, 0, 100)
+        within("penalty.staleness", self.staleness, 0, 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,22 +9,22 @@ Must not know: rounds, carriers, optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from edit.boxes import Region, partition_fault
-from edit.codecs import PIECE, codec, decode
+from edit.codecs import codec, decode
 from edit.config import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.heloco import Momentum, correct
+from edit.norms import norm, norm_of_pieces, whole_norm
 from edit.penalty import NormStatistics, observe, verdicts, weights
 from edit.records import EncodedTensor, PeerVerdict, Verdict
 
-__all__ = ["Measured", "Merged", "Part", "measure", "merge", "norm", "whole_norm"]
-
-_ROW = 1024  # norms of rows of so many are taken in fp32, each by one thread; their squares are summed in fp64
+__all__ = ["Measured", "MergeRule", "Merged", "Part", "measure", "merge", "norm", "whole_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,22 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeRule:
+    """How contributions become one pseudo-gradient, besides their verdicts and shares.
+
+    direction: `mean`, or `rda` (arXiv 2604.21428): the normalised mean of the unit vectors times the mean of the lengths.
+    momentum: what each contribution is corrected towards first, None for no correction. damped: see `edit.penalty.weights`.
+    """
+
+    direction: str = "mean"
+    momentum: Momentum | None = None
+    damped: bool = False
+
+
+PLAIN = MergeRule()
+
+
+@dataclass(frozen=True, slots=True)
 class Merged:
     """One fragment of one round, reduced; with the outer state before it, it determines the state after it.
 
@@ -72,33 +88,7 @@ def measure(encoded: EncodedTensor) -> float:
 
     Does not depend on the number of threads. Raises RemoteProtocolError when the bytes are not what they claim to be.
     """
-    return _norm(codec(encoded.codec).decode_pieces(encoded.data, encoded.numel))
-
-
-def norm(flat: Tensor) -> float:
-    """||flat||_2 of a flat fp32 tensor, by the same rule as `measure`."""
-    return _norm(flat[start : start + PIECE] for start in range(0, flat.numel(), PIECE))
-
-
-def whole_norm(norms: Iterable[float]) -> float:
-    """||Delta||_2 of a replica from its parts' norms, whatever their order; NaN or Inf when one is, or when it overflows."""
-    squares = [norm * norm for norm in norms]
-    if not all(map(math.isfinite, squares)):
-        return math.nan if any(map(math.isnan, squares)) else math.inf
-    try:
-        return math.sqrt(math.fsum(squares))
-    except OverflowError:
-        return math.inf
-
-
-def _norm(pieces: Iterable[Tensor]) -> float:
-    total = 0.0
-    for piece in pieces:
-        whole = piece.numel() - piece.numel() % _ROW
-        rows = torch.linalg.vector_norm(piece[:whole].view(-1, _ROW), dim=1).double()
-        tail = torch.linalg.vector_norm(piece[whole:]).double()
-        total += float(rows.mul_(rows).sum() + tail.mul_(tail))
-    return math.sqrt(total)
+    return norm_of_pieces(codec(encoded.codec).decode_pieces(encoded.data, encoded.numel))
 
 
 def merge(
@@ -107,6 +97,7 @@ def merge(
     contributions: Sequence[Measured],
     before: Mapping[str, NormStatistics],
     config: PenaltyConfig,
+    rule: MergeRule = PLAIN,
 ) -> Merged:
     """Reduce one fragment. before: the contributors' statistics before this round, those without any left out.
 
@@ -119,14 +110,21 @@ def merge(
         raise LocalProtocolError(f"fragment {fragment_id}: a peer contributes twice")
     judged = verdicts(norms, before, config)
     shares = weights(
-        list(judged.values()), list(norms.values()), [c.inner_steps for c in ordered], [c.tokens for c in ordered], config
+        list(judged.values()),
+        list(norms.values()),
+        [c.inner_steps for c in ordered],
+        [c.tokens for c in ordered],
+        config,
+        [c.staleness for c in ordered],
+        rule.damped,
     )
     peers = tuple(
         PeerVerdict(peer_id=peer_id, verdict=judged[peer_id], norm=norms[peer_id], weight=share)
         for peer_id, share in zip(norms, shares, strict=True)
     )
     after = _statistics_after(norms, judged, before, config)
-    mean = _weighted_mean(fragment_id, numel, list(zip(ordered, shares, strict=True)))
+    kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
+    mean = _average(fragment_id, numel, kept, rule) if kept else None
     size = norm(mean) if mean is not None else 0.0
     if mean is None or not math.isfinite(size):
         return Merged(fragment_id, None, peers, after, 0.0, 1.0)
@@ -134,21 +132,36 @@ def merge(
     return Merged(fragment_id, mean.mul_(beta) if beta < 1 else mean, peers, after, size, beta)
 
 
-def _weighted_mean(fragment_id: int, numel: int, weighted: Sequence[tuple[Measured, float]]) -> Tensor | None:
-    """sum of w_m * Delta_m in the order given, without those of weight 0; None when there is no other."""
-    kept = [(contribution, share) for contribution, share in weighted if share > 0]
-    if not kept:
-        return None
-    mean = torch.zeros(numel, dtype=torch.float32)
+def _average(fragment_id: int, numel: int, kept: Sequence[tuple[Measured, float]], rule: MergeRule) -> Tensor:
+    """sum of w_m * Delta_m in the order given; with `rda` of w_m * Delta_m / G_m, made sum of w_m * G_m long."""
+    mean, length, one = torch.zeros(numel, dtype=torch.float32), 0.0, None
     for contribution, share in kept:
-        what = f"fragment {fragment_id} of peer {contribution.peer_id}"
-        if not isinstance(contribution.payload, tuple):
-            _add(contribution.payload, share, mean, what)
-            continue
-        _check_parts(contribution.payload, numel, what)
-        for part in contribution.payload:
-            _add_part(part, share, mean, what)
+        what, size = f"fragment {fragment_id} of peer {contribution.peer_id}", contribution.norm
+        if rule.momentum is not None:
+            one = torch.zeros_like(mean)
+            _add_all(contribution, 1.0, one, what)
+            correct(one, rule.momentum)
+            size = norm(one)
+        length += share * size
+        if rule.direction == "rda":
+            share = share / size if size > 0 else 0.0
+        if one is not None:
+            mean.add_(one.mul_(share))
+        else:
+            _add_all(contribution, share, mean, what)
+    if rule.direction == "rda" and (size := norm(mean)) > 0:
+        mean.mul_(length / size)
     return mean
+
+
+def _add_all(contribution: Measured, share: float, mean: Tensor, what: str) -> None:
+    """mean += share * decoded, of all parts of a contribution."""
+    if not isinstance(contribution.payload, tuple):
+        _add(contribution.payload, share, mean, what)
+        return
+    _check_parts(contribution.payload, mean.numel(), what)
+    for part in contribution.payload:
+        _add_part(part, share, mean, what)
 
 
 def _check_parts(parts: Sequence[Part], numel: int, what: str) -> None:

@@ -1,8 +1,8 @@
 """Outer optimizers and the digest of theta.
 
-Owns: s = step(D), theta <- theta - s, for SGD, Nesterov, Adam and Yogi, and the bits they give: every operation is a separate,
-correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=), so s is the same on every CPU.
-Must not know: codecs, verdicts, peers.
+Owns: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), Adam and Yogi, and the bits they give: every operation
+is a separate, correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=), so s is the
+same on every CPU. Must not know: codecs, verdicts, peers.
 
 D has the sign of a gradient (outer minus local), so Adam and Yogi subtract where Reddi et al. 2021 (arXiv 2003.00295,
 algorithm 2), whose delta is local minus outer, add. As there, no bias correction, and the second moment starts from eps ** 2.
@@ -20,15 +20,22 @@ from edit.config import OuterConfig
 
 __all__ = ["Slots", "combine", "digest", "fragment_hash", "initial_slots", "outer_step"]
 
-Slots = Mapping[str, Tensor]  # one fragment's optimizer state, by name; each tensor fp32 of the fragment's shape
+Slots = Mapping[
+    str, Tensor
+]  # one fragment's optimizer state, by name: flat fp32 vectors as long as the fragment, or of one number
 
 
 def initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
-    """The optimizer state before the first step: {} for sgd, momentum for nesterov, first and second for adam and yogi."""
+    """The optimizer state before the first step.
+
+    {} for sgd, momentum for nesterov, also buffer and count for delayed_nesterov, first and second for adam and yogi.
+    """
     if config.optimizer == "sgd":
         return {}
     if config.optimizer == "nesterov":
         return {"momentum": torch.zeros(numel)}
+    if config.optimizer == "delayed_nesterov":
+        return {"momentum": torch.zeros(numel), "buffer": torch.zeros(numel), "count": torch.zeros(1)}
     return {"first": torch.zeros(numel), "second": torch.full((numel,), config.eps * config.eps)}
 
 
@@ -46,6 +53,20 @@ def _nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor
     """v <- mu v + D; s = nu (D + mu v) (arXiv 2311.08105, algorithm 1)."""
     momentum = torch.mul(slots["momentum"], config.momentum).add_(merged)
     return torch.mul(momentum, config.momentum).add_(merged).mul_(config.lr), {"momentum": momentum}
+
+
+def _delayed_nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """s = nu (c mu v + D/N); each N-th time v <- mu v + sum D/N, then s = nu ((1 - cN + c) mu v + D/N) (arXiv 2401.09135, 3).
+
+    buffer: sum D/N, count: how many are in it. With N = 1 and c = 0 this is Nesterov, to the bit.
+    """
+    share, momentum, factor = torch.mul(merged, 1 / config.period), slots["momentum"], config.c
+    buffer, count = torch.add(slots["buffer"], share), slots["count"] + 1
+    if count.item() >= config.period:
+        momentum, factor = torch.mul(momentum, config.momentum).add_(buffer), 1 - config.c * config.period + config.c
+        buffer, count = torch.zeros_like(buffer), torch.zeros_like(count)
+    step = torch.mul(momentum, factor * config.momentum).add_(share).mul_(config.lr)
+    return step, {"momentum": momentum, "buffer": buffer, "count": count}
 
 
 def _adam(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,6 +91,7 @@ def _adaptive(config: OuterConfig, slots: Slots, merged: Tensor, second: Tensor)
 _RULES: Mapping[str, Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[str, Tensor]]]] = {
     "sgd": _sgd,
     "nesterov": _nesterov,
+    "delayed_nesterov": _delayed_nesterov,
     "adam": _adam,
     "yogi": _yogi,
 }

@@ -19,7 +19,8 @@ from edit.codecs import codec
 from edit.config import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.feedback import with_feedback
-from edit.merge import Measured, Merged, merge
+from edit.heloco import Momentum
+from edit.merge import Measured, Merged, MergeRule, merge
 from edit.outer import Slots, combine, fragment_hash, initial_slots, outer_step
 from edit.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit
@@ -105,8 +106,17 @@ class OuterState:
 
     def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
         """Verdicts, weights, mean in peer_id order, clip, or rollback. Changes nothing. Raises as `edit.merge.merge`."""
-        fragment = self._fragments[fragment_id]
-        return merge(fragment_id, fragment.theta.numel(), contributions, fragment.statistics, self.config.penalty)
+        fragment, rule = self._fragments[fragment_id], self._rule(fragment_id)
+        return merge(fragment_id, fragment.theta.numel(), contributions, fragment.statistics, self.config.penalty, rule)
+
+    def _rule(self, fragment_id: int) -> MergeRule:
+        outer, spec = self.config.outer, self.schema.fragments[fragment_id]
+        momentum = None
+        if outer.correct == "heloco":
+            vector = self._fragments[fragment_id].slots["momentum"]
+            momentum = Momentum(vector, outer.momentum, [tensor.numel for tensor in spec.tensors])
+        direction = "mean" if spec.name.startswith("embedding") else outer.direction  # rows of rare words have no direction
+        return MergeRule(direction, momentum, damped=self.config.rounds.merging == "arrivals")
 
     def stage(self, merged: Merged) -> Staged:
         """The outer step of one fragment, encoded for the downlink. Changes nothing, `merged` included.
@@ -224,7 +234,7 @@ def _take(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:
 
 def _restored(i: int, fresh: FragmentState, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> FragmentState:
     numel = fresh.theta.numel()
-    slots = {name: _take(tensors, f"outer.{i}.{name}", numel) for name in fresh.slots}
+    slots = {name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in fresh.slots.items()}
     residual = _take(tensors, f"residual.{i}", numel) if f"residual.{i}" in tensors else None
     try:
         statistics = {

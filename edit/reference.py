@@ -1,4 +1,4 @@
-"""DiLoCo, EDiT, streaming and eager exchange, naively: the test oracle. fp32, plain operations, written from the papers alone.
+"""DiLoCo, EDiT, streaming, eager and asynchronous rules, naively: the test oracle. Plain operations, from the papers alone.
 
 Owns: the rule in its most readable form. Must not know: the fast code it checks, codecs, carriers. Slow on purpose.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Edit", "Inner", "diloco", "nesterov", "streaming"]
+__all__ = ["Edit", "Inner", "delayed_nesterov", "diloco", "heloco", "nesterov", "rda", "stale_weights", "streaming"]
 
 Inner = Callable[
     [list[Tensor], int], list[Tensor]
@@ -23,6 +23,49 @@ def nesterov(theta: Tensor, momentum: Tensor, merged: Tensor, lr: float, mu: flo
     """(theta, momentum) after the outer step 9: v <- mu v + D; theta <- theta - nu (D + mu v)."""
     momentum = mu * momentum + merged
     return theta - lr * (merged + mu * momentum), momentum
+
+
+def delayed_nesterov(theta: Tensor, arrivals: Sequence[Tensor], lr: float, mu: float, period: int, c: float) -> list[Tensor]:
+    """theta after each arrival (arXiv 2401.09135, algorithm 3)."""
+    momentum, gathered, history = torch.zeros_like(theta), torch.zeros_like(theta), []
+    for t, g in enumerate(arrivals):
+        gathered = gathered + g
+        if (t + 1) % period == 0:
+            momentum = mu * momentum + gathered / period
+            theta = theta - lr * ((1 - c * period + c) * mu * momentum + g / period)
+            gathered = torch.zeros_like(theta)
+        else:
+            theta = theta - lr * (c * mu * momentum + g / period)
+        history.append(theta)
+    return history
+
+
+def stale_weights(weights: Sequence[float], staleness: Sequence[int], a: float) -> list[float]:
+    """Each weight times (1 + s)^-a (arXiv 1903.03934, section 5.2), made to sum to 1."""
+    factors = [weight / (1 + s) ** a for weight, s in zip(weights, staleness, strict=True)]
+    return [factor / sum(factors) for factor in factors]
+
+
+def rda(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of the lengths times the normalised mean of the directions (arXiv 2604.21428)."""
+    length = sum(weight * float(delta.norm()) for weight, delta in zip(weights, deltas, strict=True))
+    direction = sum(
+        (weight * delta / delta.norm() for weight, delta in zip(weights, deltas, strict=True)), torch.zeros_like(deltas[0])
+    )
+    return length * direction / direction.norm()
+
+
+def heloco(delta: Tensor, m: Tensor, c_ok: float = 0.2) -> Tensor:
+    """One tensor corrected towards the momentum m, a mean of pseudo-gradients (arXiv 2606.00271); k_s = k_d = kappa = 1."""
+    u, v = delta / delta.norm(), m / m.norm()
+    c, confidence = float(u @ v), float(delta.norm() / (delta.norm() + m.norm()))
+    if c >= c_ok:
+        return delta
+    if c < 0:
+        return delta - min(-c * confidence, 1.0) * c * delta.norm() * v
+    turn = min((1 - c) * confidence, 1.0)
+    turned = (1 - turn) * u + turn * v
+    return delta.norm() * turned / turned.norm()
 
 
 def diloco(theta: Tensor, momentum: Tensor, local: Mapping[str, Tensor], lr: float, mu: float) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from edit.config import OuterConfig
 from edit.outer import digest, initial_slots, outer_step
+from edit.reference import delayed_nesterov
 
-OPTIMIZERS = ("sgd", "nesterov", "adam", "yogi")
+OPTIMIZERS = ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")
 
 
 def gradients(count: int, numel: int = 50) -> list[Tensor]:
@@ -63,6 +64,21 @@ def test_nesterov_bits_are_separate_multiplications_and_additions() -> None:
     for one, step in zip(merged, steps, strict=True):
         v = v * mu + one
         assert ((v * mu + one) * lr).tobytes() == step.numpy().tobytes()
+
+
+@pytest.mark.parametrize(("period", "c"), [(1, 0.0), (1, 1.0), (3, 0.0), (4, 0.125), (5, 0.2)])
+def test_delayed_nesterov_follows_the_paper(period: int, c: float) -> None:
+    merged = gradients(12)
+    config = OuterConfig(optimizer="delayed_nesterov", lr=0.7, momentum=0.9, period=period, c=c)
+    expected = delayed_nesterov(torch.ones(50), merged, 0.7, 0.9, period, c)
+    for count in (1, 4, 5, 12):
+        assert torch.allclose(run(config, merged[:count])[0], expected[count - 1], atol=1e-5)
+
+
+def test_delayed_nesterov_with_one_peer_is_nesterov_to_the_bit() -> None:
+    merged = gradients(9, 4097)
+    delayed = OuterConfig(optimizer="delayed_nesterov", lr=0.7, momentum=0.9, period=1)
+    assert torch.equal(run(delayed, merged)[0], run(OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9), merged)[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -120,7 +120,7 @@ def test_penalty_on_is_the_references_edit_with_the_same_verdicts() -> None:
 
 
 @pytest.mark.parametrize("down", codec_names())
-@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
 def test_a_peer_that_applies_the_published_bytes_has_theta_to_the_bit(down: str, optimizer: str) -> None:
     state = OuterState(SCHEMA, configured(optimizer, down), initial_theta())
     theirs = initial_theta()
@@ -146,23 +146,23 @@ def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) 
 # Restore and replay.
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
 @pytest.mark.parametrize("down", ["fp32", "int8"])
 def test_a_restored_state_is_the_same_to_the_bit_and_goes_on_alike(optimizer: str, down: str) -> None:
     config = configured(optimizer, down)
     state = OuterState(SCHEMA, config, initial_theta())
-    for round_number in range(12):
+    for round_number in range(13):
         advance(state, round_number)
     restored = through_json(state, config)
-    assert same_state(state, restored) and restored.outer_step == 12
-    for round_number in range(12, 16):
+    assert same_state(state, restored) and restored.outer_step == 13
+    for round_number in range(13, 17):
         one, _ = advance(state, round_number)
         other, _ = advance(restored, round_number)
         assert one.digest == other.digest
     assert same_state(state, restored)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
 def test_replaying_the_recorded_merges_gives_the_same_state_to_the_bit(optimizer: str) -> None:
     """What the journal keeps (D, verdicts, statistics after) is enough: no payload is needed again."""
     config = configured(optimizer, "int8")

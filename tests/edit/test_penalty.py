@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from edit.config import PenaltyConfig
 from edit.penalty import NormStatistics, judge, observe, verdicts, weights
 from edit.records import Verdict
+from edit.reference import stale_weights
 
 CONFIG = PenaltyConfig(norm="raw")
 NORMS = st.floats(1e-6, 1e6)
@@ -124,7 +125,7 @@ def test_an_anomalous_norm_is_anomalous_though_it_is_the_rounds_smallest() -> No
     ),
     config=st.sampled_from(
         [PenaltyConfig(norm=rule) for rule in ("raw", "per_sqrt_step", "relative")]
-        + [PenaltyConfig(enabled=False, weighting=rule) for rule in ("uniform", "tokens")]
+        + [PenaltyConfig(enabled=False, weighting=rule) for rule in ("uniform", "tokens", "tokens2_per_step")]
     ),
 )
 @settings(deadline=None, max_examples=300)
@@ -174,3 +175,36 @@ def test_without_the_penalty_weights_are_uniform_or_by_tokens() -> None:
 
 def test_a_gap_beyond_floating_point_gives_all_to_the_smallest() -> None:
     assert share([Verdict.OK] * 2, [1e9, 1.0], CONFIG) == [0.0, 1.0]
+
+
+def test_tokens2_per_step_is_tokens_times_tokens_per_step() -> None:
+    """arXiv 2604.21428: a peer with twice the batch and half the steps has the same tokens and twice the weight."""
+    ok, config = [Verdict.OK] * 2, PenaltyConfig(enabled=False, weighting="tokens2_per_step")
+    assert weights(ok, [9.0, 1.0], [10, 5], [1000, 1000], config) == pytest.approx([1 / 3, 2 / 3])
+    assert weights(ok, [9.0, 1.0], [10, 20], [1000, 2000], config) == pytest.approx([1 / 3, 2 / 3])
+    assert weights(ok, [9.0, 1.0], [0, 0], [0, 0], config) == [0.5, 0.5]
+
+
+CONFIGS = [CONFIG, PenaltyConfig(), PenaltyConfig(enabled=False), PenaltyConfig(enabled=False, weighting="tokens")]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_is_stale_counts_less(config: PenaltyConfig) -> None:
+    arguments = [Verdict.OK] * 3, [1.0, 2.0, 3.0], [5, 6, 7], [50, 60, 70]
+    fresh = weights(*arguments, config)
+    assert weights(*arguments, config, [0, 1, 8]) == pytest.approx(stale_weights(fresh, [0, 1, 8], config.staleness))
+    assert weights(*arguments, config, [4, 4, 4]) == pytest.approx(fresh)
+    damped = weights(*arguments, config, [0, 3, 8], damped=True)
+    assert damped == pytest.approx([fresh[0], fresh[1] / 2, fresh[2] / 3]), "staleness 0.5: 4 ** -0.5 and 9 ** -0.5"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("damped", [False, True])
+def test_nothing_stale_changes_no_bit(config: PenaltyConfig, damped: bool) -> None:
+    arguments = [Verdict.OK] * 3, [1.0, 2.7, 3.1], [5, 6, 7], [50, 60, 70]
+    assert weights(*arguments, config, [0, 0, 0], damped) == weights(*arguments, config)
+
+
+def test_the_extremes_of_staleness_still_leave_shares() -> None:
+    config = PenaltyConfig(norm="raw", staleness=10.0)
+    assert weights([Verdict.OK] * 2, [1.0, 1e9], [1, 1], [1, 1], config, [1 << 20, 0]) == [1.0, 0.0]
