@@ -48,15 +48,12 @@ class _Round:
 
 
 class Coordinator:
-    """listeners: whom a new view concerns, in the order in which they began to listen; finished_at: None until the last commit.
-
-    heartbeats: of those that are here, when the last one before a time arrived.
-    """
+    """listeners: whom a new view concerns, in the order in which they began; finished_at: None until the last commit."""
 
     def __init__(self, scenario: Scenario, agenda: Agenda, ledger: Ledger, judge: Judge | None) -> None:
         sync = scenario.run.sync
         self.listeners: dict[str, Listener] = {}
-        self.heartbeats: dict[str, Callable[[float], float]] = {}
+        self._here: dict[str, float | None] = {}
         self.finished_at: float | None = None
         self.membership = Membership(scenario.run.membership)
         self.machine = RoundMachine(
@@ -70,7 +67,6 @@ class Coordinator:
         self._round: _Round | None = None
         self._last_closed: tuple[int, bool, str] = (0, False, "")
         self._takers: dict[int, frozenset[str]] = {}
-        self._live = 0
         self._busy_until = 0.0
         self._tick_at = math.inf
         self._report = Heartbeat(state=PeerState.TRAINING)
@@ -119,8 +115,13 @@ class Coordinator:
         """The connection ended."""
         self._changed(self.membership.closed(peer_id, attendance, reason, self._agenda.now, polite=polite))
 
-    def vanished(self, last_heartbeat: float) -> None:
+    def here(self, peer_id: str) -> None:
+        """This peer attends and reports from now on."""
+        self._here[peer_id] = None
+
+    def vanished(self, peer_id: str, last_heartbeat: float) -> None:
         """A peer is silent from now on: leases have to be looked at when its own is over."""
+        self._here[peer_id] = last_heartbeat
         over = last_heartbeat + self._scenario.run.membership.lease_s
         self._agenda.at(max(_next_tick(over), self._agenda.now), self._look_at_leases)
 
@@ -143,19 +144,14 @@ class Coordinator:
     def _changed(self, changes: list[Change]) -> None:
         for change in changes:
             if not change.live:
-                self._live -= change.peer_id in self.heartbeats
-                self.heartbeats.pop(change.peer_id, None)
+                self._here.pop(change.peer_id, None)
                 self._feed(events.MemberLost(change.peer_id, change.reason))
 
-    def here(self, peer_id: str, last_heartbeat: Callable[[float], float]) -> None:
-        """This peer attends and reports; last_heartbeat: when its last report before a time arrived."""
-        self._live += peer_id not in self.heartbeats
-        self.heartbeats[peer_id] = last_heartbeat
-
     def _look_at_leases(self) -> None:
-        now = self._agenda.now
-        for peer_id, last_heartbeat in self.heartbeats.items():
-            self.membership.progress(peer_id, last_heartbeat(now))
+        """Who is here was heard less than a heartbeat ago, which is less than a lease."""
+        now, heard = self._agenda.now, self.membership.progress
+        for peer_id, last_heartbeat in self._here.items():
+            heard(peer_id, now if last_heartbeat is None else last_heartbeat)
         self._changed(self.membership.tick(now))
 
     def _tick(self) -> None:
@@ -226,7 +222,7 @@ class Coordinator:
             merged.update(set(peers) - bad)
         self._takers[effect.outer_step] = frozenset(takers)
         self._takers.pop(effect.outer_step - 2 * self._scenario.run.storage.keep_updates, None)
-        self._ledger.close(committed=True, contributors=len(takers), live=self._live)
+        self._ledger.close(committed=True, contributors=len(takers), live=len(self._here))
         self.membership.count(merged=merged, rejected=takers - merged, absent=effect.missing)
         self._feed(events.CommitSucceeded(effect.round_id))
 

@@ -29,7 +29,7 @@ class Presence:
     def report(self, outer_step: int, delay_s: float = 0.0) -> None:
         """Say the outer step in so many seconds; from the first report on the coordinator counts on more."""
         if self.outer_step < 0:
-            self._coordinator.here(self._peer_id, self._heard_last)
+            self._coordinator.here(self._peer_id)
         self.outer_step, self._sent = outer_step, self._agenda.now + delay_s
         self._agenda.at(self._sent + self._latency_s, partial(self._say, self._attendance, outer_step))
 
@@ -40,9 +40,7 @@ class Presence:
             call = partial(self._coordinator.hung_up, self._peer_id, self._attendance, reason, polite)
             self._agenda.at(self._agenda.now + self._latency_s, call)
         elif self.outer_step >= 0:
-            last = self._heard_last(self._agenda.now)
-            self._coordinator.here(self._peer_id, lambda now: last)
-            self._coordinator.vanished(last)
+            self._coordinator.vanished(self._peer_id, self._heard_last(self._agenda.now))
 
     def _say(self, attendance: int, outer_step: int) -> None:
         if not self._hung_up:
