@@ -289,6 +289,23 @@ def test_a_link_that_breaks_in_the_middle_keeps_what_is_in_and_replays_the_rest_
     assert [c.inner_steps for c in p.collective.rounds()[1]] == [2] * 5
 
 
+def test_a_snapshot_taken_after_a_broken_link_keeps_the_progress_of_what_was_in(peer: Callable[..., Peer]) -> None:
+    p = peer()
+    p.step()
+    theta, sent = p.theta, p.local
+    after = p.script({"blocks.1": TransportError("broken pipe")})
+    p.forward()
+    p.collective.answers[0].append(None)
+    p.step()
+    before = p.local
+    p.collective.answers[0].append(committed(theta, random_steps(theta), [Verdict.OK] * 5, digest_of="of the run")[0])
+    right = snapshot_of(1, [part + 1.0 for part in after.fragments])
+    p.collective.snapshots.append(right)
+    assert p.worker.synchronize() and p.worker.digest == right.digest
+    origin = [*after.fragments[:2], *sent[2:]]
+    assert same(p.local, [o + (now - then) for o, now, then in zip(right.fragments, before, origin, strict=True)])
+
+
 def test_a_bad_payload_is_the_other_sides_fault(peer: Callable[..., Peer]) -> None:
     p = peer()
     p.step()

@@ -13,6 +13,7 @@ from torch import Tensor
 from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.local import LocalRun
+from edit.records import Contribution
 from edit.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
 from tests.support.trainee import config
@@ -134,6 +135,20 @@ def test_t8_saving_after_every_step_changes_nothing(kind: str) -> None:
     assert run(save=True) == run(save=False)
 
 
+def test_what_the_run_has_already_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale: list[int] = []
+    contribute = LocalRun.contribute
+
+    def watched(run: LocalRun, peer_id: str, contribution: Contribution) -> None:
+        stale.extend([contribution.outer_step] if contribution.outer_step < run.state.outer_step else [])
+        contribute(run, peer_id, contribution)
+
+    monkeypatch.setattr(LocalRun, "contribute", watched)
+    trained(run_of("blocking"), 5, 14)
+    trained(run_of("delayed"), 5, 14)
+    assert stale == []
+
+
 def a_saved_one(kind: str = "delayed", steps: int = 5) -> tuple[LocalRun, RunConfig, dict[str, Any]]:
     run_config = run_of(kind)
     run = LocalRun(run_config, NAMES)
@@ -233,6 +248,17 @@ def test_a_state_newer_than_the_run_or_of_another_run_is_refused() -> None:
     lone.worker.__exit__(KeyboardInterrupt, None, None)
     with pytest.raises(ConfigError, match="it is of another run"):
         Life(other, "a", WorkerConfig.of(run_config), saved)
+
+
+def test_a_contribution_saved_in_another_mode_keeps_the_progress_made_while_it_is_on_its_way() -> None:
+    run, _, saved = a_saved_one("blocking", steps=EVERY)
+    life = Life(run, "a", WorkerConfig.of(run_of("delayed")), saved)
+    for _ in range(2):
+        life.step()
+    assert life.worker.outer_step == 1 and life.worker.digest == run.state.digest
+    theta, local = life.worker.outer_state_dict(), dict(life.model.named_parameters())
+    assert not any(torch.equal(theta[name], local[name]) for name in theta)
+    life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
 def test_loading_comes_before_entering() -> None:
