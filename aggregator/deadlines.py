@@ -1,59 +1,109 @@
-"""How long a round waits for each peer: from its own measured times, never from a fixed timeout.
+"""How long a round waits for each peer: from its own measured times, phase by phase, never from a fixed timeout.
 
-Owns: the last 16 times of each peer, in seconds from a round's opening to the peer's last fragment, and the formula below.
-Must not know: the clock, rounds, quorum, why a time is long.
+Owns: the last 16 times of each peer and phase, in seconds, and the formula below. Must not know: the clock, rounds, quorum, why
+a time is long.
 
-    expected_s(peer) = clamp(median + spread * max(MAD, median / 10), floor, ceiling)     ceiling before 3 measurements
+    allowed(phase) = median + spread * max(MAD, median / 10)
+    expected_s(peer) = clamp(allowed(download) + allowed(compute) + allowed(upload), floor, ceiling)
+                     = ceiling before 3 measurements of compute and upload; never less than one inner step
 
-Constant times have a MAD of 0; the tenth of the median keeps a margin for them (fixed timeouts are
-wrong both ways).
+A download that was never measured counts as 0: then it is part of what was measured as compute. Constant times have a MAD of 0;
+the tenth of the median keeps a margin for them (fixed timeouts are wrong both ways).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Collection
+from enum import Enum
 from statistics import median
 
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
-__all__ = ["FEWEST", "WINDOW", "Deadlines"]
+__all__ = ["FEWEST", "WINDOW", "Deadlines", "PeerPhase"]
 
-WINDOW = 16  # measurements kept per peer
+WINDOW = 16  # measurements kept per peer and phase
 FEWEST = 3  # measurements before a peer's own times count
 SMALLEST_SPREAD = 0.1  # of the median
 
 
+class PeerPhase(Enum):
+    """What a peer does in a round, in this order."""
+
+    DOWNLOAD = "download"  # from the commit until it reports the new outer step
+    COMPUTE = "compute"  # until the first byte of its contribution
+    UPLOAD = "upload"  # until the last one
+    WAITING = "waiting"  # for the outcome; not measured: it is ours
+
+
 class Deadlines:
-    """Measured seconds per peer, and what follows from them. `config`: floor_s, ceiling_s and spread are used."""
+    """Measured seconds per peer and phase, and what follows from them. `config`: floor_s, ceiling_s and spread are used."""
 
     def __init__(self, config: RoundsConfig) -> None:
         self._config = config
-        self._windows: dict[str, deque[float]] = {}
-        self._expected: dict[str, float] = {}  # of those measured, since their last measurement
+        self._windows: dict[tuple[str, PeerPhase], deque[float]] = {}
+        self._step_s: dict[str, float] = {}
+        self._expected: dict[str, float] = {}  # since the last measurement of this peer
 
-    def record(self, peer_id: str, seconds: float) -> None:
+    def record(self, peer_id: str, phase: PeerPhase, seconds: float) -> None:
         """Add one measurement; seconds: finite and not negative, or LocalProtocolError."""
         if not math.isfinite(seconds) or seconds < 0:
-            raise LocalProtocolError(f"measured time of {peer_id} is {seconds} s")
-        self._windows.setdefault(peer_id, deque(maxlen=WINDOW)).append(seconds)
+            raise LocalProtocolError(f"measured {phase.value} time of {peer_id} is {seconds} s")
+        self._windows.setdefault((peer_id, phase), deque(maxlen=WINDOW)).append(seconds)
         self._expected.pop(peer_id, None)
+
+    def at_least(self, peer_id: str, step_s: float) -> None:
+        """This peer's inner step takes so many seconds: no deadline is shorter, whatever the ceiling."""
+        if step_s != self._step_s.get(peer_id, 0.0):
+            self._step_s[peer_id] = step_s
+            self._expected.pop(peer_id, None)
 
     def measured(self, peer_id: str) -> bool:
         """Whether the peer's own times count already."""
-        return len(self._windows.get(peer_id, ())) >= FEWEST
+        measured = (len(self._windows.get((peer_id, phase), ())) for phase in (PeerPhase.COMPUTE, PeerPhase.UPLOAD))
+        return min(measured) >= FEWEST
+
+    def allowed_s(self, peer_id: str, phase: PeerPhase) -> float:
+        """Seconds that this phase of the peer may take; 0 before any measurement."""
+        times = self._windows.get((peer_id, phase))
+        return self._allowed(times) if times else 0.0
 
     def expected_s(self, peer_id: str) -> float:
         """Seconds from a round's opening after which this peer is overdue."""
         known = self._expected.get(peer_id)
-        if known is None and self.measured(peer_id):
-            known = self._expected[peer_id] = self._allowed(self._windows[peer_id])
-        return self._config.ceiling_s if known is None else known
+        if known is None:
+            known = self._expected[peer_id] = self._expected_anew(peer_id)
+        return known
+
+    def to_json(self) -> str:
+        """The measurements, for a restart."""
+        return json.dumps([[peer_id, phase.value, list(times)] for (peer_id, phase), times in self._windows.items()])
+
+    def load(self, text: str) -> None:
+        """Take what `to_json` gave. Raises ValueError when it is damaged; then nothing is taken."""
+        windows: dict[tuple[str, PeerPhase], deque[float]] = {}
+        try:
+            for peer_id, phase, times in json.loads(text):
+                if not all(isinstance(time, int | float) and math.isfinite(time) and time >= 0 for time in times):
+                    raise ValueError(f"times of {peer_id} are not seconds")
+                windows[str(peer_id), PeerPhase(phase)] = deque(times, maxlen=WINDOW)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        self._windows = windows
+        self._expected.clear()
+
+    def _expected_anew(self, peer_id: str) -> float:
+        config, allowed = self._config, self._config.ceiling_s
+        if self.measured(peer_id):
+            phases = (PeerPhase.DOWNLOAD, PeerPhase.COMPUTE, PeerPhase.UPLOAD)
+            whole = sum(self.allowed_s(peer_id, phase) for phase in phases)
+            allowed = min(max(whole, config.floor_s), config.ceiling_s)
+        return max(allowed, self._step_s.get(peer_id, 0.0))
 
     def _allowed(self, times: Collection[float]) -> float:
         middle = median(times)
         deviation = median(abs(time - middle) for time in times)
-        allowed = middle + self._config.spread * max(deviation, SMALLEST_SPREAD * middle)
-        return min(max(allowed, self._config.floor_s), self._config.ceiling_s)
+        return middle + self._config.spread * max(deviation, SMALLEST_SPREAD * middle)

@@ -36,7 +36,6 @@ class OpenRound:
     punctual: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
-    offered: set[str] = field(default_factory=set)
     faults: dict[str, str] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
@@ -92,6 +91,12 @@ class OpenRound:
             self.expected.remove(peer_id)
             self._count_lacking(peer_id, -1)
 
+    def extend(self, peer_id: str, seconds: float) -> None:
+        """Its transfer moves: wait for it at least so many seconds from counted_from on."""
+        if peer_id in self.missing:
+            self.deadline = max(self.deadline, self.counted_from + seconds)
+            heapq.heappush(self._slowest, (-seconds, peer_id))
+
     def deliver(self, peer_id: str, fragment_id: int) -> None:
         """A fragment of this peer is in."""
         if peer_id in self.delivered[fragment_id]:
@@ -107,10 +112,22 @@ class OpenRound:
         """Its bytes were bad: it is out of the round, with all that no Reduce was emitted for."""
         self.faults.setdefault(peer_id, reason)
         self.expect_no_more(peer_id)
-        for peers in self.delivered.values():
-            peers.discard(peer_id)
+        self.withdraw(peer_id)
+
+    def withdraw(self, peer_id: str) -> None:
+        """Nothing of it is in any more; it is waited for as long as it was before."""
+        for fragment_id, peers in self.delivered.items():
+            if peer_id in peers:
+                peers.remove(peer_id)
+                self._lacking[fragment_id] += peer_id in self.expected
         self.complete.discard(peer_id)
         del self._in[peer_id]
+
+    def close(self, reason: str, *, whole: bool) -> None:
+        """End the collection. whole: nothing is merged of a peer that is not complete; it counts in a later round."""
+        self.close_reason = reason
+        for peers in self.delivered.values() if whole else ():
+            peers &= self.complete
 
     def note_quorum(self, now: float) -> None:
         """Remember since when a quorum is complete."""

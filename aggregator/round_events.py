@@ -9,6 +9,7 @@ __all__ = [
     "Arrived",
     "Commit",
     "CommitSucceeded",
+    "Drain",
     "Effect",
     "Event",
     "Faulted",
@@ -17,6 +18,7 @@ __all__ = [
     "Offered",
     "Pause",
     "Phase",
+    "Progress",
     "Reduce",
     "Reduced",
     "Refused",
@@ -41,10 +43,14 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemberReady:
-    """A live peer says that its outer parameters are at `outer_step`. Sent whenever that changes."""
+    """A live peer says that its outer parameters are at `outer_step`. Sent whenever that changes.
+
+    step_s: seconds per inner step as it measured them, 0 when it has not.
+    """
 
     peer_id: str
     outer_step: int
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,18 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes of a contribution are coming in: so many so far, over all its fragments, of about `total_bytes`."""
+
+    peer_id: str
+    round_id: int
+    received_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Faulted:
-    """The peer's bytes were bad."""
+    """The peer's bytes were bad; round_id: the one its contribution names."""
 
     peer_id: str
     round_id: int
@@ -93,9 +109,10 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class CommitSucceeded:
-    """The shell carried out a Commit: the outer step is on disk."""
+    """The shell carried out a Commit: the outer step is on disk. tokens: merged with it."""
 
     round_id: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +135,34 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The operator wants rounds again."""
+    """The operator wants rounds again, after a Pause or a Drain."""
 
 
-Event = MemberReady | MemberLost | Offered | Arrived | Faulted | Reduced | CommitSucceeded | RoundFailed | Tick | Pause | Resume
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The operator wants the run to end with the open round."""
+
+
+Event = (
+    MemberReady
+    | MemberLost
+    | Offered
+    | Progress
+    | Arrived
+    | Faulted
+    | Reduced
+    | CommitSucceeded
+    | RoundFailed
+    | Tick
+    | Pause
+    | Resume
+    | Drain
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """A round to advance from `outer_step`; deadline: on the clock of `now`."""
+    """A round to advance from `outer_step`; deadline: on the clock of `now`, inf when nobody is waited for."""
 
     round_id: int
     outer_step: int
@@ -136,7 +172,10 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answer to an Offered or Arrived. stale: the peer is late or early, not wrong; it should look at the view."""
+    """A contribution is not taken. stale: the peer is late or early, not wrong; it should look at the view.
+
+    The answer to an Offered or Arrived; to any other event: what was taken of this peer is dropped.
+    """
 
     peer_id: str
     reason: str
@@ -164,7 +203,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed:
-    """The round is over. outer_step: the one it advanced to, or tried to; missing: expected and not complete."""
+    """The round is over. outer_step: the one it advanced to, or tried to; missing: expected and not complete.
+
+    carried: whose contributions, whole or not, go on into the next round; those of all others are to be dropped.
+    """
 
     round_id: int
     outer_step: int
@@ -172,11 +214,12 @@ class RoundClosed:
     reason: str
     missing: tuple[str, ...]
     seconds: float
+    carried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """The last outer step is committed."""
+    """The run is over: the last outer step or token is merged, or the operator drained it."""
 
     outer_step: int
 

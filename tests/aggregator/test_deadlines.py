@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.deadlines import FEWEST, WINDOW, Deadlines
+from aggregator.deadlines import FEWEST, WINDOW, Deadlines, PeerPhase
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
@@ -12,10 +12,16 @@ CONFIG = RoundsConfig(floor_s=5.0, ceiling_s=100.0, spread=6.0)
 SECONDS = st.lists(st.floats(0, 1e4), min_size=FEWEST, max_size=3 * WINDOW)
 
 
-def measured(*seconds: float, config: RoundsConfig = CONFIG) -> Deadlines:
-    deadlines = Deadlines(config)
+def record(deadlines: Deadlines, peer_id: str, compute: float, upload: float = 0.0) -> None:
+    deadlines.record(peer_id, PeerPhase.COMPUTE, compute)
+    deadlines.record(peer_id, PeerPhase.UPLOAD, upload)
+
+
+def measured(*seconds: float) -> Deadlines:
+    """Of peer a, whose uploads take no time."""
+    deadlines = Deadlines(CONFIG)
     for value in seconds:
-        deadlines.record("a", value)
+        record(deadlines, "a", value)
     return deadlines
 
 
@@ -47,16 +53,16 @@ def test_only_the_last_measurements_count() -> None:
 def test_each_peer_has_its_own_time_and_a_new_measurement_counts_at_once() -> None:
     deadlines = measured(10.0, 10.0, 10.0)
     for _ in range(3):
-        deadlines.record("b", 20.0)
+        record(deadlines, "b", 20.0)
     assert (deadlines.expected_s("a"), deadlines.expected_s("b"), deadlines.expected_s("unmeasured")) == (16.0, 32.0, 100.0)
     for _ in range(WINDOW):
-        deadlines.record("b", 10.0)
+        record(deadlines, "b", 10.0)
     assert deadlines.expected_s("b") == 16.0
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_an_impossible_time_is_our_own_bug(seconds: float) -> None:
-    with pytest.raises(LocalProtocolError, match="measured time of a"):
+    with pytest.raises(LocalProtocolError, match="measured compute time of a"):
         measured(seconds)
 
 
@@ -74,3 +80,55 @@ def test_always_between_floor_and_ceiling_and_never_below_the_median(seconds: li
 def test_the_order_within_the_window_does_not_matter(seconds: list[float]) -> None:
     window = seconds[-WINDOW:]
     assert measured(*window).expected_s("a") == measured(*reversed(window)).expected_s("a")
+
+
+def test_each_phase_has_its_own_spread_and_they_add_up() -> None:
+    deadlines = Deadlines(CONFIG)
+    for compute, upload in ((10.0, 1.0), (10.0, 2.0), (10.0, 3.0)):
+        record(deadlines, "a", compute, upload)
+    deadlines.record("a", PeerPhase.DOWNLOAD, 5.0)
+    allowed = [deadlines.allowed_s("a", phase) for phase in (PeerPhase.DOWNLOAD, PeerPhase.COMPUTE, PeerPhase.UPLOAD)]
+    assert allowed == pytest.approx([5 + 6 * 0.5, 10 + 6 * 1, 2 + 6 * 1])
+    assert deadlines.expected_s("a") == pytest.approx(sum(allowed))
+
+
+def test_uploads_must_have_been_measured_too() -> None:
+    deadlines = Deadlines(CONFIG)
+    for _ in range(FEWEST):
+        deadlines.record("a", PeerPhase.COMPUTE, 10.0)
+    assert deadlines.expected_s("a") == 100.0
+
+
+def test_no_deadline_is_shorter_than_one_inner_step() -> None:
+    deadlines = measured(50.0, 60.0, 70.0)
+    deadlines.at_least("a", 250.0)
+    assert deadlines.expected_s("a") == 250.0
+    deadlines.at_least("a", 1.0)
+    assert deadlines.expected_s("a") == 100.0
+
+
+def test_measurements_survive_a_restart() -> None:
+    before, after = measured(10.0, 12.0, 14.0), Deadlines(CONFIG)
+    after.load(before.to_json())
+    assert after.expected_s("a") == before.expected_s("a") == 24.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "7",
+        '[["a", "compute", 7]]',
+        '[["a", "lunch", [7]]]',
+        '[["a", "compute", ["7"]]]',
+        '[["a", "compute", [-1]]]',
+        '[["a", "compute", [NaN]]]',
+        '[["a"]]',
+    ],
+)
+def test_damaged_measurements_are_an_error_and_change_nothing(text: str) -> None:
+    deadlines = measured(10.0, 12.0, 14.0)
+    with pytest.raises(ValueError):
+        deadlines.load(text)
+    assert deadlines.expected_s("a") == 24.0

@@ -4,12 +4,14 @@ Each file in transcripts/ begins with a comment that states its invariant. A blo
 an empty line. After a wanted change of behaviour: `python tests/aggregator/test_round_transcripts.py` writes the lines anew;
 read the diff.
 
-    machine KEY=VALUE ...  a new machine: RoundsConfig's keys, fragments, groups, outer_step, outer_steps, first_round_id
+    machine KEY=VALUE ...  a new machine: RoundsConfig's keys, fragments, groups, and what the machine takes
     TIME ready PEER STEP            TIME lost PEER REASON        TIME fault PEER REASON
     TIME offer PEER FRAGMENT        TIME arrive PEER FRAGMENT    TIME send PEER (offers and delivers all that is due)
-    TIME reduced [FRAGMENT]         TIME committed               TIME failed REASON
-    TIME tick | pause | resume      TIME show
-offer, arrive, send, fault, reduced, committed and failed take round=N (default: the open round); offer and send take step=N.
+    TIME progress PEER BYTES OF     TIME phases PEER ...
+    TIME reduced [FRAGMENT]         TIME committed [tokens=N]    TIME failed REASON
+    TIME tick | pause | resume | drain                           TIME show
+offer, arrive, send, progress, fault, reduced, committed and failed take round=N (default: the open round); offer and send
+take step=N.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from aggregator.round_events import (
     Arrived,
     Commit,
     CommitSucceeded,
+    Drain,
     Effect,
     Event,
     Faulted,
@@ -31,6 +34,7 @@ from aggregator.round_events import (
     MemberReady,
     Offered,
     Pause,
+    Progress,
     Reduce,
     Reduced,
     Refused,
@@ -67,6 +71,9 @@ class Transcript:
         arguments = [word for word in words[2:] if "=" not in word]
         if verb == "show":
             return [self._show()]
+        if verb == "phases":
+            phases = ((name, self._machine.peer_phase(name)) for name in arguments)
+            return [", ".join(f"{name} {phase.value if phase else 'gone'}" for name, phase in phases)]
         effects: list[Effect] = []
         for event in self._events(verb, arguments, {key: int(value) for key, value in options.items()}):
             effects += self._machine.handle(event, now)
@@ -93,11 +100,13 @@ class Transcript:
             "fault": lambda: Faulted(name, round_id, rest),
             "offer": lambda: Offered(name, round_id, step, int(rest)),
             "arrive": lambda: Arrived(name, round_id, int(rest)),
-            "committed": lambda: CommitSucceeded(round_id),
+            "progress": lambda: Progress(name, round_id, *(int(number) for number in arguments[1:])),
+            "committed": lambda: CommitSucceeded(round_id, options.get("tokens", 0)),
             "failed": lambda: RoundFailed(round_id, " ".join(arguments)),
             "tick": Tick,
             "pause": Pause,
             "resume": Resume,
+            "drain": Drain,
         }
         if verb == "send":
             for fragment_id in self._fragments_due(machine.outer_step):
@@ -139,7 +148,8 @@ def said(effect: Effect) -> str:
             )
         case RoundClosed():
             word = "committed" if effect.committed else "aborted"
-            end = f"{effect.reason} [missing {names(effect.missing)}]"
+            carried = f" [carried {names(effect.carried)}]" if effect.carried else ""
+            end = f"{effect.reason} [missing {names(effect.missing)}]{carried}"
             return f"closed round {effect.round_id}, {word} after {effect.seconds:g} s: {end}"
         case RunFinished():
             return f"finished at step {effect.outer_step}"

@@ -297,7 +297,22 @@ def test_a_fragment_of_another_group_is_a_fault_in_an_offer_and_our_own_bug_when
     ]
 
 
-@pytest.mark.parametrize("name", ["rounds", "open_round", "round_events", "deadlines", "membership"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rounds",
+        "acceptance",
+        "closing",
+        "deadlines",
+        "in_hand",
+        "membership",
+        "open_round",
+        "phases",
+        "readiness",
+        "round_events",
+        "taking",
+    ],
+)
 def test_the_deciding_modules_do_no_io(name: str) -> None:
     """Sans-IO modules never import a clock, chance, a loop, a carrier or a log."""
     tree = ast.parse(Path(aggregator.rounds.__file__).with_name(f"{name}.py").read_text())

@@ -1,0 +1,60 @@
+"""Which phase each peer is in, and since when: what the deadlines are measured from. Sans-IO.
+
+Owns: the moments between two phases. Must not know: when a round closes, what a deadline is made of (`aggregator.deadlines`).
+"""
+
+from __future__ import annotations
+
+from aggregator.deadlines import Deadlines, PeerPhase
+from aggregator.in_hand import InHand, Underway
+from aggregator.open_round import OpenRound
+
+__all__ = ["Phases"]
+
+
+class Phases:
+    """See the module's text. Times are seconds of one monotonic clock."""
+
+    def __init__(self, deadlines: Deadlines, hand: InHand) -> None:
+        self._deadlines, self._hand = deadlines, hand
+        self._published_at: float | None = None
+        self._at_step: dict[str, float] = {}  # when it first reported the newest outer step
+
+    def phase_of(self, peer_id: str, reported: int, outer_step: int) -> PeerPhase:
+        """reported: the peer's last word about its outer step."""
+        if (under := self._hand.get(peer_id)) is not None:
+            return PeerPhase.WAITING if under.whole else PeerPhase.UPLOAD
+        return PeerPhase.DOWNLOAD if reported < outer_step else PeerPhase.COMPUTE
+
+    def published(self, now: float) -> None:
+        """A commit is on disk; everybody fetches it."""
+        self._published_at = now
+        self._at_step.clear()
+
+    def applied(self, peer_id: str, now: float) -> None:
+        """The peer was one outer step behind and reports the newest one."""
+        if self._published_at is not None and peer_id not in self._at_step:
+            self._at_step[peer_id] = now
+            self._deadlines.record(peer_id, PeerPhase.DOWNLOAD, now - self._published_at)
+
+    def began(self, peer_id: str, current: OpenRound, now: float) -> None:
+        """The first byte of its contribution to the open collection is here."""
+        if peer_id in current.punctual:
+            self._deadlines.record(peer_id, PeerPhase.COMPUTE, now - self._computes_since(peer_id, current))
+
+    def ended(self, peer_id: str, under: Underway, now: float) -> None:
+        """The last byte of its contribution is here."""
+        if under.steady:
+            self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - under.began_at)
+
+    def left_out(self, current: OpenRound, now: float) -> None:
+        """A close does not wait for these any longer: they took at least the time they were given."""
+        for peer_id in sorted(current.missing & current.punctual):
+            under = self._hand.get(peer_id)
+            if under is None:
+                self._deadlines.record(peer_id, PeerPhase.COMPUTE, now - self._computes_since(peer_id, current))
+            elif not self._hand.carries:  # else it goes on, and its end is measured
+                self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - under.began_at)
+
+    def _computes_since(self, peer_id: str, current: OpenRound) -> float:
+        return max(current.opened_at, self._at_step.get(peer_id, current.opened_at))

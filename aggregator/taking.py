@@ -1,0 +1,88 @@
+"""What comes in: headers, progress, whole fragments and bad bytes of contributions, as the open round and the hand take them.
+Sans-IO.
+
+Owns: what each of these events changes. Must not know: when a round opens or closes (`aggregator.rounds`), why something is not
+taken (`aggregator.acceptance`), who is live.
+"""
+
+from __future__ import annotations
+
+from aggregator.acceptance import Standing, refusal
+from aggregator.in_hand import InHand
+from aggregator.open_round import OpenRound
+from aggregator.phases import Phases
+from aggregator.round_events import Arrived, Faulted, Offered, Progress, Refused
+from edit.config import RoundsConfig
+from edit.errors import LocalProtocolError
+
+__all__ = ["Taking"]
+
+
+class Taking:
+    """`Refused` in an answer means that nothing else happened."""
+
+    def __init__(self, config: RoundsConfig, hand: InHand, phases: Phases) -> None:
+        self._config, self._hand, self._phases = config, hand, phases
+
+    def offered(self, event: Offered, run: Standing, now: float) -> Refused | None:
+        """A header: its contribution begins, unless it is in hand already."""
+        if refused := refusal(event, run, self._hand):
+            return refused
+        begun, collecting = self._hand.begin(event.peer_id, event.round_id, event.outer_step, now), run.collecting
+        if begun and collecting:
+            collecting.withdraw(event.peer_id)  # of an older contribution that this one replaces
+            if event.round_id == collecting.round_id:
+                self._phases.began(event.peer_id, collecting, now)
+        return None
+
+    def arrived(self, event: Arrived, run: Standing, now: float) -> Refused | None:
+        """A fragment is in. Raises LocalProtocolError for one of the open round that is not due."""
+        peer_id, current = event.peer_id, run.current
+        if current is not None and event.round_id == current.round_id and event.fragment_id not in run.due:
+            raise LocalProtocolError(f"Arrived with fragment {event.fragment_id}; due are {current.due}")
+        under = self._hand.get(peer_id, event.round_id)
+        if under is None and self._hand.carries:
+            return Refused(peer_id, f"the contribution to round {event.round_id} is no longer in hand", stale=True)
+        outer_step = under.outer_step if under is not None else run.outer_step
+        if refused := self.offered(Offered(peer_id, event.round_id, outer_step, event.fragment_id), run, now):
+            return refused
+        under = self._hand.get(peer_id, event.round_id)
+        if under is not None and not under.whole:
+            under.arrived.add(event.fragment_id)
+            under.whole = len(under.arrived) == len(run.due)
+            if under.whole:
+                self._phases.ended(peer_id, under, now)
+        if run.collecting is not None:
+            run.collecting.deliver(peer_id, event.fragment_id)
+        return None
+
+    def progress(self, event: Progress, run: Standing, now: float) -> None:
+        """Bytes come in: as long as they do, and end before the ceiling at their rate, they are waited for."""
+        under, collecting = self._hand.get(event.peer_id, event.round_id), run.collecting
+        if under is None or event.received_bytes <= under.received_bytes:
+            return
+        under.received_bytes, under.total_bytes = event.received_bytes, event.total_bytes
+        if collecting is None:
+            return
+        seconds = under.ends_at(now) - collecting.counted_from
+        if seconds <= self._config.ceiling_s:
+            collecting.extend(event.peer_id, min(self._config.ceiling_s, seconds + self._config.floor_s))
+
+    def faulted(self, event: Faulted, run: Standing) -> Refused | None:
+        """Bytes were bad. What is being merged stays; Refused: the shell is to drop what it has."""
+        peer_id, collecting = event.peer_id, run.collecting
+        if not self._hand.carries:
+            if collecting is not None and event.round_id == collecting.round_id:
+                self._hand.drop(peer_id)
+                collecting.fault(peer_id, event.reason)
+            return None
+        if self._hand.get(peer_id, event.round_id) is None or (run.current and _merges(run.current, peer_id)):
+            return None
+        self._hand.drop(peer_id)
+        if collecting is not None:
+            collecting.fault(peer_id, event.reason)
+        return Refused(peer_id, event.reason, stale=False)
+
+
+def _merges(current: OpenRound, peer_id: str) -> bool:
+    return bool(current.close_reason) and peer_id in current.complete
