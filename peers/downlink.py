@@ -43,6 +43,12 @@ class Download:
         self._error: EditError | None = None
         self._task: asyncio.Task[None] | None = None
 
+    def begin(self) -> None:
+        """Fetch it, or go on where it broke (loop's thread)."""
+        if self._task is None or self._task.done():
+            self._error = None
+            self._task = None if self._assembly.complete else self._start(self._run())
+
     async def begun(self) -> Commit:
         """The commit without its payloads, once its manifest is in. Raises what ended the transfer."""
         return await self._until(lambda: self._assembly.manifest)
@@ -61,9 +67,7 @@ class Download:
 
     async def _until(self, look: Callable[[], _T | None]) -> _T:
         """Begin, or go on where it broke; then wait."""
-        if self._task is None or self._task.done():
-            self._error = None
-            self._task = None if self._assembly.complete else self._start(self._run())
+        self.begin()
         while (here := look()) is None:
             if self._task is None or self._task.done():
                 raise self._error or TransportError(f"update {self._assembly.outer_step} is no longer fetched")
@@ -132,6 +136,11 @@ class Downlink:
     def begun(self, outer_step: int) -> Committed:
         """As `whole`, as soon as every rank has the manifest; the rest goes on in the background."""
         return self._agreement.together(self._begun(outer_step))
+
+    def foresee(self, outer_step: int) -> None:
+        """Begin to fetch the update that led to `outer_step`: somebody will ask for it (loop's thread)."""
+        if outer_step not in self._downloads:
+            self._download(outer_step).begin()
 
     def snapshot(self) -> Snapshot:
         """The outer parameters of the latest commit, of one outer step at all ranks. Raises TransportError, also when what

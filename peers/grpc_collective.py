@@ -131,11 +131,9 @@ class GrpcCollective:
             raise LocalProtocolError("joined twice")
         self._ranks.same("the model (its schema)", schema.schema_hash)
         uplink, held = self._new_uplink(schema), [Region(each) for each in schema.fragments] if regions is None else regions
-        self._entered = _Entered(
-            attendance=self._attend(self._session, schema, lambda: self._bridge.change(uplink.advance)),
-            uplink=uplink,
-            downlink=Downlink(self._bridge, self._data, self._agreement, schema, held, self._online),
-        )
+        downlink = Downlink(self._bridge, self._data, self._agreement, schema, held, self._online)
+        attendance = self._attend(self._session, schema, lambda: self._heard(uplink, downlink))
+        self._entered = _Entered(attendance=attendance, uplink=uplink, downlink=downlink)
         self._found_or_wait(schema, found)
         welcome = self._agreement.decide(lambda: self._session.welcome)
         self._entered.downlink.configure(_understood(welcome.config_json).sync)
@@ -157,6 +155,15 @@ class GrpcCollective:
         )
         self._bridge.spawn(attendance.run())
         return attendance
+
+    def _heard(self, uplink: Uplink, downlink: Downlink) -> None:
+        """News (loop's thread): send what can be sent; fetch an update that will be asked for while training goes on."""
+        self._bridge.change(uplink.advance)
+        if (step := self._bridge.read(lambda: uplink.awaited)) is None:
+            return
+        decision, _ = self._bridge.read(lambda: self._session.decide(step, uplink.round_of(step), self._clock()))
+        if decision is Decision.COMMITTED:
+            downlink.foresee(step + 1)
 
     def _new_uplink(self, schema: Schema) -> Uplink:
         started_ms = self._ranks.lead(lambda: time.time_ns() // 10**6)

@@ -91,6 +91,11 @@ class Uplink:
         """The round to which this rank has begun to contribute for `outer_step`, or 0."""
         return self._attempt.round_id if self._attempt is not None and self._attempt.outer_step == outer_step else 0
 
+    @property
+    def awaited(self) -> int | None:
+        """The outer step of the contribution whose outcome is awaited, or None."""
+        return self._attempt.outer_step if self._attempt is not None else None
+
     def withdraw(self, outer_step: int) -> bool:
         """Take back a contribution of which nothing was sent; False when there is none."""
         attempt = self._attempt

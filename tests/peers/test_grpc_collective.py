@@ -132,13 +132,25 @@ def _other_peer_commits(fake: FakeCoordinator, payloads: Sequence[EncodedTensor]
 
 def test_an_update_no_longer_kept_means_behind() -> None:
     with run_of() as (fake, peer):
-        fake.script = FakeCoordinator.commit
+        fake.script = _commit_and_forget
         peer.contribute(vectors(SMALL, 1))
-        fake.await_(lambda f: 1 in f.updates)
-        fake.bridge.change(fake.updates.clear)
         outcome = peer.ask()
         assert isinstance(outcome, Behind) and "no longer kept" in outcome.reason
         assert peer.collective.snapshot().outer_step == 1
+
+
+def _commit_and_forget(fake: FakeCoordinator) -> None:
+    fake.commit()
+    fake.updates.clear()
+
+
+def test_an_update_is_fetched_while_training_goes_on_and_only_once() -> None:
+    with run_of() as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.calls["FetchUpdate"] == 1)  # nobody has asked for the outcome
+        assert isinstance(peer.ask(), Committed)
+        assert fake.calls["FetchUpdate"] == 1
 
 
 def test_a_view_that_says_so_means_behind() -> None:
