@@ -124,7 +124,8 @@ class Resumable:
 class Autosave:
     """Takes up the newest checkpoint and makes new ones every so many outer steps. checkpoints: None keeps and takes none.
 
-    patient: rather wait for the last save to end than leave one out, so that a peer is never many outer steps behind the run.
+    patient: never leave one out because the one before is still being written, and contribute only once it is whole: so, saving
+    at every outer step, a peer that is killed is at most one outer step behind what it has brought the run to.
     """
 
     def __init__(self, resumable: Resumable, checkpoints: Checkpoints | None, every: int = 1, *, patient: bool = False) -> None:
@@ -160,6 +161,12 @@ class Autosave:
         if self._patient or self._resumable.ranks.all([self._checkpoints.idle])[0]:
             self._outer_step = outer_step
             self._save(self._checkpoints)
+
+    def settle(self) -> None:
+        """Before an inner step that ends with a contribution."""
+        if self._checkpoints is not None and self._patient:
+            self._checkpoints.wait()
+            self._resumable.ranks.all([True])  # what rank 0 has made whole the others may build on
 
     def last(self) -> None:
         """The training is asked to stop, between two inner steps: save, and wait until it is written."""

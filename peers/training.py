@@ -138,6 +138,8 @@ class Training:
             except Interrupted:
                 saving.last()
                 raise
+            if worker.round_inner_steps + 1 >= self._config.sync.interval:
+                saving.settle()
             self._step(trainer, worker)
             saving.stepped(worker.outer_step)
 
