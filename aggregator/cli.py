@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.authority import Authority
-from aggregator.operator import call_operator, pause_run, read_status, resume_run
+from aggregator.operator import call_operator, drain_run, pause_run, read_status, resume_run
 from aggregator.operator import evict_peer as evict_remote
 from aggregator.state_folder import RUN_TOML, StateFolder
 from edit.errors import ConfigError
@@ -117,7 +117,10 @@ def status(
     console.print(
         f"[bold]{reply['run_id']}[/]  {reply['phase']}  outer step {reply['outer_step']} of {reply['outer_steps']}  "
         f"{reply['parameters']:,} parameters  digest {reply['digest'][:12]}"
+        f"{'  draining' if reply['draining'] and reply['phase'] != 'finished' else ''}"
     )
+    if reply["reason"]:
+        console.print(f"[yellow]{reply['reason']}[/]", highlight=False)
     _print_members(console, reply["members"])
     table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
     for line in reply["rounds"][-rounds:] if rounds else []:
@@ -154,6 +157,8 @@ def _print_members(console: Console, rows: list[dict[str, object]]) -> None:
         "role",
         "state",
         "reason",
+        "phase",
+        "uploaded",
         "outer",
         "steps",
         "loss",
@@ -168,8 +173,15 @@ def _print_members(console: Console, rows: list[dict[str, object]]) -> None:
         numbers = [f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in ("loss", "tokens_per_s")]
         counts = [str(row[key]) for key in ("contributions", "rejections", "absences")]
         steps = [str(row[key]) for key in ("outer_step", "inner_steps")]
-        table.add_row(str(row["peer_id"]), str(row["role"]), str(row["state"]), str(row["reason"]), *steps, *numbers, *counts)
+        words = [str(row[key]) for key in ("peer_id", "role", "state", "reason", "phase")]
+        table.add_row(*words, _uploaded(row), *steps, *numbers, *counts)
     console.print(table)
+
+
+def _uploaded(row: dict[str, object]) -> str:
+    """`3.1 of 12.0 MB`, of the contribution in hand, or nothing."""
+    done, total = row["upload_bytes"], row["upload_total_bytes"]
+    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if isinstance(done, int) and isinstance(total, int) and total else ""
 
 
 @app.command()
@@ -198,12 +210,22 @@ def pause(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def resume(state: State = Path("edit-run")) -> None:
-    """Go on after `pause`.
+    """Go on after `pause`, or after `drain` with outer steps left; then peers that have ended are to be started again.
 
     Example: edit-coordinator resume --state my-run
     """
     call_operator(StateFolder(state), resume_run)
     typer.echo("resumed")
+
+
+@app.command()
+def drain(state: State = Path("edit-run")) -> None:
+    """End the run early: the open round comes to its end and is checkpointed, then every peer is told that it is finished.
+
+    Example: edit-coordinator drain --state my-run
+    """
+    call_operator(StateFolder(state), drain_run)
+    typer.echo("draining; `status` says finished when it is done")
 
 
 @app.command()

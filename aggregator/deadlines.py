@@ -23,7 +23,7 @@ from statistics import median
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
-__all__ = ["FEWEST", "WINDOW", "Deadlines", "PeerPhase"]
+__all__ = ["FEWEST", "MEASURED", "WINDOW", "Deadlines", "PeerPhase"]
 
 WINDOW = 16  # measurements kept per peer and phase
 FEWEST = 3  # measurements before a peer's own times count
@@ -37,6 +37,9 @@ class PeerPhase(Enum):
     COMPUTE = "compute"  # until the first byte of its contribution
     UPLOAD = "upload"  # until the last one
     WAITING = "waiting"  # for the outcome; not measured: it is ours
+
+
+MEASURED = (PeerPhase.DOWNLOAD, PeerPhase.COMPUTE, PeerPhase.UPLOAD)
 
 
 class Deadlines:
@@ -98,8 +101,7 @@ class Deadlines:
     def _expected_anew(self, peer_id: str) -> float:
         config, allowed = self._config, self._config.ceiling_s
         if self.measured(peer_id):
-            phases = (PeerPhase.DOWNLOAD, PeerPhase.COMPUTE, PeerPhase.UPLOAD)
-            whole = sum(self.allowed_s(peer_id, phase) for phase in phases)
+            whole = sum(self.allowed_s(peer_id, phase) for phase in MEASURED)
             allowed = min(max(whole, config.floor_s), config.ceiling_s)
         return max(allowed, self._step_s.get(peer_id, 0.0))
 

@@ -23,6 +23,7 @@ from aggregator import round_events as events
 from aggregator.downlink import Downlink, Head
 from aggregator.exchange import Exchange
 from aggregator.membership import REPLACED, Change, Membership, digest_mismatch
+from aggregator.outlook import Outlook
 from aggregator.resources import Resources
 from aggregator.round_events import Phase
 from aggregator.rounds import RoundMachine
@@ -88,6 +89,7 @@ class Engine:
         self._attendances: dict[tuple[str, int], Attendance] = {}
         self._founder: str | None = None
         self._sequence = 0
+        self._outlook = Outlook(config)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -195,8 +197,9 @@ class Engine:
             attendance.last_line = now
             self.metrics.line("peer", self.clock.unix(), {"peer_id": peer_id, **heartbeat.as_json()})
         self._check_digest(attendance, heartbeat)
+        self._outlook.hear(peer_id, heartbeat.step_s)
         if heartbeat.state is not PeerState.STARTING and not attendance.heal:
-            self._feed(events.MemberReady(peer_id, heartbeat.outer_step))
+            self._feed(events.MemberReady(peer_id, heartbeat.outer_step, heartbeat.step_s))
 
     def _check_digest(self, attendance: Attendance, heartbeat: Heartbeat) -> None:
         """Rule: the aggregator's theta is the truth; a peer whose digest differs takes a snapshot, and the reason is logged."""
@@ -238,8 +241,15 @@ class Engine:
         self._feed(events.Pause())
 
     def resume(self) -> None:
-        """Rounds again."""
+        """Rounds again, also after `drain`."""
+        self.finished.clear()
         self._feed(events.Resume())
+        self._notify()
+
+    def drain(self) -> None:
+        """The open round comes to its end, then the run is finished. Raises StaleError before the founding."""
+        self.exchange.feed(events.Drain())
+        self._notify()
 
     def _feed(self, event: events.Event) -> None:
         if self._exchange is not None:
@@ -250,9 +260,11 @@ class Engine:
     def view(self, attendance: Attendance | None) -> View:
         """The run as this rank is to see it; None: as an operator does."""
         sequence = self._sequence
+        if attendance is None:
+            self._look_around()
         if self._downlink is None or self._exchange is None:
             founder = attendance is not None and attendance.rank == 0 and attendance.peer_id == self._founder
-            return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder)
+            return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder, reason=self._outlook.reason)
         downlink, machine = self._downlink, self._exchange.machine
         last_round, committed, reason = self._exchange.last_closed
         return View(
@@ -266,9 +278,17 @@ class Engine:
             last_committed=committed,
             last_reason=reason,
             heal=attendance.heal if attendance is not None else "",
+            reason=self._outlook.reason,
+            inner_steps=self._outlook.inner_steps(self.membership.members.get(attendance.peer_id)) if attendance else 0,
+            draining=machine.draining,
         )
 
+    def _look_around(self) -> None:
+        joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
+        self._outlook.look(self.membership.members.values(), self.outer.outer_step if self.outer is not None else 0, joined)
+
     def _notify(self) -> None:
+        self._look_around()
         self._sequence += 1
         for attendance in self._attendances.values():
             attendance.changed.set()

@@ -1,8 +1,8 @@
 """The rounds of a founded run: feeds the round machine and carries out what it decides.
 
-Owns: the contributions of the open round, and the order of things (journal before memory, memory before publishing). Decides
-nothing about rounds (`aggregator.rounds`), attempts and ranks (`aggregator.parts`) or numbers (`edit`). Must not know: gRPC,
-attendance, the founding.
+Owns: the open round, and the order of things (journal before memory, memory before publishing). Decides nothing about rounds
+and how long a contribution is held (`aggregator.rounds`), attempts and ranks (`aggregator.parts`) or numbers (`edit`). Must not
+know: gRPC, attendance, the founding.
 
 Threads: everything here runs on the event loop, except the functions named `work`: they touch the outer state and the disk, and
 the one worker thread runs them one after the other.
@@ -11,17 +11,20 @@ the one worker thread runs them one after the other.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from aggregator import round_events as events
+from aggregator.contributions import Contributions
 from aggregator.downlink import Downlink, Head
 from aggregator.intake import Slot
 from aggregator.metrics import RoundReport
-from aggregator.parts import Parts
 from aggregator.resources import Resources
 from aggregator.rounds import RoundMachine
+from aggregator.state_folder import write_atomic
 from edit.config import RunConfig
 from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.merge import measure
@@ -33,6 +36,7 @@ from editpb.messages import ContributionHeader
 __all__ = ["Exchange", "Observer"]
 
 _log = logging.getLogger(__name__)
+_PROGRESS_S = 0.25  # at most one word about a transfer in this time
 
 
 class Observer(Protocol):
@@ -47,17 +51,20 @@ class Observer(Protocol):
         ...
 
     def run_finished(self) -> None:
-        """The last outer step is committed and checkpointed."""
+        """The run has ended and is checkpointed."""
         ...
 
 
 @dataclass(slots=True)
 class _Round:
-    """What belongs to the open round. A new round gets a new object, so late results of an old one land nowhere."""
+    """What belongs to the open round. A new round gets a new object, so late results of an old one land nowhere.
+
+    tokens: behind the contributions that were merged with a weight, by fragment; bytes_in: that came while it was open.
+    """
 
     round_id: int
-    parts: dict[tuple[str, int], Parts] = field(default_factory=dict)
     staged: dict[int, Staged] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
     bytes_in: int = 0
     commit: Commit | None = None
 
@@ -76,18 +83,27 @@ class Exchange:
         first_round_id: int,
     ) -> None:
         self._outer, self._downlink, self._observer = outer, downlink, observer
-        self._store, self._intake, self._background = resources.store, resources.intake, resources.background
+        self._store, self._background = resources.store, resources.background
         self._metrics, self._clock = resources.metrics, resources.clock
+        self._deadlines_file = resources.deadlines
+        self._contributions = Contributions(outer.schema, resources.intake)
+        self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
+        self._due = partial(
+            fragments_due, fragments=len(outer.schema.fragments), groups=config.sync.groups, pattern=config.sync.pattern
+        )
         self._checkpoint_every = config.storage.checkpoint_every
         self._round: _Round | None = None
         self.last_closed: tuple[int, bool, str] = (0, False, "")  # round_id, committed, reason
         self.machine = RoundMachine(
             config.rounds,
-            due=lambda step: fragments_due(step, len(outer.schema.fragments), config.sync.groups, config.sync.pattern),
+            due=self._due,
             outer_step=outer.outer_step,
             outer_steps=config.sync.outer_steps,
             first_round_id=first_round_id,
+            stop_tokens=config.sync.tokens,
+            tokens=self._store.tokens,
         )
+        self._load_deadlines()
 
     # ---- contributions -------------------------------------------------------------------------------------------------
 
@@ -100,16 +116,12 @@ class Exchange:
         if header.schema_hash != schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
         self._offered(events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id))
-        current = self._open_round(header.round_id)
-        key = (header.peer_id, header.fragment_id)
-        if key not in current.parts:
-            current.parts[key] = Parts(schema.fragments[header.fragment_id], self._intake)
-        return current.parts[key].declare(header)
+        return self._contributions.declare(header, self._due(header.outer_step))
 
     async def arrived(self, header: ContributionHeader, slot: Slot) -> None:
         """All bytes of a part are in and intact: measure it; with the last part, tell the round machine."""
-        current = self._open_round(header.round_id)
-        parts = current.parts[(header.peer_id, header.fragment_id)]
+        contribution = self._contributions.of(header)
+        parts = contribution.parts(header.fragment_id)
         read = parts.reader(slot)
         if read is None:
             return
@@ -117,22 +129,37 @@ class Exchange:
         def work() -> float:
             return measure(read())
 
-        norm = await self._background.in_worker(work)
-        if self._round is not current or parts.reader(slot) is None:
+        try:
+            norm = await self._background.in_worker(work)
+        except StorageError:
+            self._contributions.of(header)  # it may have been dropped meanwhile, and then is stale
+            raise
+        if self._contributions.get(header.peer_id) is not contribution or parts.reader(slot) is None:
             return
-        current.bytes_in += header.total_bytes
+        if self._round is not None:
+            self._round.bytes_in += header.total_bytes
         if parts.measured(slot, norm):
             self.feed(events.Arrived(header.peer_id, header.round_id, header.fragment_id))
+
+    def progress(self, header: ContributionHeader) -> None:
+        """Bytes of this contribution came in."""
+        now = self._clock.monotonic()
+        contribution = self._contributions.get(header.peer_id)
+        if contribution is None or now - self._told.get(header.peer_id, -math.inf) < _PROGRESS_S:
+            return
+        self._told[header.peer_id] = now
+        received, total = contribution.received_bytes, contribution.total_bytes
+        self.feed(events.Progress(header.peer_id, header.round_id, received, max(received, total)))
+
+    def upload(self, peer_id: str) -> tuple[int, int]:
+        """(bytes so far, bytes in all) of the contribution that is held of this peer; (0, 0): none is."""
+        contribution = self._contributions.get(peer_id)
+        return (contribution.received_bytes, contribution.total_bytes) if contribution is not None else (0, 0)
 
     def fault(self, peer_id: str, round_id: int, reason: str) -> None:
         """This peer's bytes broke the protocol: it is out of the round, and nothing else happens."""
         _log.warning("%s: %s", peer_id, reason)
         self.feed(events.Faulted(peer_id, round_id, reason))
-
-    def _open_round(self, round_id: int) -> _Round:
-        if self._round is None or self._round.round_id != round_id:
-            raise StaleError(f"round {round_id} is closed")
-        return self._round
 
     # ---- rounds --------------------------------------------------------------------------------------------------------
 
@@ -141,8 +168,11 @@ class Exchange:
         before = (self.machine.phase, self.machine.round_id)
         refusal: events.Refused | None = None
         for effect in self.machine.handle(event, self._clock.monotonic()):
-            if isinstance(effect, events.Refused):
+            if isinstance(effect, events.Refused) and isinstance(event, events.Offered | events.Arrived):
                 refusal = effect
+            elif isinstance(effect, events.Refused):
+                _log.info("%s: its contribution is refused: %s", effect.peer_id, effect.reason)
+                self._contributions.drop(effect.peer_id, effect.reason)
             else:
                 self._carry_out(effect)
         if (self.machine.phase, self.machine.round_id) != before:
@@ -164,14 +194,18 @@ class Exchange:
             case events.RoundClosed():
                 self._close_round(effect)
             case events.RunFinished():
-                _log.info("finished at outer step %d", effect.outer_step)
+                _log.info("finished at outer step %d, %d tokens", effect.outer_step, self.machine.tokens)
+                self._contributions.keep((), "the run is finished")
                 self._background.spawn(self._finish())
 
     async def _reduce(self, effect: events.Reduce) -> None:
         current, outer = self._round, self._outer
         if current is None or current.round_id != effect.round_id:
             return
-        contributions = [current.parts[(peer_id, effect.fragment_id)].contribution() for peer_id in effect.peers]
+        held = ((peer_id, self._contributions.get(peer_id)) for peer_id in effect.peers)
+        step = self.machine.outer_step
+        contributions = [one.whole(effect.fragment_id, step) for _, one in held if one is not None]
+        tokens = {one.peer_id: one.tokens for one in contributions}
 
         def work() -> Staged:
             merged = outer.reduce(effect.fragment_id, contributions)
@@ -180,20 +214,22 @@ class Exchange:
             return replace(staged, merged=replace(merged, merged=None))  # D is on disk and in the step: free its memory
 
         try:
-            current.staged[effect.fragment_id] = await self._background.in_worker(work)
+            staged = current.staged[effect.fragment_id] = await self._background.in_worker(work)
         except StorageError as error:
             self.feed(events.RoundFailed(effect.round_id, str(error)))
-        else:
-            self.feed(events.Reduced(effect.round_id, effect.fragment_id))
+            return
+        current.tokens[effect.fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
+        self.feed(events.Reduced(effect.round_id, effect.fragment_id))
 
     async def _commit(self, effect: events.Commit) -> None:
         current, outer = self._round, self._outer
         if current is None or current.round_id != effect.round_id:
             return
         staged = [current.staged[i] for i in sorted(current.staged)]
+        tokens = self._tokens(current)
 
         def work() -> tuple[Commit, Head]:
-            self._store.append_commit(effect.round_id, outer.outer_step + 1, effect.reason)
+            self._store.append_commit(effect.round_id, outer.outer_step + 1, effect.reason, tokens)
             commit = outer.commit(effect.round_id, effect.reason, staged)
             self._store.publish(commit)
             return commit, Head.of(outer)
@@ -206,16 +242,33 @@ class Exchange:
         current.commit = commit
         self._downlink.show(head)
         self._observer.round_committed(commit, effect.missing)
-        self.feed(events.CommitSucceeded(effect.round_id))
+        self.feed(events.CommitSucceeded(effect.round_id, tokens))
         if commit.outer_step % self._checkpoint_every == 0:
             await self._checkpoint()
 
+    def _tokens(self, current: _Round) -> int:
+        """Behind a commit: with groups each fragment counts for its share of the model, and the others for nothing."""
+        schema = self._outer.schema
+        return sum(tokens * schema.fragments[i].numel for i, tokens in current.tokens.items()) // schema.numel
+
     async def _checkpoint(self) -> None:
         """A checkpoint that cannot be written loses nothing: the journal before it stays."""
+        measured = self.machine.deadlines.to_json().encode()
         try:
             await self._background.in_worker(self._store.checkpoint, self._outer)
+            if self._deadlines_file is not None:
+                await self._background.in_worker(write_atomic, self._deadlines_file, measured)
         except StorageError as error:
             _log.error("no checkpoint: %s", error)
+
+    def _load_deadlines(self) -> None:
+        """Without the measured times of an earlier start the ceiling counts until there are new ones."""
+        if self._deadlines_file is None or not self._deadlines_file.exists():
+            return
+        try:
+            self.machine.deadlines.load(self._deadlines_file.read_text())
+        except (OSError, ValueError) as error:
+            _log.warning("%s: is passed over (%s); the peers' times are measured anew", self._deadlines_file, error)
 
     async def _finish(self) -> None:
         await self._checkpoint()
@@ -223,7 +276,7 @@ class Exchange:
 
     def _close_round(self, effect: events.RoundClosed) -> None:
         current, self._round = self._round, None
-        self._intake.drop_round(effect.round_id)
+        self._contributions.keep(effect.carried, "its round is over")
         self.last_closed = (effect.round_id, effect.committed, effect.reason)
         commit = current.commit if current is not None else None
         report = RoundReport(
@@ -237,6 +290,7 @@ class Exchange:
             missing=tuple(effect.missing),
             digest=commit.digest if commit else "",
             fragments=tuple(replace(fragment, payload=None) for fragment in commit.fragments) if commit else (),
+            carried=effect.carried,
         )
         self._metrics.round_closed(report, self._clock.unix())
         state = "committed" if effect.committed else "aborted"

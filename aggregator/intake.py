@@ -192,16 +192,6 @@ class Intake:
             self._held -= 0 if slot.spilled else slot.total_bytes
             slot.drop(reason)
 
-    def drop_round(self, round_id: int) -> None:
-        """Forget all slots of a round."""
-        for slot in [slot for slot in self._slots.values() if slot.round_id == round_id]:
-            self.drop(slot)
-
-    def drop_peer(self, peer_id: str) -> None:
-        """Forget all slots of a peer."""
-        for slot in [slot for slot in self._slots.values() if slot.peer_id == peer_id]:
-            self.drop(slot)
-
     def close(self) -> None:
         """Forget everything."""
         for slot in list(self._slots.values()):

@@ -38,12 +38,13 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """One committed round: what advanced the run TO `outer_step`; fragments in fragment order."""
+    """One committed round: what advanced the run TO `outer_step`; fragments in fragment order; tokens: merged so far in all."""
 
     round_id: int
     outer_step: int
     reason: str
     fragments: tuple[Merged, ...]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,15 @@ class Journal:
         self._round_id = round_id
         self._fragments.add(merged.fragment_id)
 
-    def append_commit(self, round_id: int, outer_step: int, reason: str) -> None:
-        """Commit the fragments of this round; they and the commit are on disk when this returns. Raises StorageError."""
+    def append_commit(self, round_id: int, outer_step: int, reason: str, tokens: int = 0) -> None:
+        """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
+
+        Raises StorageError.
+        """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
             raise LocalProtocolError(f"journal: commit of round {round_id} without its fragments")
-        header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason}
+        header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
         self._append({**header, "fragments": sorted(self._fragments)}, b"")
         self._make_durable()
         self._outer_step, self._round_id = outer_step, 0
@@ -220,7 +224,7 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
             pending[merged.fragment_id] = merged
         elif header["kind"] == "commit":
             fragments = tuple(pending[fragment_id] for fragment_id in sorted(pending))
-            yield CommittedRound(round_id, header["outer_step"], header["reason"], fragments)
+            yield CommittedRound(round_id, header["outer_step"], header["reason"], fragments, header["tokens"])
             pending = {}
         if record.end >= end:
             return

@@ -129,7 +129,7 @@ def fragment_header(round_id: int, outer_step: int, merged: Merged) -> dict[str,
         "outer_step": outer_step,
         "fragment_id": merged.fragment_id,
         "rollback": merged.merged is None,
-        "verdicts": [[v.peer_id, v.verdict.value, _said(v.norm), _said(v.weight)] for v in merged.verdicts],
+        "verdicts": [[v.peer_id, v.verdict.value, _said(v.norm), _said(v.weight), v.staleness] for v in merged.verdicts],
         "statistics": {peer: [_said(s.mean), _said(s.variance), s.count] for peer, s in merged.statistics.items()},
         "merged_norm": _said(merged.merged_norm),
         "clip": _said(merged.clip),
@@ -150,8 +150,10 @@ def _merged(record: Record) -> Merged:
         fragment_id=header["fragment_id"],
         merged=None if header["rollback"] else torch.frombuffer(record.body, dtype=torch.float32),
         verdicts=tuple(
-            PeerVerdict(peer_id=peer_id, verdict=Verdict(verdict), norm=float(norm), weight=float(weight))
-            for peer_id, verdict, norm, weight in header["verdicts"]
+            PeerVerdict(
+                peer_id=peer_id, verdict=Verdict(verdict), norm=float(norm), weight=float(weight), staleness=int(staleness)
+            )
+            for peer_id, verdict, norm, weight, staleness in header["verdicts"]
         ),
         statistics={
             peer_id: NormStatistics(mean=float(mean), variance=float(variance), count=count)

@@ -26,7 +26,7 @@ class RoundReport:
     """One closed round, without tensors.
 
     bytes_in: payloads received; bytes_out: what one peer downloads; seconds: from open to close; fragments: verdicts, empty
-    when the round was lost.
+    when the round was lost; carried: whose contributions went on into the next round.
     """
 
     round_id: int
@@ -39,6 +39,7 @@ class RoundReport:
     missing: tuple[str, ...]
     digest: str
     fragments: tuple[FragmentCommit, ...]
+    carried: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -50,6 +51,7 @@ class RoundReport:
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "missing": list(self.missing),
+            "carried": list(self.carried),
             "digest": self.digest,
             "verdicts": [_verdicts(fragment) for fragment in self.fragments],
         }
@@ -61,6 +63,7 @@ def _verdicts(fragment: FragmentCommit) -> dict[str, object]:
         "merged_norm": _number(fragment.merged_norm),
         "clip": _number(fragment.clip),
         "peers": {v.peer_id: [v.verdict.value, _number(v.norm), _number(v.weight)] for v in fragment.verdicts},
+        "staleness": {v.peer_id: v.staleness for v in fragment.verdicts if v.staleness},
     }
 
 

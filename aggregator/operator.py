@@ -17,7 +17,7 @@ from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.status import from_status
 
-__all__ = ["call_operator", "connect", "evict_peer", "pause_run", "read_status", "resume_run", "status_as_json"]
+__all__ = ["call_operator", "connect", "drain_run", "evict_peer", "pause_run", "read_status", "resume_run", "status_as_json"]
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 20.0
@@ -70,6 +70,10 @@ async def resume_run(stub: Any) -> None:
     await stub.Resume(pb.ResumeRequest(), timeout=_TIMEOUT_S)
 
 
+async def drain_run(stub: Any) -> None:
+    await stub.Drain(pb.DrainRequest(), timeout=_TIMEOUT_S)
+
+
 def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:
     async def call(stub: Any) -> None:
         await stub.Evict(pb.EvictRequest(peer_id=peer_id, reason=reason), timeout=_TIMEOUT_S)
@@ -85,6 +89,10 @@ def status_as_json(reply: pb.StatusReply) -> dict[str, Any]:
         "outer_step": reply.view.outer_step,
         "outer_steps": reply.outer_steps,
         "round_id": reply.view.round_id,
+        "reason": reply.view.reason,
+        "draining": reply.view.draining,
+        "tokens": reply.tokens,
+        "stop_tokens": reply.stop_tokens,
         "digest": reply.view.digest,
         "parameters": reply.parameters,
         "peak_memory_bytes": reply.peak_memory_bytes,
@@ -115,6 +123,12 @@ def _member(member: pb.MemberStatus) -> dict[str, Any]:
         "rejections": member.rejections,
         "absences": member.absences,
         "deadline_s": member.deadline_s,
+        "phase": member.phase,
+        "upload_bytes": member.upload_bytes,
+        "upload_total_bytes": member.upload_total_bytes,
+        "download_s": member.download_s,
+        "compute_s": member.compute_s,
+        "upload_s": member.upload_s,
     }
 
 
@@ -128,6 +142,7 @@ def _round(line: pb.RoundStatus) -> dict[str, Any]:
         "bytes_in": line.bytes_in,
         "bytes_out": line.bytes_out,
         "missing": list(line.missing),
+        "carried": list(line.carried),
         "digest": line.digest,
         "verdicts": [
             {
@@ -135,6 +150,7 @@ def _round(line: pb.RoundStatus) -> dict[str, Any]:
                 "merged_norm": fragment.merged_norm,
                 "clip": fragment.clip,
                 "peers": {v.peer_id: [v.verdict, v.norm, v.weight] for v in fragment.verdicts},
+                "staleness": {v.peer_id: v.staleness for v in fragment.verdicts if v.staleness},
             }
             for fragment in line.fragments
         ],

@@ -1,4 +1,4 @@
-"""One peer's contribution to one fragment of one round: the parts that its ranks send, until together they are the fragment.
+"""One peer's contribution to one fragment: the parts that its ranks send, until together they are the fragment.
 
 Owns: which attempt counts, what may not differ between the ranks of a replica, when the fragment is whole. Must not know: how
 bytes travel, rounds, gRPC, threads. Rules:
@@ -14,7 +14,7 @@ bytes travel, rounds, gRPC, threads. Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from aggregator.intake import Intake, Slot
 from edit.boxes import Region, partition_fault
@@ -52,11 +52,22 @@ class Parts:
         self._awaited = 0  # declared parts that are not measured yet
         self._whole: Measured | None = None
 
-    def contribution(self) -> Measured:
-        """All of it. Raises LocalProtocolError before it is whole."""
+    @property
+    def received_bytes(self) -> int:
+        """Of all parts, so far."""
+        return sum(declared.slot.received_bytes for declared in self._declared.values())
+
+    def contribution(self, staleness: int = 0) -> Measured:
+        """All of it; staleness: in outer steps. Raises LocalProtocolError before it is whole."""
         if self._whole is None:
             raise LocalProtocolError(f"fragment {self._fragment.fragment_id}: a contribution that is not whole")
-        return self._whole
+        return replace(self._whole, staleness=staleness)
+
+    def drop(self, reason: str) -> None:
+        """Let go of all bytes, once and for all; who reads them keeps them until it is done."""
+        for declared in self._declared.values():
+            self._intake.drop(declared.slot, reason)
+        self._declared.clear()
 
     def declare(self, header: ContributionHeader) -> Slot | None:
         """The slot for the bytes of this part; None: no bytes are needed, the fragment is whole from an earlier attempt.
@@ -105,9 +116,7 @@ class Parts:
         return True
 
     def _replace(self, attempt: int) -> None:
-        for declared in self._declared.values():
-            self._intake.drop(declared.slot, "a newer attempt of this replica has come")
-        self._declared.clear()
+        self.drop("a newer attempt of this replica has come")
         self._covered = self._awaited = 0
         self._attempt = attempt
 

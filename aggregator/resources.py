@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aggregator.authority import Members
 from aggregator.background import Background
@@ -25,11 +26,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """store: the state on disk; intake: bytes on their way in; members: who may be here; background: the worker thread."""
+    """store: the state on disk; intake: bytes on their way in; members: who may be here; background: the worker thread;
+    deadlines: the file of the measured times, None keeps none."""
 
     store: Store
     intake: Intake
     members: Members
     background: Background
     metrics: MetricsLog
+    deadlines: Path | None = None
     clock: Clock = field(default_factory=Clock)

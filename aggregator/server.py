@@ -81,6 +81,7 @@ class Coordinator:
             members=authority.members,
             background=Background(worker),
             metrics=MetricsLog(folder.metrics),
+            deadlines=folder.deadlines,
             clock=clock,
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1

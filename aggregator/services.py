@@ -161,6 +161,12 @@ class ControlService:
             self._engine.resume()
         return cpb.ResumeReply()
 
+    async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
+        async with _answering(context):
+            _admit(self._engine, context, "operator")
+            self._engine.drain()
+        return cpb.DrainReply()
+
 
 def _expel(error: EvictedError | RefusedError) -> cpb.CoordinatorMessage:
     return convert.coordinator_message_to_pb(Expel(evicted=isinstance(error, EvictedError), reason=str(error)))
@@ -202,6 +208,7 @@ class DataService:
             if slot is not None:
                 slot.write(part.chunk.offset, part.chunk.data, part.chunk.crc32)
             self._engine.progress(header.peer_id)
+            self._engine.exchange.progress(header)
         if slot is None:
             return dpb.ContributionReceipt(complete=True, received_bytes=header.total_bytes)
         if slot.complete:

@@ -124,6 +124,11 @@ class StateFolder:
         return self.path / "addresses.json"
 
     @property
+    def deadlines(self) -> Path:
+        """The peers' measured times, so that a restart need not measure anew."""
+        return self.path / "deadlines.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -6,6 +6,7 @@ import resource
 import sys
 from pathlib import Path
 
+from aggregator.deadlines import MEASURED
 from aggregator.engine import Engine
 from aggregator.membership import Member
 from aggregator.metrics import RoundReport
@@ -43,6 +44,8 @@ def status_reply(engine: Engine, rounds_after: int) -> pb.StatusReply:
         expected=sorted(machine.expected) if machine is not None else [],
         arrived=sorted(machine.arrived) if machine is not None else [],
         deadline_in_s=deadline - now if deadline is not None else -1.0,
+        tokens=machine.tokens if machine is not None else 0,
+        stop_tokens=engine.config.sync.tokens,
     )
 
 
@@ -62,7 +65,7 @@ def _members(engine: Engine, now: float) -> list[pb.MemberStatus]:
 
 
 def _member(peer_id: str, role: str, member: Member, now: float, engine: Engine) -> pb.MemberStatus:
-    return pb.MemberStatus(
+    row = pb.MemberStatus(
         peer_id=peer_id,
         role=role,
         state=member.state.value,
@@ -72,8 +75,20 @@ def _member(peer_id: str, role: str, member: Member, now: float, engine: Engine)
         contributions=member.contributions,
         rejections=member.rejections,
         absences=member.absences,
-        deadline_s=(engine.machine.expected_s(peer_id) or 0.0) if engine.machine is not None else 0.0,
     )
+    if engine.machine is not None:
+        _add_pace(row, engine)
+    return row
+
+
+def _add_pace(row: pb.MemberStatus, engine: Engine) -> None:
+    """Where this member is in the round, and what it is given."""
+    exchange, peer_id = engine.exchange, row.peer_id
+    machine, phase = exchange.machine, exchange.machine.peer_phase(peer_id)
+    row.phase = phase.value if phase is not None else ""
+    row.deadline_s = machine.expected_s(peer_id) or 0.0
+    row.upload_bytes, row.upload_total_bytes = exchange.upload(peer_id)
+    row.download_s, row.compute_s, row.upload_s = (machine.deadlines.allowed_s(peer_id, each) for each in MEASURED)
 
 
 def _round(report: RoundReport) -> pb.RoundStatus:
@@ -88,4 +103,5 @@ def _round(report: RoundReport) -> pb.RoundStatus:
         fragments=[convert.fragment_verdicts_to_pb(fragment) for fragment in report.fragments],
         missing=report.missing,
         digest=report.digest,
+        carried=report.carried,
     )

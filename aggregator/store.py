@@ -35,9 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 class Store:
-    """One run's outer state in `folder`. disk: injected for tests."""
+    """One run's outer state in `folder`. disk: injected for tests; tokens: merged so far, as far as it is on disk."""
 
     def __init__(self, folder: Path, config: StorageConfig, run_id: str, disk: Disk | None = None) -> None:
+        self.tokens = 0
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
         self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
@@ -68,9 +69,10 @@ class Store:
         """One merged fragment of the round that advances TO outer_step. Raises StorageError."""
         self._open_journal().append_fragment(round_id, outer_step, merged)
 
-    def append_commit(self, round_id: int, outer_step: int, reason: str) -> None:
-        """The round is committed when this returns; it is on disk. Raises StorageError."""
-        self._open_journal().append_commit(round_id, outer_step, reason)
+    def append_commit(self, round_id: int, outer_step: int, reason: str, tokens: int = 0) -> None:
+        """The round is committed when this returns; it is on disk. tokens: merged with it. Raises StorageError."""
+        self._open_journal().append_commit(round_id, outer_step, reason, self.tokens + tokens)
+        self.tokens += tokens
 
     def checkpoint(self, outer: OuterState) -> None:
         """Write the whole state and begin a new journal segment. Raises StorageError; the journal before it goes on."""
@@ -80,6 +82,7 @@ class Store:
         metadata = {
             **outer.metadata(),
             "run_id": self._run_id,
+            "tokens": self.tokens,
             "schema": outer.schema.to_json(),
             "last_commit": _commit_to_json(last) if last is not None else None,
         }
@@ -111,7 +114,7 @@ class Store:
         loaded = _load(self._folder, config, self._run_id)
         if loaded is None:
             return None
-        outer, base, commits = loaded
+        outer, base, commits, self.tokens = loaded
         for commit in commits:
             self.publish(commit)
         segment = checkpoint.segment_of(self._folder, base)
@@ -132,8 +135,11 @@ def load_outer(folder: StateFolder) -> OuterState:
     return loaded[0]
 
 
-def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> tuple[OuterState, int, list[Commit]] | None:
-    """(state, base of the newest journal segment, the commits of that segment and the checkpoint's last one)."""
+_Loaded = tuple[OuterState, int, list[Commit], int]
+
+
+def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> _Loaded | None:
+    """(state, base of the newest journal segment, the commits of that segment and the checkpoint's last one, tokens)."""
     recovered = checkpoint.recover(folder, tidy=tidy)
     if recovered is None:
         return None
@@ -145,12 +151,13 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
     try:
         outer = OuterState.restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
         last = _commit_from_json(metadata["last_commit"], recovered.tensors) if metadata["last_commit"] else None
+        tokens = int(metadata["tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
     commits = [last] if last is not None else []
     for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
-        commits = [*commits, _apply(outer, committed)][-config.storage.keep_updates :]
-    return outer, max([recovered.outer_step, *(base for base, _ in recovered.segments)]), commits
+        commits, tokens = [*commits, _apply(outer, committed)][-config.storage.keep_updates :], committed.tokens
+    return outer, max([recovered.outer_step, *(base for base, _ in recovered.segments)]), commits, tokens
 
 
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
@@ -202,7 +209,7 @@ def _commit_to_json(commit: Commit) -> dict[str, Any]:
             {
                 "fragment_id": f.fragment_id,
                 "payload": [f.payload.codec, f.payload.numel] if f.payload is not None else None,
-                "verdicts": [[v.peer_id, v.verdict.value, v.norm, v.weight] for v in f.verdicts],
+                "verdicts": [[v.peer_id, v.verdict.value, v.norm, v.weight, v.staleness] for v in f.verdicts],
                 "merged_norm": f.merged_norm,
                 "clip": f.clip,
             }
@@ -225,8 +232,8 @@ def _commit_from_json(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
                 fragment_id=f["fragment_id"],
                 payload=payload(f["fragment_id"], f["payload"]),
                 verdicts=tuple(
-                    PeerVerdict(peer_id=peer, verdict=Verdict(word), norm=norm, weight=weight)
-                    for peer, word, norm, weight in f["verdicts"]
+                    PeerVerdict(peer_id=peer, verdict=Verdict(word), norm=norm, weight=weight, staleness=staleness)
+                    for peer, word, norm, weight, staleness in f["verdicts"]
                 ),
                 merged_norm=f["merged_norm"],
                 clip=f["clip"],

@@ -119,8 +119,8 @@ def merge(
         rule.damped,
     )
     peers = tuple(
-        PeerVerdict(peer_id=peer_id, verdict=judged[peer_id], norm=norms[peer_id], weight=share)
-        for peer_id, share in zip(norms, shares, strict=True)
+        PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
+        for one, share in zip(ordered, shares, strict=True)
     )
     after = _statistics_after(norms, judged, before, config)
     kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]

@@ -64,17 +64,19 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerVerdict:
-    """One contribution's fate. norm: ||Delta||_2 over the whole replica; weight: share in the mean, 0 to 1."""
+    """One contribution's fate. norm: ||Delta||_2 over the whole replica; weight: share in the mean, 0 to 1; staleness: it was
+    computed against the outer parameters so many outer steps before those that were advanced."""
 
     peer_id: str
     verdict: Verdict
     norm: float
     weight: float
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One fragment of one peer's pseudo-gradient, computed against the outer parameters of `outer_step`.
+    """One fragment of one peer's pseudo-gradient, computed against the outer parameters of `outer_step`: the work began there.
 
     inner_steps, tokens: the work of THIS round behind it (never cumulative), of the whole replica. boxes: what of the fragment
     the payload holds (see `edit.boxes.Region`); None: all of it.
@@ -138,10 +140,14 @@ class Committed:
 
     arriving: by position in commit.fragments, payloads that are still on their way (there the commit's own payload is None and
     means nothing; None here is a rollback); empty: the commit has them all.
+    carried: this peer's contribution is not part of the commit, but still accepted: a later commit brings its verdict.
+    inner_steps: how many inner steps to take until the next contribution (DyLU), from now on; 0: as before.
     """
 
     commit: Commit
     arriving: tuple[Arriving | None, ...] = ()
+    carried: bool = False
+    inner_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,9 @@ def view_to_pb(view: msg.View) -> cpb.View:
         last_reason=one_line(view.last_reason),
         heal=one_line(view.heal),
         found=view.found,
+        reason=one_line(view.reason),
+        inner_steps=view.inner_steps,
+        draining=view.draining,
     )
 
 
@@ -157,6 +160,9 @@ def view_from_pb(message: cpb.View) -> msg.View:
         last_reason=check_text("last_reason", message.last_reason),
         heal=check_text("heal", message.heal),
         found=message.found,
+        reason=check_text("reason", message.reason),
+        inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
+        draining=message.draining,
     )
 
 
@@ -189,7 +195,8 @@ def fragment_verdicts_to_pb(fragment: FragmentCommit) -> cpb.FragmentVerdicts:
     return cpb.FragmentVerdicts(
         fragment_id=fragment.fragment_id,
         verdicts=[
-            cpb.PeerVerdict(peer_id=v.peer_id, verdict=v.verdict.value, norm=v.norm, weight=v.weight) for v in fragment.verdicts
+            cpb.PeerVerdict(peer_id=v.peer_id, verdict=v.verdict.value, norm=v.norm, weight=v.weight, staleness=v.staleness)
+            for v in fragment.verdicts
         ],
         merged_norm=fragment.merged_norm,
         clip=fragment.clip,
@@ -220,6 +227,7 @@ def _verdict_from_pb(message: cpb.PeerVerdict) -> PeerVerdict:
         verdict=verdict,
         norm=_norm("norm", message.norm),
         weight=lim.check_share("weight", message.weight),
+        staleness=within("staleness", message.staleness, 0, lim.MAX_STEP),
     )
 
 

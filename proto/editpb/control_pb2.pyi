@@ -105,7 +105,7 @@ class Welcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., found: bool = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "heal", "found")
+    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "heal", "found", "reason", "inner_steps", "draining")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,9 @@ class View(_message.Message):
     LAST_REASON_FIELD_NUMBER: _ClassVar[int]
     HEAL_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     phase: RunPhase
     outer_step: int
@@ -128,7 +131,10 @@ class View(_message.Message):
     last_reason: str
     heal: str
     found: bool
-    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., heal: _Optional[str] = ..., found: bool = ...) -> None: ...
+    reason: str
+    inner_steps: int
+    draining: bool
+    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., heal: _Optional[str] = ..., found: bool = ..., reason: _Optional[str] = ..., inner_steps: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class Expel(_message.Message):
     __slots__ = ("evicted", "reason")
@@ -149,7 +155,7 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s")
+    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +166,12 @@ class MemberStatus(_message.Message):
     REJECTIONS_FIELD_NUMBER: _ClassVar[int]
     ABSENCES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_S_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     role: str
     state: str
@@ -170,19 +182,27 @@ class MemberStatus(_message.Message):
     rejections: int
     absences: int
     deadline_s: float
-    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    phase: str
+    upload_bytes: int
+    upload_total_bytes: int
+    download_s: float
+    compute_s: float
+    upload_s: float
+    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ...) -> None: ...
 
 class PeerVerdict(_message.Message):
-    __slots__ = ("peer_id", "verdict", "norm", "weight")
+    __slots__ = ("peer_id", "verdict", "norm", "weight", "staleness")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     verdict: str
     norm: float
     weight: float
-    def __init__(self, peer_id: _Optional[str] = ..., verdict: _Optional[str] = ..., norm: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
+    staleness: int
+    def __init__(self, peer_id: _Optional[str] = ..., verdict: _Optional[str] = ..., norm: _Optional[float] = ..., weight: _Optional[float] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class FragmentVerdicts(_message.Message):
     __slots__ = ("fragment_id", "verdicts", "merged_norm", "clip")
@@ -197,7 +217,7 @@ class FragmentVerdicts(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[PeerVerdict, _Mapping]]] = ..., merged_norm: _Optional[float] = ..., clip: _Optional[float] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
-    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest")
+    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest", "carried")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +228,7 @@ class RoundStatus(_message.Message):
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     outer_step: int
     committed: bool
@@ -218,7 +239,8 @@ class RoundStatus(_message.Message):
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentVerdicts]
     missing: _containers.RepeatedScalarFieldContainer[str]
     digest: str
-    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ...) -> None: ...
+    carried: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., carried: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("rounds_after",)
@@ -227,7 +249,7 @@ class StatusRequest(_message.Message):
     def __init__(self, rounds_after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +260,8 @@ class StatusReply(_message.Message):
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_IN_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -248,7 +272,9 @@ class StatusReply(_message.Message):
     expected: _containers.RepeatedScalarFieldContainer[str]
     arrived: _containers.RepeatedScalarFieldContainer[str]
     deadline_in_s: float
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ...) -> None: ...
+    tokens: int
+    stop_tokens: int
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")
@@ -275,5 +301,13 @@ class ResumeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ResumeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -59,6 +59,11 @@ class ControlStub(object):
                 request_serializer=editpb_dot_control__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=editpb_dot_control__pb2.ResumeReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/editpb.Control/Drain',
+                request_serializer=editpb_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=editpb_dot_control__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -97,6 +102,12 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +135,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=editpb_dot_control__pb2.ResumeRequest.FromString,
                     response_serializer=editpb_dot_control__pb2.ResumeReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=editpb_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=editpb_dot_control__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +277,33 @@ class Control(object):
             '/editpb.Control/Resume',
             editpb_dot_control__pb2.ResumeRequest.SerializeToString,
             editpb_dot_control__pb2.ResumeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Control/Drain',
+            editpb_dot_control__pb2.DrainRequest.SerializeToString,
+            editpb_dot_control__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

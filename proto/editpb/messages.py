@@ -120,7 +120,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The run as it stands, whole. round_id: the open round or 0; heal: why this peer must take a snapshot, or empty."""
+    """The run as it stands, whole. round_id: the open round or 0; heal: why this peer must take a snapshot, or empty.
+
+    reason: why the run cannot go on as it stands, or empty; inner_steps: until this peer's next contribution, from its next
+    phase on; 0: as configured; draining: the run ends with the open round.
+    """
 
     sequence: int
     phase: RunPhase
@@ -133,6 +137,9 @@ class View:
     last_reason: str = ""
     heal: str = ""
     found: bool = False
+    reason: str = ""
+    inner_steps: int = 0
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

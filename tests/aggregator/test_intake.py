@@ -117,18 +117,18 @@ def test_a_payload_that_is_being_read_outlives_its_slot(intake: Intake) -> None:
     slot = intake.open("a", 1, 0, len(DATA))
     fill(slot)
     payload = slot.payload()
-    intake.drop_round(1)
+    intake.drop(slot)
     assert bytes(payload) == DATA
 
 
-def test_rounds_and_peers_are_dropped_with_their_files(intake: Intake, tmp_path: Path) -> None:
+def test_what_is_dropped_goes_with_its_files(intake: Intake, tmp_path: Path) -> None:
     for peer_id in "ab":
         for round_id in (1, 2):
             fill(intake.open(peer_id, round_id, 0, len(DATA)))
-    intake.drop_peer("a")
+    slot = intake.find("a", 1, 0)
+    assert slot is not None
+    intake.drop(slot)
     assert intake.find("a", 1, 0) is None and intake.find("b", 1, 0) is not None
-    intake.drop_round(1)
-    assert intake.find("b", 1, 0) is None and intake.find("b", 2, 0) is not None
     intake.close()
     assert intake.held_bytes == intake.spilled_bytes == 0
     assert list((tmp_path / "spill").iterdir()) == []

@@ -1,0 +1,53 @@
+"""What the members' reports and the settings mean together: each peer's pace, and what cannot work; said once in the log.
+
+Owns: what was said already. Decides nothing itself (`aggregator.pacing`). Must not know: views, connections, rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from aggregator.membership import Member
+from aggregator.pacing import dylu_steps, fastest, impossible
+from edit.config import RunConfig
+
+__all__ = ["Outlook"]
+
+_log = logging.getLogger(__name__)
+
+
+class Outlook:
+    """reason: why no round can ever commit, or ''."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._slow: set[str] = set()
+        self._fastest_s = 0.0
+        self.reason = ""
+
+    def look(self, members: Iterable[Member], outer_step: int, joined: int) -> None:
+        """Take the moment: everybody ever seen, the run's outer step, how many peers have certificates that count."""
+        self._fastest_s = fastest(one.heartbeat.step_s for one in members if one.live and one.heartbeat is not None)
+        reason = impossible(self._config.rounds, outer_step, joined)
+        if reason and reason != self.reason:
+            _log.warning("%s", reason)
+        self.reason = reason
+
+    def inner_steps(self, member: Member | None) -> int:
+        """DyLU: how many this member is to take until its next contribution; 0: as configured."""
+        if not self._config.sync.dylu or member is None or member.heartbeat is None:
+            return 0
+        return dylu_steps(self._config.sync.interval, member.heartbeat.step_s, self._fastest_s)
+
+    def hear(self, peer_id: str, step_s: float) -> None:
+        """A deadline below one inner step could never be met: then the step is the deadline, and that is said."""
+        rounds = self._config.rounds
+        if rounds.merging == "rounds" and step_s > rounds.ceiling_s and peer_id not in self._slow:
+            self._slow.add(peer_id)
+            _log.warning(
+                "%s: one inner step takes %.3g s, but rounds.ceiling_s = %.3g s: it is given one step",
+                peer_id,
+                step_s,
+                rounds.ceiling_s,
+            )
