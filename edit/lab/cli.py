@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from edit.exits import run_command
+from edit.lab.chaos.command import run_chaos
+from edit.lab.chaos.options import ChaosOptions
 from edit.lab.demo import run_demo
 from edit.lab.plan import DemoOptions
 from edit.lab.simulation.command import EXAMPLE, run_simulation
@@ -61,6 +63,28 @@ def simulate(
     given = {"peers": peers, "sync.outer_steps": rounds, "sync.mode": mode, "seed": seed}
     options = [f"{key}={value}" for key, value in given.items() if value is not None]
     run_simulation(scenario, options + (settings or []), as_json, Console(stderr=True))
+
+
+@app.command()
+def chaos(
+    seed: Annotated[int, typer.Option(help="Decides every fault; the same seed and options give the same schedule.")] = 0,
+    minutes: Annotated[float, typer.Option(help="How long faults are made.")] = 1.0,
+    peers: Annotated[int, typer.Option(help="How many peers train.")] = 3,
+    sharded: Annotated[bool, typer.Option("--sharded", help="One of them is a torchrun replica of two ranks.")] = False,
+    gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
+    out: Annotated[Path, typer.Option(help="Folder for everything; wiped if an earlier run wrote it.")] = Path("runs/chaos"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train a tiny model with real processes, do harm to them, and check from outside what must hold whatever happens.
+
+    Kills and stops peers, ranks and the coordinator; cuts, silences, slows and disturbs links; fills the coordinator's disk.
+    Digests of all peers are equal, no commit is lost or made twice, the run advances after every repair, memory stays flat,
+    nobody ends by himself, no process is left behind. Exit code 1 when one of these does not hold; everything is then kept.
+
+    Example: edit-lab chaos --seed 7 --minutes 5
+    """
+    options = ChaosOptions(seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, gap_s=gap, out=out)
+    run_chaos(options, as_json, Console(stderr=True))
 
 
 def main() -> None:

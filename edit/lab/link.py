@@ -1,4 +1,5 @@
-"""A slow link: a TCP proxy on loopback with a bounded rate in each direction, a latency, and a switch that cuts it.
+"""A bad link: a TCP proxy on loopback with a bounded rate in each direction, a latency, and switches that cut it, silence it or
+make it lose connections.
 
 Owns: the shape of the link. TLS passes through untouched; whoever dials the proxy's port talks to the target. All connections
 through one link share its rate, as they would share a cable, in pieces small enough that a heartbeat waits for a few of them
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -55,6 +57,10 @@ class Link:
         self._target, self._shape = target, shape
         self._rates = Rate(shape.up_bits_per_s), Rate(shape.down_bits_per_s)
         self._cut = False
+        self._loss = 0.0
+        self._chance = random.Random(0)
+        self._audible = asyncio.Event()
+        self._audible.set()
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
@@ -84,9 +90,23 @@ class Link:
         self._cut = True
         self._run(self._drop())
 
+    def silence(self) -> None:
+        """Carry nothing until `mend`, as a network that loses every packet: no connection is closed, none comes about."""
+        self._loop.call_soon_threadsafe(self._audible.clear)
+
+    def lossy(self, loss: float, seed: int) -> None:
+        """Until `mend` each piece of data resets its connection with this probability, whatever is on its way in it."""
+        self._loss, self._chance = loss, random.Random(seed)
+
+    def reshape(self, shape: LinkShape) -> None:
+        """Another rate and latency from now on, for connections that are open, too."""
+        self._shape = shape
+        self._rates = Rate(shape.up_bits_per_s), Rate(shape.down_bits_per_s)
+
     def mend(self) -> None:
-        """Carry connections again."""
-        self._cut = False
+        """Carry connections again; what was held back while silent arrives. The shape stays as it is."""
+        self._cut, self._loss = False, 0.0
+        self._loop.call_soon_threadsafe(self._audible.set)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -116,6 +136,7 @@ class Link:
             writer.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._audible.wait()
         far_reader, far_writer = await asyncio.open_connection(*self._target)
         try:
             await asyncio.gather(self._pass(0, reader, far_writer), self._pass(1, far_reader, writer))
@@ -128,6 +149,9 @@ class Link:
         delivering = self._loop.create_task(self._deliver(queue, writer))
         try:
             while data := await reader.read(PIECE_BYTES):
+                if self._chance.random() < self._loss:
+                    writer.transport.abort()
+                    raise ConnectionResetError("lost on purpose")
                 self.carried_bytes[way] += len(data)
                 departs = self._rates[way].departs(len(data), self._loop.time())
                 await asyncio.sleep(departs - self._loop.time())
@@ -145,5 +169,6 @@ class Link:
                     writer.write_eof()
                 return
             await asyncio.sleep(max(0.0, arrives - self._loop.time()))
+            await self._audible.wait()
             writer.write(data)
             await writer.drain()

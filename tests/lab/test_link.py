@@ -62,3 +62,51 @@ def test_a_cut_link_drops_and_refuses_until_it_is_mended(echo: tuple[str, int]) 
             assert _talk(link.port, b"y") == b""
         link.mend()
         assert _talk(link.port, b"z") == b"z"
+
+
+def test_a_silent_link_holds_everything_back_and_loses_nothing(echo: tuple[str, int]) -> None:
+    with Link(echo, LinkShape()) as link, socket.create_connection(("127.0.0.1", link.port), timeout=10) as connection:
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
+        link.silence()
+        connection.sendall(b"y")
+        connection.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(10)
+        link.mend()
+        assert connection.recv(1) == b"y"
+
+
+def test_a_silent_link_lets_no_new_connection_through(echo: tuple[str, int]) -> None:
+    with Link(echo, LinkShape()) as link:
+        link.silence()
+        with socket.create_connection(("127.0.0.1", link.port), timeout=0.1) as connection:
+            connection.sendall(b"x")
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+        assert link.carried_bytes == [0, 0]
+        link.mend()
+        assert _talk(link.port, b"z") == b"z"
+
+
+def test_a_lossy_link_resets_connections_until_it_is_mended(echo: tuple[str, int]) -> None:
+    data = bytes(1 << 20)  # 128 pieces each way
+    with Link(echo, LinkShape()) as link:
+        link.lossy(0.5, seed=1)
+        with contextlib.suppress(ConnectionError):
+            assert len(_talk(link.port, data)) < len(data)
+        assert sum(link.carried_bytes) < len(data)
+        link.mend()
+        assert _talk(link.port, data) == data
+
+
+def test_a_link_is_reshaped_under_an_open_connection(echo: tuple[str, int]) -> None:
+    with Link(echo, LinkShape()) as link, socket.create_connection(("127.0.0.1", link.port), timeout=10) as connection:
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
+        link.reshape(LinkShape(up_bits_per_s=1.0))  # a byte takes eight seconds
+        connection.settimeout(0.1)
+        connection.sendall(b"y")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)

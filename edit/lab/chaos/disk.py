@@ -1,0 +1,93 @@
+"""A disk for the coordinator's folder that can be filled: a small tmpfs of its own, or a bound on the sizes of files.
+
+Owns: mounting, filling, unmounting with the contents kept. Must not know: what lies in the folder.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Protocol
+
+from edit.errors import StorageError
+
+__all__ = ["BoundedFiles", "Disk", "SmallDisk", "open_disk"]
+
+_BLOCK = 1 << 16
+
+
+class Disk(Protocol):
+    """kind: for people. `fill` and `free` may be called again; `close` leaves the folder's contents in place."""
+
+    kind: str
+
+    def fill(self, pid: int) -> None: ...
+
+    def free(self, pid: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SmallDisk:
+    """A tmpfs at `folder`, which must be empty: real ENOSPC for whoever writes there. Needs the right to mount."""
+
+    kind = "a tmpfs of its own, filled"
+
+    def __init__(self, folder: Path, size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._ballast = folder, folder / ".ballast"
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "edit-lab-chaos", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise StorageError(f"{folder}: cannot be mounted ({done.stderr.strip()})")
+
+    def fill(self, pid: int) -> None:
+        """Write until nothing fits, not even a byte."""
+        with self._ballast.open("ab", buffering=0) as file:
+            for block in (bytes(_BLOCK), b"\0"):
+                try:
+                    while True:
+                        file.write(block)
+                except OSError:  # that is the point
+                    continue
+
+    def free(self, pid: int) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+        kept = self._folder.with_name(f"{self._folder.name}.kept")
+        shutil.copytree(self._folder, kept)
+        subprocess.run(["umount", str(self._folder)], capture_output=True, check=True)
+        self._folder.rmdir()
+        kept.rename(self._folder)
+
+
+class BoundedFiles:
+    """RLIMIT_FSIZE of the process: every file that would grow beyond `limit` bytes is refused (EFBIG), its log included."""
+
+    kind = "RLIMIT_FSIZE of the process (mounting is not allowed here)"
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._limit = limit
+
+    def fill(self, pid: int) -> None:
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (self._limit, hard))
+
+    def free(self, pid: int) -> None:
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+    def close(self) -> None:
+        """Nothing to undo: the process is gone."""
+
+
+def open_disk(folder: Path, size: int) -> Disk:
+    """The small disk where mounting is allowed, else bounded files."""
+    try:
+        return SmallDisk(folder, size)
+    except (StorageError, FileNotFoundError, PermissionError):
+        return BoundedFiles()

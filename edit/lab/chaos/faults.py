@@ -1,0 +1,126 @@
+"""Which harm is done to whom, when, for how long: drawn from a seed before anything starts, so that a failing seed replays.
+
+Owns: the kinds of faults, the draw. Must not know: processes, links, clocks. What is not here: duplicated and reordered chunks,
+which TCP and TLS exclude and the tests of the coordinator's intake make; jumps of the wall clock, which nobody can fake for one
+process (a test gives the coordinator such a clock).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from edit.errors import ConfigError
+
+__all__ = ["COORDINATOR", "Fault", "Kind", "draw_schedule", "kinds_for"]
+
+COORDINATOR = "coordinator"
+_SETTLE_S = 4.0  # between two faults of one target: it came back, now it must have had a chance
+_LONGEST_GAP = 4.0  # times the mean
+_RATES = (128e3, 256e3, 1e6)  # bits per second
+_LOSSES = (0.02, 0.05, 0.1)  # of the pieces, each of which takes its connection with it
+
+
+class Kind(StrEnum):
+    """What is done. Its value is what people read."""
+
+    KILL_PEER = "SIGKILL of a peer"
+    KILL_RANK = "SIGKILL of a rank"
+    KILL_COORDINATOR = "SIGKILL of the coordinator"
+    STOP_PEER = "SIGSTOP of a peer"
+    STOP_COORDINATOR = "SIGSTOP of the coordinator"
+    CUT = "connections cut and refused"
+    SILENCE = "connections silent"
+    SLOW = "slow link"
+    LOSSY = "lossy link"
+    FULL_DISK = "full disk"
+
+    @property
+    def of_coordinator(self) -> bool:
+        """Whether all peers feel it: no commit can be made meanwhile."""
+        return self in (Kind.KILL_COORDINATOR, Kind.STOP_COORDINATOR, Kind.FULL_DISK)
+
+    @property
+    def kills(self) -> bool:
+        """Whether a process dies of it."""
+        return self in (Kind.KILL_PEER, Kind.KILL_RANK, Kind.KILL_COORDINATOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. at_s: after the beginning of the chaos; lasts_s: until it is repaired (a killed process is started again).
+
+    level: bits per second of a slow link, share of the pieces at which a lossy one drops the connection, else 0.
+    """
+
+    number: int
+    at_s: float
+    kind: Kind
+    target: str
+    lasts_s: float
+    level: float = 0.0
+
+    @property
+    def ends_s(self) -> float:
+        return self.at_s + self.lasts_s
+
+    def __str__(self) -> str:
+        how = {Kind.SLOW: f", {self.level / 1e3:.0f} kbit/s", Kind.LOSSY: f", {self.level:.0%} of the pieces"}
+        return (
+            f"#{self.number} at {self.at_s:.1f} s: {self.kind}, {self.target}, for {self.lasts_s:.1f} s{how.get(self.kind, '')}"
+        )
+
+
+def kinds_for(sharded: bool) -> tuple[Kind, ...]:
+    """Every kind; a rank can only be killed where a replica has several."""
+    return tuple(kind for kind in Kind if sharded or kind is not Kind.KILL_RANK)
+
+
+def draw_schedule(
+    seed: int,
+    seconds: float,
+    peers: Sequence[str],
+    *,
+    sharded: str | None = None,
+    kinds: Iterable[Kind] | None = None,
+    gap_s: float = 5.0,
+    longest_s: float = 6.0,
+) -> tuple[Fault, ...]:
+    """The faults of `seconds`, all repaired by then. sharded: which peer has several ranks; gap_s: mean time between two.
+
+    Kinds are dealt from a shuffled deck, so that each comes before any comes again; gaps are exponential. A target never has
+    two faults at a time, different ones do. Raises ConfigError when there is nothing to draw from.
+    """
+    deck = tuple(kinds) if kinds is not None else kinds_for(sharded is not None)
+    if not deck or not peers:
+        raise ConfigError("chaos: needs at least one kind of fault and one peer")
+    chance = random.Random(seed)
+    free_at = dict.fromkeys((*peers, COORDINATOR), 0.0)
+    faults: list[Fault] = []
+    dealt: list[Kind] = []
+    at = min(chance.expovariate(1 / gap_s), _LONGEST_GAP * gap_s)
+    while at < seconds:
+        if not dealt:
+            dealt = chance.sample(deck, len(deck))
+        kind = dealt.pop()
+        target = chance.choice(_targets(kind, peers, sharded))
+        lasts = 0.0 if kind is Kind.KILL_RANK else chance.uniform(0.2, longest_s)  # its torchrun does not wait for us
+        level = chance.choice(_LOSSES if kind is Kind.LOSSY else _RATES) if kind in (Kind.SLOW, Kind.LOSSY) else 0.0
+        begins = round(max(at, free_at[target]), 2)
+        fault = Fault(number=len(faults) + 1, at_s=begins, kind=kind, target=target, lasts_s=round(lasts, 2), level=level)
+        if fault.ends_s <= seconds:
+            faults.append(fault)
+            free_at[target] = fault.ends_s + _SETTLE_S
+        at += min(chance.expovariate(1 / gap_s), _LONGEST_GAP * gap_s)
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _targets(kind: Kind, peers: Sequence[str], sharded: str | None) -> Sequence[str]:
+    if kind.of_coordinator:
+        return (COORDINATOR,)
+    if kind is Kind.KILL_RANK:
+        assert sharded is not None
+        return (sharded,)
+    return peers

@@ -1,0 +1,103 @@
+"""What a chaos run is: how long, how many peers, of what model, and the run.toml that follows.
+
+Owns: the options and their bounds. Must not know: processes, files other than by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edit.errors import ConfigError
+from edit.lab.chaos.faults import Fault, Kind, draw_schedule
+from edit.lab.chaos.invariants import Bounds
+from edit.lab.plan import Settings
+
+__all__ = ["SHARDED", "ChaosOptions"]
+
+SHARDED = "sharded"
+_ENDLESS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """The command line of `edit-lab chaos`, and what only benchmarks set.
+
+    seconds: of chaos, after all peers are in a commit and before the last repair; sharded: the last peer is a torchrun replica
+    of two ranks; gap_s: mean time between faults; longest_s: the longest that one lasts; kinds: None is all; throttle: a step
+    takes so many times as long, so that the machine has time for its faults; start_s: what a process may need to start, in the
+    bounds; faults: instead of drawn ones.
+    """
+
+    seed: int = 0
+    seconds: float = 60.0
+    peers: int = 3
+    sharded: bool = False
+    out: Path = Path("runs/chaos")
+    gap_s: float = 5.0
+    longest_s: float = 6.0
+    kinds: tuple[Kind, ...] | None = None
+    faults: tuple[Fault, ...] | None = None
+    layers: int = 1
+    width: int = 32
+    heads: int = 2
+    batch_size: int = 2
+    every: int = 10
+    throttle: float = 4.0
+    start_s: float = 40.0
+    quorum: int = 1
+    heartbeat_s: float = 0.2
+    lease_s: float = 1.0
+    floor_s: float = 1.0
+    ceiling_s: float = 10.0
+    disk_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"--seed {self.seed}: must be between 0 and 2147483647")
+        if not 10 <= self.seconds <= 24 * 3600:
+            raise ConfigError(f"--minutes {self.seconds / 60:g}: must be between 0.17 (ten seconds) and 1440 (a day)")
+        if not 1 <= self.peers <= 64:
+            raise ConfigError(f"--peers {self.peers}: must be between 1 and 64")
+
+    @property
+    def peer_ids(self) -> tuple[str, ...]:
+        plain = tuple(f"peer-{index}" for index in range(self.peers - self.sharded))
+        return (*plain, SHARDED) if self.sharded else plain
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds.of(ceiling_s=self.ceiling_s, lease_s=self.lease_s, start_s=self.start_s)
+
+    def schedule(self) -> tuple[Fault, ...]:
+        """The same for the same options."""
+        if self.faults is not None:
+            return self.faults
+        return draw_schedule(
+            self.seed,
+            self.seconds,
+            self.peer_ids,
+            sharded=SHARDED if self.sharded else None,
+            kinds=self.kinds,
+            gap_s=self.gap_s,
+            longest_s=self.longest_s,
+        )
+
+    def run(self) -> Settings:
+        """run.toml. Small numbers everywhere, so that what takes minutes in a real run takes seconds here."""
+        model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": 32}
+        rounds = {"start_peers": self.peers, "quorum": self.quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
+        return {
+            "name": "chaos",
+            "seed": self.seed,
+            "model": {"name": "builtin:gpt", "vocabulary": 256, **model},
+            "inner": {"lr": 1e-3, "warmup_steps": 20, "batch_size": self.batch_size},
+            "sync": {"every": self.every, "outer_steps": _ENDLESS},
+            "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
+            "penalty": {"enabled": False},  # a peer that trained on while it was cut off is no anomaly here
+            "codec": {"up": "int8", "down": "bf16"},
+            "rounds": rounds,
+            "membership": {"heartbeat_s": self.heartbeat_s, "lease_s": self.lease_s},
+            "storage": {"checkpoint_every": 3, "keep_updates": 4},
+            "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0", "advertise": ("127.0.0.1", "localhost")},
+        }

@@ -1,0 +1,113 @@
+"""A chaos run in numbers: as one JSON object and as tables for people.
+
+Owns: what is reported and its words. Must not know: how the run was made.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from edit.lab.chaos.faults import Kind
+from edit.lab.chaos.harness import Report
+from edit.lab.chaos.history import Blow, History
+
+__all__ = ["as_json", "tables"]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Flat, stable names for scripts; times in seconds; None where there was nothing to measure."""
+    history = report.history
+    made, counted = history.inner_steps_made, history.inner_steps_counted
+    sizes = [sample.bytes for sample in history.memory]
+    return {
+        "seed": report.options.seed,
+        "seconds": round(report.seconds, 1),
+        "peers": report.options.peers,
+        "disk": report.disk,
+        "violation": str(report.violation) if report.violation is not None else None,
+        "faults": {kind.name.lower(): _of_kind(history, kind) for kind in Kind if history.blows_of(kind)},
+        "schedule": [str(fault) for fault in report.schedule],
+        "commits": len(history.commits),
+        "aborted": history.aborted,
+        "outer_step": history.commits[-1].outer_step if history.commits else 0,
+        "digests_compared": len(history.claims),
+        "participation": round(history.participation, 3),
+        "contributes_again_s": _spread([_again(history, blow) for blow in history.blows if blow.fault.kind.kills]),
+        "inner_steps_made": made,
+        "inner_steps_counted": counted,
+        "goodput": round(min(1.0, counted / made), 4) if made else None,
+        "coordinator_bytes": {"median": statistics.median(sizes), "max": max(sizes)} if sizes else None,
+        "exit_codes": report.ended,
+    }
+
+
+def _of_kind(history: History, kind: Kind) -> dict[str, Any]:
+    blows = history.blows_of(kind)
+    return {
+        "count": len(blows),
+        "next_commit_s": _spread([_since(history, blow, blow.began) for blow in blows]),
+        "next_commit_after_repair_s": _spread([_since(history, blow, blow.ended) for blow in blows]),
+        "contributes_again_s": _spread([_again(history, blow) for blow in blows]),
+    }
+
+
+def _since(history: History, blow: Blow, t: float | None) -> float | None:
+    commit = history.commit_after(t) if t is not None else None
+    return commit.t - t if commit is not None and t is not None else None
+
+
+def _again(history: History, blow: Blow) -> float | None:
+    """From the repair to the first commit with the peer that was struck."""
+    if blow.fault.kind.of_coordinator or blow.ended is None:
+        return None
+    commit = history.commit_after(blow.ended, blow.fault.target)
+    return commit.t - blow.ended if commit is not None else None
+
+
+def _spread(seconds: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in seconds if value is not None]
+    return {"median": round(statistics.median(known), 2), "max": round(max(known), 2)} if known else None
+
+
+def tables(report: Report) -> RenderableType:
+    """What as_json says, to read."""
+    values = as_json(report)
+    columns = ("fault", "count", "next commit s", "after the repair s", "that peer counts again s")
+    faults = Table(*columns, box=None, header_style="dim", title_justify="left")
+    for kind in Kind:
+        if (row := values["faults"].get(kind.name.lower())) is not None:
+            times = (row["next_commit_s"], row["next_commit_after_repair_s"], row["contributes_again_s"])
+            faults.add_row(str(kind), str(row["count"]), *(_median_max(spread) for spread in times))
+    facts = Table(box=None, show_header=False)
+    for name, text in _facts(values):
+        facts.add_row(name, text)
+    return Group(faults, "", facts)
+
+
+def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
+    memory = values["coordinator_bytes"]
+    goodput = "nothing measured" if values["goodput"] is None else f"{values['goodput']:.1%}, at least"
+    return [
+        ("chaos", f"{values['seconds']:.0f} s, {sum(row['count'] for row in values['faults'].values())} faults"),
+        ("commits", f"{values['commits']}, rounds aborted {values['aborted']}"),
+        ("peers in a commit", f"{values['participation']:.2f} of {values['peers']}"),
+        ("a struck peer counts again", _median_max(values["contributes_again_s"]) + " s (killed ones, from their start)"),
+        (
+            "inner steps that counted",
+            f"{goodput} ({values['inner_steps_counted']:,} of {values['inner_steps_made']:,})",
+        ),
+        ("digests compared", f"{values['digests_compared']:,}, all equal" if values["violation"] is None else "see above"),
+        (
+            "coordinator's memory",
+            f"{memory['median'] / 1e6:.0f} MB median, {memory['max'] / 1e6:.0f} MB at most" if memory else "?",
+        ),
+    ]
+
+
+def _median_max(spread: dict[str, float] | None) -> str:
+    return f"{spread['median']:.1f} median, {spread['max']:.1f} max" if spread else "-"

@@ -1,0 +1,64 @@
+"""Processes as Linux shows them in /proc: who descends from whom, who bears a mark, how large one is.
+
+Owns: reading /proc; a process that ends meanwhile is simply not there. Must not know: what the processes are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available", "command_line", "descendants", "marked", "resident_bytes"]
+
+_PROC = Path("/proc")
+
+
+def available() -> bool:
+    """Whether this system has what is read here."""
+    return (_PROC / "self" / "task").is_dir()
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, nearest first; those of a process that has ended already are not found."""
+    found = _children(pid)
+    for child in found:
+        found += _children(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    lists = (_read(task / "children") for task in _listed(_PROC / str(pid) / "task"))
+    return [int(word) for listed in lists for word in listed.split()]
+
+
+def marked(mark: str) -> list[int]:
+    """Processes other than this one whose environment began with `mark` (NAME=VALUE) in it; no zombies."""
+    own = os.getpid()
+    pids = (int(entry.name) for entry in _listed(_PROC) if entry.name.isdigit())
+    return [pid for pid in pids if pid != own and mark.encode() in _read(_PROC / str(pid) / "environ").split(b"\0")]
+
+
+def command_line(pid: int) -> str:
+    """For people."""
+    return _read(_PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def resident_bytes(pid: int) -> int | None:
+    """The resident size; None when there is no such process."""
+    lines = _read(_PROC / str(pid) / "status").decode().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
+
+
+def _listed(folder: Path) -> Iterator[Path]:
+    try:
+        yield from folder.iterdir()
+    except OSError:
+        return
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

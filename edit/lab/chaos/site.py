@@ -1,0 +1,229 @@
+"""The processes of a chaos run, each peer behind a link of its own, and the hands that do harm to them and undo it.
+
+Owns: command lines, links, signals, the disk, and that nothing is left of it: processes bear a mark in their environment.
+Must not know: when a fault is due, what must hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aggregator.journal import replay
+from aggregator.state_folder import StateFolder
+from aggregator.store import load_outer
+from edit.errors import ConfigError
+from edit.lab.chaos import procfs
+from edit.lab.chaos.disk import open_disk
+from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
+from edit.lab.chaos.history import Recovered
+from edit.lab.chaos.options import SHARDED, ChaosOptions
+from edit.lab.crew import Programs
+from edit.lab.folder import DemoFolder
+from edit.lab.link import Link, LinkShape
+from edit.lab.plan import to_toml
+from edit.lab.processes import ChildDied, Exit, Supervisor
+
+__all__ = ["Site"]
+
+_MARK = "EDIT_LAB_CHAOS"
+_PATIENCE_S = 20.0
+_SERVE_WITHIN_S = 60.0
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "100000")
+
+
+class Site:
+    """Context manager: leaving it ends every process, link and mount. `found`, then `start`, then `strike` and `repair`."""
+
+    def __init__(self, options: ChaosOptions, programs: Programs | None = None) -> None:
+        if not procfs.available():
+            raise ConfigError("edit-lab chaos needs /proc, which this system does not have")
+        self._options, self._programs = options, programs or Programs()
+        self.folder = DemoFolder(options.out)
+        self.folder.claim()
+        self.disk = open_disk(self.folder.state, options.disk_bytes)
+        self._supervisor = Supervisor(self.folder.logs, patience_s=_PATIENCE_S)
+        self._links: dict[str, Link] = {}
+        self._open = contextlib.ExitStack()
+        self._mark = secrets.token_hex(8)
+        self.left_behind: tuple[str, ...] = ()
+
+    def __enter__(self) -> Self:
+        self._open.callback(self.disk.close)
+        self._open.callback(self._sweep)
+        self._open.enter_context(_environment({_MARK: self._mark, "OMP_NUM_THREADS": "1"}))
+        self._open.enter_context(self._supervisor)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._go_on(self._pids(*self._options.peer_ids, COORDINATOR))  # a stopped process hears no SIGTERM
+        self._open.close()
+
+    def _sweep(self) -> None:
+        """Whoever still bears the mark was left behind: told, and killed."""
+        left = procfs.marked(f"{_MARK}={self._mark}")
+        self.left_behind = tuple(f"{pid}: {procfs.command_line(pid)}" for pid in left)
+        _signal(left, signal.SIGKILL)
+
+    # ---- from nothing to a run ------------------------------------------------------------------------------------------
+
+    def found(self) -> None:
+        """Make the run, serve it, enrol every peer behind its link. Raises ChildDied."""
+        folder, coordinator = self.folder, self._programs.coordinator
+        folder.run_toml.write_text(to_toml(self._options.run()), encoding="utf-8")
+        folder.data.mkdir()
+        (folder.data / "text.py").write_bytes(Path(argparse.__file__).read_bytes())
+        init = ("init", "--state", str(folder.state), "--config", str(folder.run_toml))
+        self._supervisor.call({"init": (*coordinator, *init)})
+        self.start(COORDINATOR)
+        self._wait_for_addresses()
+        port = int(json.loads(folder.addresses.read_text())["listen"].rpartition(":")[2])
+        for name in self._options.peer_ids:
+            self._enrol(name, port)
+
+    def _wait_for_addresses(self) -> None:
+        give_up = time.monotonic() + _SERVE_WITHIN_S
+        while not self.folder.addresses.exists():
+            for end in self._supervisor.ended():
+                raise ChildDied(str(end))
+            if time.monotonic() > give_up:
+                raise ChildDied(f"the coordinator does not serve after {_SERVE_WITHIN_S:.0f} s")
+            time.sleep(0.05)
+
+    def _enrol(self, name: str, port: int) -> None:
+        """The peer's home, with the coordinator's address replaced by that of its own link."""
+        invite = (*self._programs.coordinator, "invite", "--state", str(self.folder.state), name)
+        printed = self._supervisor.call({f"invite-{name}": invite})[f"invite-{name}"]
+        invitation = next(line for line in printed.splitlines() if line.startswith("edit1."))
+        home = self.folder.home(name)
+        self._supervisor.call({f"join-{name}": (*self._programs.peer, "join", invitation, "--home", str(home))})
+        link = self._links[name] = self._open.enter_context(Link(("127.0.0.1", port), LinkShape()))
+        identity = json.loads((home / "identity.json").read_text())
+        (home / "identity.json").write_text(json.dumps({**identity, "endpoints": [f"127.0.0.1:{link.port}"]}))
+
+    def start(self, name: str) -> None:
+        """Start the process called `name`, also again, with the same command line."""
+        if name == COORDINATOR:
+            self._supervisor.start(name, (*self._programs.coordinator, "serve", "--state", str(self.folder.state)))
+            return
+        home = self.folder.home(name)
+        run = ["run", "--home", str(home), "--data", str(self.folder.data / "text.py"), "--threads", "1"]
+        run += ["--metrics", str(self.metrics(name)), "--throttle", str(self._options.throttle)]
+        program = self._programs.peer
+        if name == SHARDED:
+            program = (program[0], *_TORCHRUN, "--nproc-per-node", "2", *program[1:])
+        self._supervisor.start(name, (*program, *run))
+
+    def metrics(self, name: str) -> Path:
+        """Where this process tells what it does."""
+        return (self.folder.state if name == COORDINATOR else self.folder.home(name)) / "metrics.jsonl"
+
+    # ---- faults ---------------------------------------------------------------------------------------------------------
+
+    def strike(self, fault: Fault) -> None:
+        """Do it."""
+        name = fault.target
+        match fault.kind:
+            case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
+                self._kill(name)
+            case Kind.KILL_RANK:
+                _signal(procfs.descendants(self._supervisor.pid(name))[-1:], signal.SIGKILL)
+            case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
+                _signal(self._pids(name), signal.SIGSTOP)
+            case Kind.CUT:
+                self._links[name].cut()
+            case Kind.SILENCE:
+                self._links[name].silence()
+            case Kind.SLOW:
+                self._links[name].reshape(LinkShape(up_bits_per_s=fault.level, down_bits_per_s=fault.level, latency_s=0.05))
+            case Kind.LOSSY:
+                self._links[name].lossy(fault.level, seed=fault.number)
+            case Kind.FULL_DISK:
+                self.disk.fill(self._supervisor.pid(name))
+
+    def repair(self, fault: Fault) -> None:
+        """Undo it; a killed process is started again. (A killed rank is started again by its torchrun.)"""
+        name = fault.target
+        match fault.kind:
+            case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
+                self.start(name)
+            case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
+                self._go_on(self._pids(name))
+            case Kind.CUT | Kind.SILENCE | Kind.LOSSY:
+                self._links[name].mend()
+            case Kind.SLOW:
+                self._links[name].reshape(LinkShape())
+            case Kind.FULL_DISK:
+                self.disk.free(self._supervisor.pid(name))
+
+    def _kill(self, name: str) -> None:
+        """With all that it has started: the ranks of a torchrun are in groups of their own."""
+        below = procfs.descendants(self._supervisor.pid(name))
+        self._supervisor.kill(name)
+        _signal(below, signal.SIGKILL)
+
+    def _pids(self, *names: str) -> list[int]:
+        running = [self._supervisor.pid(name) for name in names if self._supervisor.running(name)]
+        return [pid for top in running for pid in (top, *procfs.descendants(top))]
+
+    def _go_on(self, pids: Iterable[int]) -> None:
+        _signal(pids, signal.SIGCONT)
+
+    # ---- looking --------------------------------------------------------------------------------------------------------
+
+    def folder_holds(self) -> Recovered:
+        """What a dead coordinator left. Raises StorageError when it is damaged."""
+        outer = load_outer(StateFolder(self.folder.state))
+        return Recovered(time.time(), outer.outer_step, outer.digest)
+
+    def journalled(self) -> dict[int, int]:
+        """round_id by outer step, in the segments that are still there. Raises StorageError when one is damaged."""
+        segments = sorted((self.folder.state / "outer").glob("*.journal"))
+        rounds = (replay(path, int(path.stem.removeprefix("step-"))) for path in segments)
+        return {committed.outer_step: committed.round_id for segment in rounds for committed in segment}
+
+    def resident_bytes(self) -> int | None:
+        """Of the coordinator; None while it is dead."""
+        running = self._supervisor.running(COORDINATOR)
+        return procfs.resident_bytes(self._supervisor.pid(COORDINATOR)) if running else None
+
+    def surprises(self) -> list[Exit]:
+        """Processes that ended though nobody had told them to."""
+        return [end for end in self._supervisor.ended() if not end.expected]
+
+    def finish(self) -> list[Exit]:
+        """Tell the peers, then the coordinator, to stop; how they ended."""
+        return [self._supervisor.stop(name) for name in (*self._options.peer_ids, COORDINATOR)]
+
+    def last_lines(self, name: str, count: int) -> tuple[str, ...]:
+        """Of its log."""
+        return self._supervisor.last_lines(name, count)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Any:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
