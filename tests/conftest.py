@@ -1,5 +1,8 @@
-"""For every test process and what it starts: no model hub is ever asked."""
+"""For every test process and what it starts: no model hub is ever asked, and torch computes with one thread, since several
+tests run at the same time.
+"""
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
