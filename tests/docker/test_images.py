@@ -82,8 +82,8 @@ def test_the_entry_scripts_train_in_fresh_folders(tmp_path: Path) -> None:
             if " serving " in line:
                 break
         assert "serving" in heard[-1], heard
-        for name in ("peer-1", "peer-2"):
-            home = {"HOME_DIR": str(tmp_path / name), "NAME": name, "DATA": str(tmp_path / "data")}
+        for name, ranks in (("peer-1", "1"), ("peer-2", "2")):
+            home = {"HOME_DIR": str(tmp_path / name), "NAME": name, "DATA": str(tmp_path / "data"), "RANKS": ranks}
             peers.append(subprocess.Popen([DOCKER / "peer.sh"], env={**environment, **home}, stderr=subprocess.PIPE, text=True))
         for peer in peers:
             _, errors = peer.communicate(timeout=200)
