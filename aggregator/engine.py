@@ -112,8 +112,8 @@ class Engine:
         """Stop watching; write a checkpoint of what is committed, let go of the files."""
         resources = self._resources
         await resources.background.stop()
-        if self.outer is not None:
-            await resources.background.in_worker(resources.store.checkpoint, self.outer)
+        if self.outer is not None and self._exchange is not None:
+            await self._exchange.checkpoint()
         resources.store.close()
         resources.intake.close()
 

@@ -244,15 +244,15 @@ class Exchange:
         self._observer.round_committed(commit, effect.missing)
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
         if commit.outer_step % self._checkpoint_every == 0:
-            await self._checkpoint()
+            await self.checkpoint()
 
     def _tokens(self, current: _Round) -> int:
         """Behind a commit: with groups each fragment counts for its share of the model, and the others for nothing."""
         schema = self._outer.schema
         return sum(tokens * schema.fragments[i].numel for i, tokens in current.tokens.items()) // schema.numel
 
-    async def _checkpoint(self) -> None:
-        """A checkpoint that cannot be written loses nothing: the journal before it stays."""
+    async def checkpoint(self) -> None:
+        """Write the state and the measured times. One that cannot be written loses nothing: the journal before it stays."""
         measured = self.machine.deadlines.to_json().encode()
         try:
             await self._background.in_worker(self._store.checkpoint, self._outer)
@@ -271,7 +271,7 @@ class Exchange:
             _log.warning("%s: is passed over (%s); the peers' times are measured anew", self._deadlines_file, error)
 
     async def _finish(self) -> None:
-        await self._checkpoint()
+        await self.checkpoint()
         self._observer.run_finished()
 
     def _close_round(self, effect: events.RoundClosed) -> None:
