@@ -90,6 +90,7 @@ class Status:
     arrived: int
     expected: int
     memory_bytes: int
+    tokens: int = 0
 
 
 @dataclass(slots=True)

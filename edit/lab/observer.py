@@ -54,6 +54,7 @@ class Observer:
             arrived=len(reply.arrived),
             expected=len(reply.expected),
             memory_bytes=reply.peak_memory_bytes,
+            tokens=reply.tokens,
         )
 
     def snapshot(self, schema: Schema) -> Snapshot | None:

@@ -83,7 +83,7 @@ def outer(step: int, t: float | None = None, digest: str = "") -> dict:
 
 
 def good(steps: int = 20) -> History:
-    history = History(PEERS, 10)
+    history = History(PEERS, 64)
     for name in (*PEERS, COORDINATOR):
         history.started(name)
     for step in range(1, steps + 1):
@@ -91,6 +91,7 @@ def good(steps: int = 20) -> History:
         for name in PEERS:
             history.take(name, outer(step))
             history.take(name, {"kind": "step", "t": float(step), "step": 10 * step, "outer_step": step})
+    history.tokens = 3 * 10 * 64 * steps
     return history
 
 
@@ -269,7 +270,7 @@ def test_the_report_in_numbers_and_in_words() -> None:
 
 def test_a_report_of_nothing() -> None:
     options = ChaosOptions(faults=())
-    report = Report(options, (), History(PEERS, 10), "a disk")
+    report = Report(options, (), History(PEERS, 64), "a disk")
     assert as_json(report)["goodput"] is None
     Console(file=io.StringIO()).print(tables(report))
 

@@ -68,7 +68,7 @@ class SmallDisk:
 class BoundedFiles:
     """RLIMIT_FSIZE of the process: every file that would grow beyond `limit` bytes is refused (EFBIG), its log included."""
 
-    kind = "RLIMIT_FSIZE of the process (mounting is not allowed here)"
+    kind = "RLIMIT_FSIZE of the process"
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
@@ -86,7 +86,9 @@ class BoundedFiles:
 
 
 def open_disk(folder: Path, size: int) -> Disk:
-    """The small disk where mounting is allowed, else bounded files."""
+    """A small disk of `size` bytes where mounting is allowed, else (also for 0) the machine's, with bounded files."""
+    if size == 0:
+        return BoundedFiles()
     try:
         return SmallDisk(folder, size)
     except (StorageError, FileNotFoundError, PermissionError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from edit.errors import ConfigError
@@ -109,12 +109,13 @@ def draw_schedule(
         lasts = 0.0 if kind is Kind.KILL_RANK else chance.uniform(0.2, longest_s)  # its torchrun does not wait for us
         level = chance.choice(_LOSSES if kind is Kind.LOSSY else _RATES) if kind in (Kind.SLOW, Kind.LOSSY) else 0.0
         begins = round(max(at, free_at[target]), 2)
-        fault = Fault(number=len(faults) + 1, at_s=begins, kind=kind, target=target, lasts_s=round(lasts, 2), level=level)
+        fault = Fault(number=0, at_s=begins, kind=kind, target=target, lasts_s=round(lasts, 2), level=level)
         if fault.ends_s <= seconds:
             faults.append(fault)
             free_at[target] = fault.ends_s + _SETTLE_S
         at += min(chance.expovariate(1 / gap_s), _LONGEST_GAP * gap_s)
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    in_order = sorted(faults, key=lambda fault: fault.at_s)
+    return tuple(replace(fault, number=number) for number, fault in enumerate(in_order, 1))
 
 
 def _targets(kind: Kind, peers: Sequence[str], sharded: str | None) -> Sequence[str]:

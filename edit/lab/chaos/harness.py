@@ -25,7 +25,6 @@ __all__ = ["Broken", "Chaos", "Report"]
 
 _LOOK_S = 0.1
 _SLOW_LOOK_S = 0.5  # status, memory, rules
-_BEGIN_WITHIN_S = 180.0
 _LOG_LINES = 25
 _TORCHRUN_TOLD = 1  # the exit code of a torchrun that was told to stop, whatever its ranks said
 
@@ -56,7 +55,7 @@ class Chaos:
     def __init__(self, options: ChaosOptions, say: Callable[[str], None], unix: Callable[[], float] = time.time) -> None:
         self._options, self._say, self._unix = options, say, unix
         self._site = Site(options)
-        self._history = History(options.peer_ids, options.every)
+        self._history = History(options.peer_ids, options.step_tokens)
         self.report = Report(options, options.schedule(), self._history, self._site.disk.kind)
         names = (COORDINATOR, *options.peer_ids)
         self._lines = {name: JsonLines(self._site.metrics(name)) for name in names}
@@ -95,7 +94,7 @@ class Chaos:
             self._site.start(name)
             self._history.started(name)
         since = self._unix()
-        self._until(lambda: self._all_in(since), _BEGIN_WITHIN_S, "the run begins")
+        self._until(lambda: self._all_in(since), self._options.begin_s, "the run begins")
         self._began = self._unix()
         self._say(f"all peers are in a commit after {self._began - since:.1f} s; {len(self.report.schedule)} faults follow")
 
@@ -124,7 +123,9 @@ class Chaos:
         self._say(f"all peers are in a commit after {self._unix() - since:.1f} s")
 
     def _finish(self) -> None:
-        ends = self._site.finish()
+        ends = [self._site.finish(name) for name in self._options.peer_ids]
+        self._ask()
+        ends.append(self._site.finish(COORDINATOR))
         self.report.ended = {end.name: end.returncode for end in ends}
         self._read()
         for end in ends:
@@ -207,7 +208,10 @@ class Chaos:
         if status.outer_step < self._status_step:
             text = f"the coordinator is at outer step {status.outer_step}, and was at {self._status_step}"
             self._fail(Violation("the outer step never decreases", self._unix(), text, (COORDINATOR,)))
-        self._status_step = status.outer_step
+        if status.tokens < self._history.tokens:
+            text = f"{status.tokens} tokens are merged, and {self._history.tokens} were"
+            self._fail(Violation("what is merged stays merged", self._unix(), text, (COORDINATOR,)))
+        self._status_step, self._history.tokens = status.outer_step, status.tokens
         self._history.told(COORDINATOR, self._unix(), status.outer_step, status.digest)
 
     def _check(self, violations: Iterable[Violation]) -> None:

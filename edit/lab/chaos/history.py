@@ -84,10 +84,14 @@ class _Steps:
 
 @dataclass(slots=True)
 class History:
-    """Everything seen so far. every: inner steps of an ordinary contribution; peers: who takes part."""
+    """Everything seen so far.
+
+    peers: who takes part; step_tokens: behind one inner step; tokens: merged so far, as the coordinator says.
+    """
 
     peers: tuple[str, ...]
-    every: int
+    step_tokens: int
+    tokens: int = 0
     commits: list[Commit] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     blows: list[Blow] = field(default_factory=list)
@@ -155,9 +159,8 @@ class History:
 
     @property
     def inner_steps_counted(self) -> int:
-        """Behind contributions with a weight. Each counts as an ordinary one, though one that was sent again after a round was
-        lost has more behind it: rather too few than too many."""
-        return self.every * sum(weight > 0 for commit in self.commits for weight in commit.weights.values())
+        """Behind what was merged with a weight."""
+        return self.tokens // self.step_tokens
 
     @property
     def participation(self) -> float:

@@ -16,6 +16,7 @@ from edit.lab.plan import Settings
 __all__ = ["SHARDED", "ChaosOptions"]
 
 SHARDED = "sharded"
+CONTEXT = 32
 _ENDLESS = 10_000_000
 
 
@@ -26,7 +27,8 @@ class ChaosOptions:
     seconds: of chaos, after all peers are in a commit and before the last repair; sharded: the last peer is a torchrun replica
     of two ranks; gap_s: mean time between faults; longest_s: the longest that one lasts; kinds: None is all; throttle: a step
     takes so many times as long, so that the machine has time for its faults; start_s: what a process may need to start, in the
-    bounds; faults: instead of drawn ones.
+    bounds; begin_s: what all of them may need until they are in a commit; faults: instead of drawn ones; disk_bytes: of the
+    coordinator's own disk, 0 for the machine's.
     """
 
     seed: int = 0
@@ -50,6 +52,8 @@ class ChaosOptions:
     lease_s: float = 1.0
     floor_s: float = 1.0
     ceiling_s: float = 10.0
+    checkpoint_every: int = 3
+    begin_s: float = 180.0
     disk_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
@@ -64,6 +68,11 @@ class ChaosOptions:
     def peer_ids(self) -> tuple[str, ...]:
         plain = tuple(f"peer-{index}" for index in range(self.peers - self.sharded))
         return (*plain, SHARDED) if self.sharded else plain
+
+    @property
+    def step_tokens(self) -> int:
+        """Behind one inner step of a peer."""
+        return self.batch_size * CONTEXT
 
     @property
     def bounds(self) -> Bounds:
@@ -85,7 +94,7 @@ class ChaosOptions:
 
     def run(self) -> Settings:
         """run.toml. Small numbers everywhere, so that what takes minutes in a real run takes seconds here."""
-        model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": 32}
+        model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": CONTEXT}
         rounds = {"start_peers": self.peers, "quorum": self.quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
         return {
             "name": "chaos",
@@ -98,6 +107,6 @@ class ChaosOptions:
             "codec": {"up": "int8", "down": "bf16"},
             "rounds": rounds,
             "membership": {"heartbeat_s": self.heartbeat_s, "lease_s": self.lease_s},
-            "storage": {"checkpoint_every": 3, "keep_updates": 4},
+            "storage": {"checkpoint_every": self.checkpoint_every, "keep_updates": 4},
             "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0", "advertise": ("127.0.0.1", "localhost")},
         }

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available", "command_line", "descendants", "marked", "resident_bytes"]
+__all__ = ["available", "children", "command_line", "descendants", "marked", "resident_bytes"]
 
 _PROC = Path("/proc")
 
@@ -21,13 +21,14 @@ def available() -> bool:
 
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`, nearest first; those of a process that has ended already are not found."""
-    found = _children(pid)
+    found = children(pid)
     for child in found:
-        found += _children(child)
+        found += children(child)
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Those that `pid` started itself."""
     lists = (_read(task / "children") for task in _listed(_PROC / str(pid) / "task"))
     return [int(word) for listed in lists for word in listed.split()]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from aggregator.authority import Authority
 from aggregator.journal import replay
 from aggregator.state_folder import StateFolder
 from aggregator.store import load_outer
@@ -32,6 +33,7 @@ from edit.lab.folder import DemoFolder
 from edit.lab.link import Link, LinkShape
 from edit.lab.plan import to_toml
 from edit.lab.processes import ChildDied, Exit, Supervisor
+from peers.enrolment import join
 
 __all__ = ["Site"]
 
@@ -86,9 +88,11 @@ class Site:
         self._supervisor.call({"init": (*coordinator, *init)})
         self.start(COORDINATOR)
         self._wait_for_addresses()
-        port = int(json.loads(folder.addresses.read_text())["listen"].rpartition(":")[2])
+        addresses = json.loads(folder.addresses.read_text())
+        port = int(addresses["listen"].rpartition(":")[2])
         for name in self._options.peer_ids:
-            self._enrol(name, port)
+            self._enrol(name, addresses["enrol_listen"])
+            self._link(name, port)
 
     def _wait_for_addresses(self) -> None:
         give_up = time.monotonic() + _SERVE_WITHIN_S
@@ -99,16 +103,18 @@ class Site:
                 raise ChildDied(f"the coordinator does not serve after {_SERVE_WITHIN_S:.0f} s")
             time.sleep(0.05)
 
-    def _enrol(self, name: str, port: int) -> None:
-        """The peer's home, with the coordinator's address replaced by that of its own link."""
-        invite = (*self._programs.coordinator, "invite", "--state", str(self.folder.state), name)
-        printed = self._supervisor.call({f"invite-{name}": invite})[f"invite-{name}"]
-        invitation = next(line for line in printed.splitlines() if line.startswith("edit1."))
-        home = self.folder.home(name)
-        self._supervisor.call({f"join-{name}": (*self._programs.peer, "join", invitation, "--home", str(home))})
+    def _enrol(self, name: str, enrol: str) -> None:
+        """What `edit-coordinator invite` and `edit-peer join` do, without starting two processes for each peer."""
+        state = StateFolder(self.folder.state)
+        authority = Authority.load(state.path, state.run_id)
+        invitation = authority.invite(name, role="peer", enrol=(enrol,), lifetime_s=3600.0, now=time.time())
+        join(invitation.encode(), self.folder.home(name), time.time())
+
+    def _link(self, name: str, port: int) -> None:
+        """Let the peer dial a link of its own instead of the coordinator."""
         link = self._links[name] = self._open.enter_context(Link(("127.0.0.1", port), LinkShape()))
-        identity = json.loads((home / "identity.json").read_text())
-        (home / "identity.json").write_text(json.dumps({**identity, "endpoints": [f"127.0.0.1:{link.port}"]}))
+        path = self.folder.home(name) / "identity.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
 
     def start(self, name: str) -> None:
         """Start the process called `name`, also again, with the same command line."""
@@ -136,7 +142,7 @@ class Site:
             case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
                 self._kill(name)
             case Kind.KILL_RANK:
-                _signal(procfs.descendants(self._supervisor.pid(name))[-1:], signal.SIGKILL)
+                _signal(procfs.children(self._supervisor.pid(name))[-1:], signal.SIGKILL)
             case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
                 _signal(self._pids(name), signal.SIGSTOP)
             case Kind.CUT:
@@ -200,9 +206,9 @@ class Site:
         """Processes that ended though nobody had told them to."""
         return [end for end in self._supervisor.ended() if not end.expected]
 
-    def finish(self) -> list[Exit]:
-        """Tell the peers, then the coordinator, to stop; how they ended."""
-        return [self._supervisor.stop(name) for name in (*self._options.peer_ids, COORDINATOR)]
+    def finish(self, name: str) -> Exit:
+        """Tell it to stop; how it ended."""
+        return self._supervisor.stop(name)
 
     def last_lines(self, name: str, count: int) -> tuple[str, ...]:
         """Of its log."""
