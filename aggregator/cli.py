@@ -120,7 +120,7 @@ def status(
         f"{'  draining' if reply['draining'] and reply['phase'] != 'finished' else ''}"
     )
     if reply["reason"]:
-        console.print(f"[yellow]{reply['reason']}[/]", highlight=False)
+        console.print(f"[yellow]{reply['reason']}[/]", highlight=False, soft_wrap=True)
     _print_members(console, reply["members"])
     table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
     for line in reply["rounds"][-rounds:] if rounds else []:

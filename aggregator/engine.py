@@ -247,8 +247,10 @@ class Engine:
         self._notify()
 
     def drain(self) -> None:
-        """The open round comes to its end, then the run is finished. Raises StaleError before the founding."""
-        self.exchange.feed(events.Drain())
+        """The open round comes to its end, then the run is finished. Raises RefusedError before the founding."""
+        if self._exchange is None:
+            raise RefusedError("the run has no parameters yet, so there is nothing to drain; stop the coordinator")
+        self._exchange.feed(events.Drain())
         self._notify()
 
     def _feed(self, event: events.Event) -> None:
@@ -264,7 +266,7 @@ class Engine:
             self._look_around()
         if self._downlink is None or self._exchange is None:
             founder = attendance is not None and attendance.rank == 0 and attendance.peer_id == self._founder
-            return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder, reason=self._outlook.reason)
+            return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder)
         downlink, machine = self._downlink, self._exchange.machine
         last_round, committed, reason = self._exchange.last_closed
         return View(
@@ -285,7 +287,7 @@ class Engine:
 
     def _look_around(self) -> None:
         joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
-        self._outlook.look(self.membership.members.values(), self.outer.outer_step if self.outer is not None else 0, joined)
+        self._outlook.look(self.membership.members.values(), self.outer.outer_step if self.outer is not None else None, joined)
 
     def _notify(self) -> None:
         self._look_around()

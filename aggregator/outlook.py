@@ -26,10 +26,11 @@ class Outlook:
         self._fastest_s = 0.0
         self.reason = ""
 
-    def look(self, members: Iterable[Member], outer_step: int, joined: int) -> None:
-        """Take the moment: everybody ever seen, the run's outer step, how many peers have certificates that count."""
+    def look(self, members: Iterable[Member], outer_step: int | None, joined: int) -> None:
+        """Take the moment: everybody ever seen, the run's outer step (None: it has no parameters yet, so peers are still to
+        come), how many peers have certificates that count."""
         self._fastest_s = fastest(one.heartbeat.step_s for one in members if one.live and one.heartbeat is not None)
-        reason = impossible(self._config.rounds, outer_step, joined)
+        reason = impossible(self._config.rounds, outer_step, joined) if outer_step is not None else ""
         if reason and reason != self.reason:
             _log.warning("%s", reason)
         self.reason = reason

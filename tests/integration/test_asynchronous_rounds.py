@@ -214,6 +214,19 @@ def test_a_drained_run_is_finished_for_everybody_and_a_resume_goes_on(tmp_path: 
     asyncio.run(scenario())
 
 
+def test_there_is_nothing_to_drain_before_the_founding(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.channel("boss", "operator") as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="nothing to drain") as refused:
+                await control_pb2_grpc.ControlStub(channel).Drain(control_pb2.DrainRequest())
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        async with served(new_folder(tmp_path / "other")) as run, run.channel("eve", "observer") as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="role observer may not do this"):
+                await control_pb2_grpc.ControlStub(channel).Drain(control_pb2.DrainRequest())
+
+    asyncio.run(scenario())
+
+
 def test_the_run_stops_at_so_many_tokens_also_over_restarts(tmp_path: Path) -> None:
     """Ten tokens a contribution; a kill after 2 (from the journal) and a polite stop after 3 (from the checkpoint)."""
 
