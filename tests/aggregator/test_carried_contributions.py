@@ -149,6 +149,7 @@ WORDS = ["ready"] * 3 + ["send"] * 4 + ["part"] * 3 + ["more"] * 3 + ["answer"] 
 WORDS += ["pause", "resume", "resume", "progress", "drain"]
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(WORDS), st.sampled_from(PEERS), st.integers(0, 30), st.sampled_from([0, 0, 0, 1, 2, 3])),
+    min_size=30,
     max_size=80,
 )
 
