@@ -49,7 +49,9 @@ class Collective(Protocol):
         """What became of the attempt to advance FROM `outer_step`.
 
         Committed: the run advanced to outer_step + 1 (whether or not this peer was part of it: see FragmentCommit.verdict_of).
-        Aborted: the round this peer contributed to was lost, the outer step is still open. None: not known. With block=True
+        A contribution that was not part of it and is CARRIED stays on its way; the caller asks on, about the next outer step.
+        Aborted: the round this peer contributed to was lost, or its contribution refused (too stale): it will not be merged,
+        the outer step is still open. None: not known. With block=True
         None is returned only when the carrier is cut off: the contribution is then IN DOUBT, it may yet turn out committed, so
         the caller keeps it, trains on and asks again; it must not contribute to the same outer step before it has an answer.
         All ranks of a replica ask together and get the same answer.

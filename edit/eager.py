@@ -8,11 +8,13 @@ that. Must not know: rounds, the model, when an estimate is replaced.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from edit.config import OuterConfig
+from edit.records import Commit, Verdict
 
 __all__ = ["Estimator", "Last"]
 
@@ -43,6 +45,9 @@ class Estimator:
             estimate.sub_((delta - last.delta).mul_(self._follows * last.weight))
         return estimate
 
-    def committed(self, fragment_id: int, step: Tensor, delta: Tensor | None, weight: float) -> None:
-        """The fragment has moved by `step`; `delta` was this peer's contribution to it, with `weight`."""
-        self.last[fragment_id] = Last(step, delta, weight)
+    def committed(self, commit: Commit, peer_id: str, moved: Mapping[int, Tensor], deltas: Mapping[int, Tensor]) -> None:
+        """moved: by fragment, how far the commit has moved theta; deltas: what this peer contributed to it, if anything."""
+        for part in commit.fragments:
+            i, mine = part.fragment_id, part.verdict_of(peer_id)
+            weight = mine.weight if mine is not None and mine.verdict is Verdict.OK else 0.0
+            self.last[i] = Last(moved[i], deltas.get(i), weight)

@@ -9,24 +9,23 @@ Must not know: hooks, how a carrier works, what a merge computes, any clock.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from edit.collective import Collective
 from edit.eager import Estimator
 from edit.errors import EvictedError, TransportError
 from edit.feedback import ErrorFeedback
-from edit.layout import local_of
 from edit.pending import Landing, Pending
-from edit.receiver import Receiver
-from edit.records import Aborted, Behind, Commit, Committed, EncodedTensor, Evicted, Finished, Outcome, Verdict
+from edit.receiver import Receiver, without_payloads
+from edit.records import Aborted, Behind, Commit, Committed, Evicted, Finished, Outcome
 from edit.replay import kept, unmerged, unsent
 from edit.replica import Outer, Replica
 from edit.schedule import SyncSchedule
 from edit.sender import Sender
+from edit.settlement import Settlement
 from edit.worker_config import WorkerConfig
 
 __all__ = ["Exchange"]
@@ -39,10 +38,17 @@ class Exchange:
     Raises ConfigError when the model has fewer fragments than the run has groups.
     """
 
-    def __init__(self, replica: Replica, collective: Collective, optimizer: Optimizer, config: WorkerConfig) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        collective: Collective,
+        optimizer: Optimizer,
+        config: WorkerConfig,
+        clock: Callable[[], float],
+    ) -> None:
         self.replica = replica
         self.config = config
-        self.schedule = SyncSchedule(config.interval, config.groups)
+        self.schedule = SyncSchedule(config.interval, config.groups, config.interval_s)
         self.feedback = ErrorFeedback(config.codec, [region.numel for region in replica.layout.owned])
         self.estimator = Estimator(config.outer) if config.mode == "eager" and config.outer is not None else None
         self.pending: Pending | None = None
@@ -53,7 +59,9 @@ class Exchange:
         self._sender = Sender(replica, self.feedback, collective, config, self.estimator)
         self._receiver = Receiver(replica, collective, config)
         self._collective = collective
-        self._optimizer = optimizer
+        self._settlement = Settlement(replica, self.feedback, optimizer)
+        self._clock = clock
+        self._began = 0  # theta's outer step where the present inner steps began
         self._landing: Landing | None = None
         self._unchecked = False  # whether something has landed since this peer last looked whether the run has moved on
 
@@ -62,16 +70,26 @@ class Exchange:
         """The committed outer step of theta."""
         return self.replica.outer.outer_step
 
+    def _now(self) -> float:
+        """Rank 0's clock, at all ranks: they contribute together. Not read where nothing depends on it."""
+        return self.replica.layout.ranks.lead(self._clock) if self.config.schedule == "time" else 0.0
+
     # When the worker calls.
+
+    def begin(self) -> None:
+        """Training begins, from theta or from a checkpoint."""
+        self._began = self.outer_step
+        self.schedule.completed(self._now())
 
     def stepped(self) -> None:
         """An optimizer step was taken: look for an outcome if it is time, contribute if that is due."""
         self.schedule.count_step()
         if self.finished:
             return
-        if self.pending is not None and self._asks_now():
-            self.resolve(block=self._waits_now())
-        if self.pending is None and self.schedule.due and self.catch_up() and not self.finished:
+        now = self._now()
+        if (pending := self.pending) is not None and self._asks_now(pending):
+            self.resolve(block=self.schedule.at_boundary(now) or (self.config.overlaps and not pending.doubtful))
+        if self.pending is None and self.schedule.due(now) and self.catch_up() and not self.finished:
             self.contribute(send=not self._made_before())
 
     def take(self, *, lazily: bool) -> None:
@@ -90,7 +108,7 @@ class Exchange:
 
     def synchronize(self) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off."""
-        pending = self.pending
+        pending, outer_step = self.pending, self.outer_step
         if pending is None:
             self._check_landed()
             return self.catch_up()
@@ -98,10 +116,10 @@ class Exchange:
             self.settle()
         else:
             self.resolve(block=True)
-        return self.pending is not pending
+        return self.pending is not pending or self.outer_step > outer_step
 
     def leave(self) -> None:
-        """Wait for the pending outcome and apply it, but contribute no more."""
+        """Wait for the pending outcome and apply it, but contribute no more; nor wait for a contribution that is carried."""
         if self._landing is not None:
             self.settle()
         if self.pending is not None:
@@ -114,27 +132,34 @@ class Exchange:
         if unchecked and self.last_commit is not None and self.replica.outer.digest != self.last_commit.digest:
             self._heal(_WRONG_DIGEST)
 
-    def _asks_now(self) -> bool:
-        assert self.pending is not None
-        return self.pending.doubtful or not self.config.overlaps or self.schedule.round_inner_steps >= self.config.delay
-
-    def _waits_now(self) -> bool:
-        assert self.pending is not None
-        return self.schedule.at_boundary or (self.config.overlaps and not self.pending.doubtful)
+    def _asks_now(self, pending: Pending) -> bool:
+        enough = self.schedule.round_inner_steps >= min(self.config.delay, self.schedule.every)
+        return enough or pending.doubtful or not self.config.overlaps
 
     # Contributing.
 
     def contribute(self, *, send: bool = True) -> None:
         """Contribute what is due. send: False when the run has it already from before this peer was interrupted."""
         outer_step = self.outer_step
-        work = self.schedule.contributed(self._group(outer_step))
-        self.pending = Pending(outer_step=outer_step, fragments=self._receiver.due(outer_step), work=work)
+        work = self.schedule.contributed(self._group(outer_step), self._now())
+        began = max(self._began, outer_step - self.config.max_staleness // 2)  # half of what is allowed is left for the way
+        self.pending = Pending(outer_step=outer_step, began=began, fragments=self._receiver.due(outer_step), work=work)
         self._sender.contribute(self.pending, send=send)
 
     def restore(self, pending: Pending) -> None:
         """Go on waiting for a contribution from before this peer was interrupted: stage it again, and send it if need be."""
         self.pending = pending
+        if self.config.max_staleness:
+            self._pass_over(pending)
         self._sender.contribute_again(pending, send=not self._made_before())
+
+    def _pass_over(self, pending: Pending) -> None:
+        """Apply what was committed before the contribution was, or while it was carried, unless the carrier is cut off."""
+        outcome = self._collective.outcome(self.outer_step, block=False)
+        while isinstance(outcome, Committed) and not self._receiver.takes_part(outcome.commit):
+            if not self._advance(dataclasses.replace(outcome, carried=True), pending) or self.pending is None:
+                return
+            outcome = self._collective.outcome(self.outer_step, block=False)
 
     # Learning the outcome.
 
@@ -143,11 +168,13 @@ class Exchange:
 
         again: contribute again at once to the outer step now open, should this contribution have come too late.
         """
-        while self.pending is not None:
-            outcome = self._collective.outcome(self.pending.outer_step, block=block)
-            if self._act(outcome, self.pending, again, lazily):
+        while (pending := self.pending) is not None:
+            outer_step = self.outer_step
+            if self._act(self._collective.outcome(outer_step, block=block), pending, again, lazily):
                 return
-            if not (block and self.config.strict):
+            if self.pending is pending and self.outer_step > outer_step:
+                block = False  # it is carried: train on meanwhile
+            elif not (block and self.config.strict):
                 self._overlap()
                 return
 
@@ -172,9 +199,10 @@ class Exchange:
         return False
 
     def _apply(self, outcome: Committed, pending: Pending, again: bool) -> bool:
-        steps = self._updates(outcome, pending.landed)
-        if steps is None or not self._advance(outcome.commit, steps, pending):
+        if not self._advance(outcome, pending):
             return False
+        if outcome.carried and not self._receiver.takes_part(outcome.commit):
+            return self.pending is None
         if self.catch_up() and again and not self.finished and not self._receiver.takes_part(outcome.commit):
             self.contribute()
             return False
@@ -197,8 +225,7 @@ class Exchange:
                 case Committed(commit):
                     if self.reliving and self._receiver.takes_part(commit):
                         break  # this peer's own contribution to it is yet to be made once more
-                    steps = self._updates(outcome, set())
-                    if steps is None or not self._advance(commit, steps, None):
+                    if not self._advance(outcome, None):
                         return False
                 case Behind(reason):
                     return self._heal(reason)
@@ -232,70 +259,57 @@ class Exchange:
 
     # Moving on.
 
-    def _updates(self, outcome: Committed, landed: set[int]) -> dict[int, EncodedTensor | None] | None:
-        """Those of a commit that have not landed; None when the carrier is cut off before all are here."""
-        try:
-            return self._receiver.updates(outcome, landed)
-        except TransportError as error:
-            self.last_reason = str(error)
-            return None
+    def _advance(self, outcome: Committed, pending: Pending | None) -> bool:
+        """Apply one commit. False (and nothing is changed) when it cannot be fetched, or neither its digest reached nor a
+        snapshot fetched.
 
-    def _fetch(self) -> Outer | None:
-        """The run's outer parameters; None when the carrier is cut off."""
-        try:
-            return self._receiver.snapshot()
-        except TransportError as error:
-            self.last_reason = f"{self.last_reason}; no snapshot: {error}"
-            return None
-
-    def _advance(self, commit: Commit, steps: dict[int, EncodedTensor | None], pending: Pending | None) -> bool:
-        """Apply one commit. False (and nothing is changed) when its digest cannot be reached and no snapshot either."""
+        A contribution that is carried stays pending: theta moves, and what was sent and the local parameters move with it.
+        """
+        steps = self._receiver.updates(outcome, pending.landed if pending else ())
+        if steps is None:
+            self.last_reason = self._receiver.failure
+            return False
+        commit, before = outcome.commit, self.replica.outer
+        carried = outcome.carried and pending is not None and not self._receiver.takes_part(commit)
         self.last_reason = commit.reason
         target: Outer | None = self.replica.after(commit.outer_step, steps)
         moved: Iterable[int] = steps
         if target is None or target.digest != commit.digest:
-            self.last_reason = _WRONG_DIGEST
-            if (target := self._fetch()) is None:
+            if carried:
+                return self._heal(_WRONG_DIGEST)
+            if (target := self._receiver.snapshot()) is None:
+                self.last_reason = f"{_WRONG_DIGEST}; {self._receiver.failure}"
                 return False
-            moved = range(len(target.fragments))
+            moved, self.last_reason = range(len(target.fragments)), _WRONG_DIGEST
         verdicts = {part.fragment_id: self._receiver.verdict(part) if pending else None for part in commit.fragments}
-        self._observe(commit, target, pending, whole=target.digest == commit.digest)
+        if self.estimator is not None and target.digest == commit.digest:
+            distances = {i: before.fragments[i] - target.fragments[i] for i in verdicts}
+            self.estimator.committed(commit, self._collective.peer_id, distances, pending.deltas if pending else {})
+        elif self.estimator is not None:
+            self.estimator.last.clear()  # a snapshot may be further: that was not this commit's step alone
         theta = target.fragments
         self.replica.move(target, lambda i: kept(self.config, self.replica, theta[i], i, verdicts.get(i), pending), moved)
+        if carried and pending is not None:
+            pending.sent_from = {i: (sent - before.fragments[i]).add_(theta[i]) for i, sent in pending.sent_from.items()}
+            self.last_commit = without_payloads(commit)
+            return True
         for i in steps:
-            self._settle_fragment(i, verdicts[i])
-        self._committed(commit, pending)
+            self._settlement.settle(i, verdicts[i])
+        self._committed(outcome, pending)
         return True
 
-    def _observe(self, commit: Commit, target: Outer, pending: Pending | None, *, whole: bool) -> None:
-        """Let the estimator see the step from theta to `target`. whole: it is this commit's step, and nothing else."""
-        if self.estimator is None:
-            return
-        if not whole:
-            self.estimator.last.clear()
-            return
-        for part in commit.fragments:
-            i, mine = part.fragment_id, part.verdict_of(self._collective.peer_id)
-            weight = mine.weight if mine is not None and mine.verdict is Verdict.OK else 0.0
-            delta = pending.deltas.get(i) if pending else None
-            self.estimator.committed(i, self.replica.outer.fragments[i] - target.fragments[i], delta, weight)
-
-    def _committed(self, commit: Commit, pending: Pending | None) -> None:
+    def _committed(self, outcome: Committed, pending: Pending | None) -> None:
+        commit = outcome.commit
         if pending is not None and self._receiver.takes_part(commit):
             group = self._group(pending.outer_step)
             replaced = self.config.mode == "delayed" and self.config.mix == "replace" and not pending.doubtful
             self.schedule.merged(self.schedule.work(group) if replaced else pending.work, group)
+            self._began = commit.outer_step
+        if outcome.inner_steps:
+            self.schedule.adopt(outcome.inner_steps)
+        self.schedule.completed(self._now())
         self.pending = None
-        self.last_commit = _without_payloads(commit)
-
-    def _settle_fragment(self, i: int, verdict: Verdict | None) -> None:
-        if verdict is Verdict.OK:
-            if self.replica.layout.owned[i].numel:
-                self.feedback.commit(i)
-            return
-        self.feedback.rollback(i)
-        if verdict is Verdict.NONFINITE:
-            _scrub(self._optimizer, self.replica.parameters(i))
+        self.last_commit = without_payloads(commit)
 
     def _heal(self, reason: str) -> bool:
         """Take a snapshot and replay the local progress onto it. False (and nothing is changed) when the carrier is cut off.
@@ -304,8 +318,8 @@ class Exchange:
         work may be lost here, never counted twice.
         """
         self.last_reason = reason
-        target = self._fetch()
-        if target is None:
+        if (target := self._receiver.snapshot()) is None:
+            self.last_reason = f"{reason}; {self._receiver.failure}"
             return False
         pending = self.pending
         self.replica.move(target, lambda i: unsent(self.replica, i, pending))
@@ -315,6 +329,7 @@ class Exchange:
             self.estimator.last.clear()
         self.reliving = False
         self.drop_pending()
+        self.begin()
         return True
 
     def _finish(self, outer_step: int) -> None:
@@ -329,8 +344,7 @@ class Exchange:
     def drop_pending(self) -> None:
         """Give up the pending contribution: residuals stay as they were before it."""
         if self.pending is not None:
-            for i in self.pending.missing:
-                self.feedback.rollback(i)
+            self._settlement.give_up(self.pending.missing)
         self.pending = None
 
     def _group(self, outer_step: int) -> int:
@@ -339,7 +353,7 @@ class Exchange:
     # Applying a commit fragment by fragment.
 
     def _begin_landing(self, outcome: Committed) -> None:
-        self._landing = Landing(outcome.commit, self._receiver.waiting(outcome))
+        self._landing = Landing(outcome, self._receiver.waiting(outcome))
         self.last_reason = outcome.commit.reason
         self.replica.transfers.settled()
 
@@ -357,17 +371,17 @@ class Exchange:
         except TransportError as error:
             self._interrupt_landing(str(error))
             return
-        part = next(part for part in landing.commit.fragments if part.fragment_id == i)
+        part = next(part for part in landing.outcome.commit.fragments if part.fragment_id == i)
         verdict = self._receiver.verdict(part)
         theta = self.replica.outer.fragments[i]
         self.replica.land(i, step, lambda i: kept(self.config, self.replica, theta, i, verdict, pending))
-        self._settle_fragment(i, verdict)
+        self._settlement.settle(i, verdict)
         del landing.waiting[i]
         pending.landed.add(i)
         if not landing.waiting:
             self._end_landing()
-            self.replica.landed(landing.commit.outer_step)
-            self._committed(landing.commit, pending)
+            self.replica.landed(landing.outcome.commit.outer_step)
+            self._committed(landing.outcome, pending)
             self._unchecked = True
 
     def _interrupt_landing(self, reason: str) -> None:
@@ -384,16 +398,3 @@ class Exchange:
 
 
 _WRONG_DIGEST = "theta after the outer step has another digest than the run's; taking a snapshot"
-
-
-def _without_payloads(commit: Commit) -> Commit:
-    """For showing: the payloads are as large as the model."""
-    return dataclasses.replace(commit, fragments=tuple(dataclasses.replace(part, payload=None) for part in commit.fragments))
-
-
-def _scrub(optimizer: Optimizer, parameters: Iterable[Any]) -> None:
-    """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step."""
-    for parameter in parameters:
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                local_of(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -43,7 +43,8 @@ class Momentum:
 
 def correct(delta: Tensor, momentum: Momentum) -> None:
     """Correct a flat fp32 pseudo-gradient in place, tensor by tensor."""
-    for part, reference in zip(delta.split(list(momentum.numels)), momentum.vector.split(list(momentum.numels)), strict=True):
+    numels = list(momentum.numels)
+    for part, reference in zip(torch.split(delta, numels), torch.split(momentum.vector, numels), strict=True):
         kept, added = _coefficients(part, reference, momentum.decay)
         if added:
             part.mul_(kept).add_(torch.mul(reference, added))

@@ -8,7 +8,7 @@ loops of peers and ranks step by step. Must not know: models, optimizers, time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -29,22 +29,25 @@ __all__ = ["LocalCollective", "LocalRun"]
 class _Arrived:
     """What is there of one peer's contribution to one fragment: parts and their norms by boxes, so that a retry replaces."""
 
+    outer_step: int
     inner_steps: int
     tokens: int
     parts: dict[tuple[Box, ...], tuple[Part, float]] = field(default_factory=dict)
     complete: bool = False
 
-    def measured(self, peer_id: str) -> Measured:
-        norm = whole_norm(norm for _, norm in self.parts.values())
-        return Measured(peer_id, self.inner_steps, self.tokens, norm, tuple(part for part, _ in self.parts.values()))
+    def measured(self, peer_id: str, outer_step: int) -> Measured:
+        norm, parts = whole_norm(norm for _, norm in self.parts.values()), tuple(part for part, _ in self.parts.values())
+        return Measured(peer_id, self.inner_steps, self.tokens, norm, parts, outer_step - self.outer_step)
 
 
 class LocalRun:
     """One run with a fixed list of peers.
 
     theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
-    Commits when all peers that have not left have contributed every fragment that is due; keeps `config.storage.keep_updates`
-    commits for those that missed one; is finished after `config.sync.outer_steps`.
+    Commits when all peers that have not left have contributed every fragment that is due, or at `close`; where arrivals are
+    merged, with each contribution. One that is in when its round closes without it counts later, as long as it is not too
+    stale. Keeps `config.storage.keep_updates` commits for those that missed one; is finished after `config.sync.outer_steps`,
+    or once `config.sync.tokens` are merged (with groups counted where group 0 is).
     """
 
     def __init__(self, config: RunConfig, peers: Sequence[str], theta: Sequence[Tensor] | None = None) -> None:
@@ -61,6 +64,8 @@ class LocalRun:
         self._lost: dict[str, tuple[int, str]] = {}
         self._evicted: dict[str, str] = {}
         self._round_id = 1
+        self._losses = 0
+        self._tokens = 0
 
     @property
     def state(self) -> OuterState:
@@ -75,9 +80,25 @@ class LocalRun:
         return self._round_id
 
     @property
+    def losses(self) -> int:
+        """How often contributions were lost or refused so far."""
+        return self._losses
+
+    @property
     def finished(self) -> bool:
-        """Whether the last outer step is committed."""
-        return self._state is not None and self._state.outer_step >= self._config.sync.outer_steps
+        """Whether the last outer step is committed, or the last token merged."""
+        sync = self._config.sync
+        if self._state is None:
+            return False
+        return self._state.outer_step >= sync.outer_steps or 0 < sync.tokens <= self._tokens
+
+    @property
+    def complete(self) -> tuple[str, ...]:
+        """Whose contribution to the open round is in, all of it."""
+        if self._state is None:
+            return ()
+        due = [self._arrived.get(i, {}) for i in self._state.due]
+        return tuple(peer for peer in self._named if all(peer in part and part[peer].complete for part in due))
 
     def collective(self, peer_id: str) -> LocalCollective:
         """The side of one rank of one of the peers named at construction."""
@@ -115,13 +136,18 @@ class LocalRun:
         self.leave(peer_id)
 
     def abort(self, reason: str) -> None:
-        """Lose the open round: every rank of whoever has contributed to it is answered with Aborted, once."""
-        self._lost |= {peer_id: (self._round_id, reason) for arrived in self._arrived.values() for peer_id in arrived}
-        self._arrived.clear()
+        """Lose the open round, and what is in of it: every rank of whoever has contributed is answered with Aborted, once."""
+        self._refuse({peer_id for arrived in self._arrived.values() for peer_id in arrived}, reason)
         self._round_id += 1
 
-    def contribute(self, peer_id: str, contribution: Contribution) -> None:
-        """Take in one fragment or one rank's part of it. One for an earlier outer step, or of a peer that left, is dropped."""
+    def close(self, reason: str) -> None:
+        """Commit the open round with what is complete, as a deadline would. Raises LocalProtocolError when nothing is."""
+        if not self.complete:
+            raise LocalProtocolError(f"round {self._round_id} cannot be closed: no contribution is complete")
+        self._commit(reason)
+
+    def contribute(self, peer_id: str, contribution: Contribution) -> bool:
+        """Take in one fragment or one rank's part of it. False: dropped, being too stale, or of a peer that left."""
         state, fragment_id = self.state, contribution.fragment_id
         due = state.due if contribution.outer_step == state.outer_step else range(len(state.theta))
         if contribution.outer_step > state.outer_step or fragment_id not in due:
@@ -129,10 +155,18 @@ class LocalRun:
                 f"peer {peer_id} contributed fragment {fragment_id} for outer step {contribution.outer_step}; "
                 f"the run is at outer step {state.outer_step}, fragments {list(state.due)} are due"
             )
-        if contribution.outer_step < state.outer_step or peer_id not in self._present or self.finished:
-            return
+        if self.finished or peer_id not in self._present:
+            return False
+        if self._too_stale(contribution.outer_step):
+            if self._config.rounds.max_staleness:
+                self._refuse([peer_id], self._reason(contribution.outer_step))
+            return False
         self._take_in(peer_id, contribution, Region(state.schema.fragments[fragment_id], contribution.boxes))
         self._commit_when_complete()
+        return True
+
+    def _too_stale(self, outer_step: int) -> bool:
+        return self.state.outer_step - outer_step > self._config.rounds.max_staleness
 
     def _take_in(self, peer_id: str, contribution: Contribution, region: Region) -> None:
         fragment, payload = region.fragment, contribution.payload
@@ -140,8 +174,9 @@ class LocalRun:
             raise LocalProtocolError(f"peer {peer_id}, fragment {fragment.name}: {payload.numel} elements for {region.numel}")
         peers = self._arrived.setdefault(fragment.fragment_id, {})
         arrived = peers.get(peer_id)
-        if arrived is None or (arrived.inner_steps, arrived.tokens) != (contribution.inner_steps, contribution.tokens):
-            arrived = peers[peer_id] = _Arrived(contribution.inner_steps, contribution.tokens)  # work differs: a new attempt
+        work = contribution.outer_step, contribution.inner_steps, contribution.tokens
+        if arrived is None or (arrived.outer_step, arrived.inner_steps, arrived.tokens) != work:
+            arrived = peers[peer_id] = _Arrived(*work)  # the work differs: a new attempt
         arrived.parts[region.boxes] = (Part(region, payload), measure(payload))
         if sum(part.region.numel for part, _ in arrived.parts.values()) >= fragment.numel:
             if fault := partition_fault(fragment, list(arrived.parts)):
@@ -149,7 +184,7 @@ class LocalRun:
             arrived.complete = True
 
     def outcome(self, peer_id: str, outer_step: int, *, block: bool, since: int) -> Outcome | None:
-        """See `Collective.outcome`. since: aborted rounds before it are no news.
+        """See `Collective.outcome`. since: losses before so many are no news.
 
         Raises LocalProtocolError where a single thread would wait for ever.
         """
@@ -160,7 +195,9 @@ class LocalRun:
             raise LocalProtocolError(f"peer {peer_id} asks about outer step {outer_step}, the run is at {state.outer_step}")
         if outer_step < state.outer_step:
             kept = next((commit for commit in self._commits if commit.outer_step == outer_step + 1), None)
-            return Committed(kept) if kept else Behind(f"the update from outer step {outer_step} is no longer kept")
+            if kept is None:
+                return Behind(f"the update from outer step {outer_step} is no longer kept")
+            return Committed(kept, carried=self._carries(peer_id, kept))
         if self.finished:
             return Finished(state.outer_step)
         if peer_id in self._lost and self._lost[peer_id][0] >= since:
@@ -172,30 +209,68 @@ class LocalRun:
             )
         return None
 
+    def _carries(self, peer_id: str, commit: Commit) -> bool:
+        """Whether a contribution that this commit could have merged is merged later, or still may be."""
+        if _takes_part(peer_id, commit):
+            return False
+        later = any(_takes_part(peer_id, other) for other in self._commits if other.outer_step > commit.outer_step)
+        return later or any(peer_id in arrived for arrived in self._arrived.values())
+
     def _missing(self) -> list[str]:
-        due = [self._arrived.get(i, {}) for i in self.state.due]
-        complete = {peer_id for peer_id in self._present if all(peer_id in part and part[peer_id].complete for part in due)}
-        return [peer_id for peer_id in self._named if peer_id in self._present - complete]
+        complete = self.complete
+        return [peer_id for peer_id in self._named if peer_id in self._present and peer_id not in complete]
 
     def _discard(self, peer_id: str) -> None:
         for arrived in self._arrived.values():
             arrived.pop(peer_id, None)
         self._lost.pop(peer_id, None)
 
+    def _refuse(self, peers: Iterable[str], reason: str) -> None:
+        for peer_id in peers:
+            self._discard(peer_id)
+            self._lost[peer_id] = self._losses, reason
+        self._losses += 1
+
     def _commit_when_complete(self) -> None:
-        if self._state is None or not self._present or self._missing():
+        if self._state is None or not self.complete:
             return
-        arrived, self._arrived = self._arrived, {}
-        self._lost.clear()
+        if self._config.rounds.merging == "arrivals":
+            self._commit(f"{', '.join(self.complete)} arrived")
+        elif not self._missing():
+            self._commit(f"all {len(self._present)} peers are in")
+
+    def _commit(self, reason: str) -> None:
+        state, complete = self.state, self.complete
+        ready = {i: {peer_id: self._arrived[i].pop(peer_id) for peer_id in complete} for i in state.due}
+        if 0 in state.due:
+            self._tokens += sum(one.tokens for one in ready[0].values())
         staged = [
-            self._state.stage(
-                self._state.reduce(i, [one.measured(peer_id) for peer_id, one in arrived[i].items() if one.complete])
-            )
-            for i in self._state.due
+            state.stage(state.reduce(i, [one.measured(peer_id, state.outer_step) for peer_id, one in ready[i].items()]))
+            for i in state.due
         ]
-        reason = f"all {len(self._present)} peers are in"
-        self._commits.append(self._state.commit(self._round_id, reason, staged))
+        self._commits.append(state.commit(self._round_id, reason, staged))
         self._round_id += 1
+        self._forget(complete)
+
+    def _forget(self, merged: Sequence[str]) -> None:
+        """After a commit: older news, and contributions that no later commit may merge."""
+        if self._config.rounds.max_staleness == 0:
+            self._arrived.clear()  # each is answered with the commit that it is no part of
+            self._lost.clear()
+            return
+        for peer_id in merged:
+            self._lost.pop(peer_id, None)
+        steps = {peer_id: one.outer_step for arrived in self._arrived.values() for peer_id, one in arrived.items()}
+        for peer_id, outer_step in steps.items():
+            if self._too_stale(outer_step):
+                self._refuse([peer_id], self._reason(outer_step))
+
+    def _reason(self, outer_step: int) -> str:
+        return f"computed against outer step {outer_step}, too stale at {self.state.outer_step}"
+
+
+def _takes_part(peer_id: str, commit: Commit) -> bool:
+    return any(part.verdict_of(peer_id) is not None for part in commit.fragments)
 
 
 class LocalCollective:
@@ -205,7 +280,7 @@ class LocalCollective:
         self._run = run
         self._peer_id = peer_id
         self._regions: tuple[Region, ...] | None = None
-        self._told = 0  # rounds before this one need no answer any more
+        self._told = 0  # losses before so many need no answer any more
 
     @property
     def peer_id(self) -> str:
@@ -216,22 +291,23 @@ class LocalCollective:
         """See `Collective.join`; the first to join founds the run, so let a replica's rank 0 join before its others."""
         snapshot = self._run.join(self._peer_id, schema, found)
         self._regions = None if regions is None else tuple(regions)
-        self._told = self._run.round_id
+        self._told = self._run.losses
         return self._cut_snapshot(snapshot)
 
     def contribute(self, contribution: Contribution) -> None:
         """Hand over one fragment or part of it; the last missing one commits the round."""
-        self._told = self._run.round_id
-        self._run.contribute(self._peer_id, contribution)
+        losses = self._run.losses
+        if self._run.contribute(self._peer_id, contribution):
+            self._told = losses
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
         """See `Collective.outcome`."""
         outcome = self._run.outcome(self._peer_id, outer_step, block=block, since=self._told)
         match outcome:
             case Aborted():
-                self._told = self._run.round_id
+                self._told = self._run.losses
             case Committed(commit):
-                return Committed(self._cut_commit(commit))
+                return replace(outcome, commit=self._cut_commit(commit))
         return outcome
 
     def snapshot(self) -> Snapshot:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from edit.records import Arriving, Commit, EncodedTensor
+from edit.records import Arriving, Committed, EncodedTensor
 from edit.schedule import Work
 
 __all__ = ["Landing", "Pending", "Waiting"]
@@ -19,7 +19,8 @@ Waiting = EncodedTensor | Arriving | None  # an update: here, still on its way, 
 
 @dataclass(slots=True, kw_only=True)
 class Pending:
-    """One contribution. fragments: those it exchanges, ascending.
+    """One contribution. outer_step: theta's when it was made; began: where its work began, which is what it names, the same
+    or earlier. fragments: those it exchanges, ascending.
 
     sent_from: by fragment, the local parameters from which training went on after sending, once it goes on before the outcome;
     deltas: the pseudo-gradients themselves, where they are needed again (eager); payloads: what was sent, to send the same once
@@ -28,6 +29,7 @@ class Pending:
     """
 
     outer_step: int
+    began: int
     fragments: tuple[int, ...]
     work: Work
     sent_from: dict[int, Tensor] = field(default_factory=dict)
@@ -46,5 +48,5 @@ class Pending:
 class Landing:
     """A commit that is being applied fragment by fragment. waiting: the updates to come, by fragment."""
 
-    commit: Commit
+    outcome: Committed
     waiting: dict[int, Waiting]

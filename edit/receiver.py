@@ -6,6 +6,7 @@ what becomes of the local parameters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 from edit.collective import Collective
@@ -16,16 +17,20 @@ from edit.replica import Outer, Replica
 from edit.schedule import fragments_due
 from edit.worker_config import WorkerConfig
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "without_payloads"]
 
 
 class Receiver:
-    """The receiving side of one exchange. Raises ConfigError when the model has fewer fragments than the run has groups."""
+    """The receiving side of one exchange. failure: why nothing came, the last time.
+
+    Raises ConfigError when the model has fewer fragments than the run has groups.
+    """
 
     def __init__(self, replica: Replica, collective: Collective, config: WorkerConfig) -> None:
         self._replica = replica
         self._collective = collective
         self._config = config
+        self.failure = ""
         self.due(0)
 
     def due(self, outer_step: int) -> tuple[int, ...]:
@@ -55,9 +60,13 @@ class Receiver:
             return update
         return self._replica.layout.ranks.together(update.wait)
 
-    def updates(self, outcome: Committed, without: Collection[int]) -> dict[int, EncodedTensor | None]:
-        """All updates of a commit but some. Raises as `waiting` and `wait`."""
-        return {i: self.wait(update) for i, update in self.waiting(outcome).items() if i not in without}
+    def updates(self, outcome: Committed, without: Collection[int]) -> dict[int, EncodedTensor | None] | None:
+        """All updates of a commit but some; None when the carrier is cut off before all are here. Raises as `waiting`."""
+        try:
+            return {i: self.wait(update) for i, update in self.waiting(outcome).items() if i not in without}
+        except TransportError as error:
+            self.failure = str(error)
+            return None
 
     def verdict(self, part: FragmentCommit) -> Verdict | None:
         """On this peer's contribution to the fragment; None: it did not take part."""
@@ -68,16 +77,22 @@ class Receiver:
         """Whether this peer contributed to the commit."""
         return any(self.verdict(part) for part in commit.fragments)
 
-    def snapshot(self) -> Outer:
-        """The run's outer parameters, of one and the same outer step at all ranks. Raises TransportError when cut off, unless
-        strict: then it asks until it has them."""
+    def snapshot(self) -> Outer | None:
+        """The run's outer parameters, of one and the same outer step at all ranks; None when cut off, unless strict: then it
+        asks until it has them."""
         ranks = self._replica.layout.ranks
         while True:
             try:
                 snapshot = ranks.together(self._collective.snapshot)
-            except TransportError:
+            except TransportError as error:
                 if self._config.strict:
                     continue
-                raise
+                self.failure = f"no snapshot: {error}"
+                return None
             if len(set(ranks.collect((snapshot.outer_step, snapshot.digest)))) == 1:
                 return self._replica.verified(snapshot)
+
+
+def without_payloads(commit: Commit) -> Commit:
+    """For showing: the payloads are as large as the model."""
+    return dataclasses.replace(commit, fragments=tuple(dataclasses.replace(part, payload=None) for part in commit.fragments))

@@ -49,23 +49,23 @@ def stale_weights(weights: Sequence[float], staleness: Sequence[int], a: float) 
 def rda(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The mean of the lengths times the normalised mean of the directions (arXiv 2604.21428)."""
     length = sum(weight * float(delta.norm()) for weight, delta in zip(weights, deltas, strict=True))
-    direction = sum(
-        (weight * delta / delta.norm() for weight, delta in zip(weights, deltas, strict=True)), torch.zeros_like(deltas[0])
-    )
-    return length * direction / direction.norm()
+    units = [weight * delta / float(delta.norm()) for weight, delta in zip(weights, deltas, strict=True)]
+    direction = torch.stack(units).sum(dim=0)
+    return direction * (length / float(direction.norm()))
 
 
 def heloco(delta: Tensor, m: Tensor, c_ok: float = 0.2) -> Tensor:
     """One tensor corrected towards the momentum m, a mean of pseudo-gradients (arXiv 2606.00271); k_s = k_d = kappa = 1."""
-    u, v = delta / delta.norm(), m / m.norm()
-    c, confidence = float(u @ v), float(delta.norm() / (delta.norm() + m.norm()))
+    length, reference = float(delta.norm()), float(m.norm())
+    u, v = delta / length, m / reference
+    c, confidence = float(u @ v), length / (length + reference)
     if c >= c_ok:
         return delta
     if c < 0:
-        return delta - min(-c * confidence, 1.0) * c * delta.norm() * v
+        return delta - v * (min(-c * confidence, 1.0) * c * length)
     turn = min((1 - c) * confidence, 1.0)
-    turned = (1 - turn) * u + turn * v
-    return delta.norm() * turned / turned.norm()
+    turned = u * (1 - turn) + v * turn
+    return turned * (length / float(turned.norm()))
 
 
 def diloco(theta: Tensor, momentum: Tensor, local: Mapping[str, Tensor], lr: float, mu: float) -> tuple[Tensor, Tensor]:

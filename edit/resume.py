@@ -113,6 +113,7 @@ def _pending_scalars(pending: Pending | None) -> dict[str, Any] | None:
         return None
     return {
         "outer_step": pending.outer_step,
+        "began": pending.began,
         "fragments": list(pending.fragments),
         "work": [pending.work.inner_steps, pending.work.tokens],
         "landed": sorted(pending.landed),
@@ -233,6 +234,7 @@ def _pending(checkpoint: Checkpoint) -> Pending | None:
     return _checked(
         lambda: Pending(
             outer_step=int(kept["outer_step"]),
+            began=int(kept["began"]),
             fragments=tuple(int(i) for i in kept["fragments"]),
             work=Work(*(int(count) for count in kept["work"])),
             sent_from=dict(checkpoint.vectors.get("sent_from", {})),

@@ -1,7 +1,7 @@
-"""When a peer exchanges: counted in optimizer steps, decided at their boundary, once per round.
+"""When a peer exchanges: counted in optimizer steps or in seconds, decided at a step's boundary, once per round.
 
-Owns: the counters of inner steps and tokens, and which work stands behind a contribution. Sans-IO: it is told what happened and
-answers; no clock, no model. Must not know: parameters, carriers, what a round is.
+Owns: the counters of inner steps and tokens, the deadline, and which work stands behind a contribution. Sans-IO: it is told
+what happened and when, and answers; no clock, no model. Must not know: parameters, carriers, what a round is.
 """
 
 from __future__ import annotations
@@ -51,13 +51,24 @@ class SyncSchedule:
     Two counts differ: `round_inner_steps` starts again with every contribution, whatever becomes of it (so the next attempt
     comes `every` steps later); `work`, kept for each of `groups` groups of fragments, is what no commit has merged yet (so a
     contribution is weighted by all steps since its own group was merged, after a lost round and with streaming fragments).
+
+    interval_s: None, or seconds after which to contribute instead (A-EDiT), whatever the number of steps. `now`: of one
+    monotonic clock in float64 seconds; means nothing without interval_s. The deadline is counted from the COMPLETION of the
+    last exchange (`completed`): counted from when the peer arrived at it, a fast peer's idle time would grow with every round.
     """
 
-    def __init__(self, every: int, groups: int = 1) -> None:
+    def __init__(self, every: int, groups: int = 1, interval_s: float | None = None) -> None:
         self._every = every
+        self._interval_s = interval_s
+        self._deadline = float("-inf")
         self._inner_steps = 0
         self._round_inner_steps = 0
         self._work = [Work()] * groups
+
+    @property
+    def every(self) -> int:
+        """Inner steps from one contribution to the next."""
+        return self._every
 
     @property
     def inner_steps(self) -> int:
@@ -73,15 +84,26 @@ class SyncSchedule:
         """What stands behind the present difference between outer and local parameters of that group."""
         return self._work[group]
 
-    @property
-    def due(self) -> bool:
+    def due(self, now: float = 0.0) -> bool:
         """Whether to contribute now, provided that nothing is pending."""
-        return due(self._round_inner_steps, self._every)
+        if self._interval_s is None:
+            return due(self._round_inner_steps, self._every)
+        return self._round_inner_steps > 0 and now >= self._deadline
 
-    @property
-    def at_boundary(self) -> bool:
+    def at_boundary(self, now: float = 0.0) -> bool:
         """Whether just now a multiple of `every` is full: the moment to wait for an outcome that is still open."""
-        return self._round_inner_steps > 0 and self._round_inner_steps % self._every == 0
+        if self._interval_s is None:
+            return self._round_inner_steps > 0 and self._round_inner_steps % self._every == 0
+        return self.due(now)
+
+    def adopt(self, every: int) -> None:
+        """From now on contribute every so many inner steps (DyLU)."""
+        self._every = every
+
+    def completed(self, now: float) -> None:
+        """An exchange is over, or training begins: the next one is due interval_s later."""
+        if self._interval_s is not None:
+            self._deadline = now + self._interval_s
 
     def count_step(self) -> None:
         """One optimizer step was taken."""
@@ -95,9 +117,10 @@ class SyncSchedule:
             raise LocalProtocolError(f"count_tokens({tokens}): tokens cannot be negative")
         self._work = [Work(work.inner_steps, work.tokens + tokens) for work in self._work]
 
-    def contributed(self, group: int = 0) -> Work:
+    def contributed(self, group: int = 0, now: float = 0.0) -> Work:
         """A contribution of that group goes out; returns the work behind it."""
         self._round_inner_steps = 0
+        self.completed(now)  # without an outcome, the next moment to wait for it; with one, counted anew
         return self._work[group]
 
     def merged(self, work: Work, group: int = 0) -> None:

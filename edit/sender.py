@@ -73,7 +73,7 @@ class Sender:
         owned = self._replica.layout.owned[i]
         self._collective.contribute(
             Contribution(
-                outer_step=pending.outer_step,
+                outer_step=pending.began,
                 fragment_id=i,
                 inner_steps=pending.work.inner_steps,
                 tokens=pending.work.tokens,

@@ -14,7 +14,8 @@ Must not know: how a carrier works, what a merge computes, any clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -49,6 +50,7 @@ class EditWorker:
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls. ranks: of this replica; None: all of torch.distributed's when the model is sharded, else alone.
+    clock: monotonic seconds in float64, read only where the run's schedule is by time, at rank 0; None: the system's.
 
     Raises EvictedError out of the loop's own forward or step when the operator evicted this peer, RefusedError on entering
     when the model does not fit the run, ConfigError when the ranks do not fit together.
@@ -61,12 +63,14 @@ class EditWorker:
         collective: Collective,
         config: WorkerConfig,
         ranks: Ranks | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._collective = collective
         self._config = config
         self._ranks = ranks if ranks is not None else Ranks.world() if is_sharded(model) else ALONE
+        self._clock = clock if clock is not None else time.monotonic
         self._entered: Exchange | None = None
         self._checkpoint: Checkpoint | None = None
         self._hooks: list[RemovableHandle] = []
@@ -78,7 +82,7 @@ class EditWorker:
             raise LocalProtocolError("this EditWorker is already entered")
         with _outside_autograd():
             replica = self._new_replica()
-            exchange = Exchange(replica, self._collective, self._optimizer, self._config)
+            exchange = Exchange(replica, self._collective, self._optimizer, self._config, self._clock)
             regions = replica.layout.held if self._ranks.size > 1 else None
             snapshot = self._collective.join(replica.schema, replica.founding, regions)
             self._entered = exchange
@@ -88,6 +92,7 @@ class EditWorker:
                 exchange.catch_up()
             else:
                 go_on(exchange, checkpoint, snapshot)
+            exchange.begin()
         self._sites = replica.engine.sites() if self._config.mode == "forward" else {}
         modules = dict.fromkeys([self._model, *self._sites])
         self._hooks = [
