@@ -6,7 +6,7 @@ With max_staleness = 0 a contribution is taken in its own round only; otherwise 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aggregator.in_hand import InHand
 from aggregator.open_round import OpenRound
@@ -15,12 +15,12 @@ from aggregator.round_events import Offered, Phase, Refused
 __all__ = ["Standing", "refusal"]
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where the run is. due: the fragments of the present outer step; newest_round_id: the last one that was opened."""
+class Standing(NamedTuple):
+    """Where the run is. idle: the phase while no round is open, else None; due: the fragments of the present outer step;
+    newest_round_id: the last one that was opened."""
 
     current: OpenRound | None
-    phase: Phase
+    idle: Phase | None
     outer_step: int
     due: tuple[int, ...]
     newest_round_id: int
@@ -44,14 +44,14 @@ def refusal(offered: Offered, run: Standing, hand: InHand) -> Refused | None:
 
 
 def _carried(offered: Offered, run: Standing, hand: InHand) -> str:
-    if run.phase is Phase.FINISHED:
+    if run.idle is Phase.FINISHED:
         return "the run is finished"
     return hand.refusal(offered.peer_id, offered.round_id, offered.outer_step, run.newest_round_id, run.outer_step)
 
 
 def _of_another_round(offered: Offered, run: Standing) -> str:
     if run.current is None:
-        return f"no round is open: the run is {run.phase.value}"
+        return f"no round is open: the run is {run.idle.value if run.idle else 'over'}"
     if offered.round_id != run.current.round_id:
         return f"round {offered.round_id} is not open; round {run.current.round_id} is"
     if offered.outer_step != run.outer_step:

@@ -64,6 +64,10 @@ class InHand:
         """All, by peer_id, so that the order never depends on who came first."""
         return iter(sorted(self._of.items()))
 
+    def arrived(self) -> Iterator[tuple[str, int]]:
+        """(peer_id, fragment_id) of each fragment that is in, in a fixed order."""
+        return ((peer_id, fragment_id) for peer_id, one in self.items() for fragment_id in sorted(one.arrived))
+
     def refusal(self, peer_id: str, round_id: int, outer_step: int, newest_round_id: int, run_step: int) -> str:
         """Why a contribution that may outlive its round is not taken (it is late or early), or ''. run_step: the run's t."""
         known, merged = self._of.get(peer_id), self._merged.get(peer_id)

@@ -42,14 +42,13 @@ class OpenRound:
     quorum_at: float | None = None  # when a quorum was complete
     close_reason: str = ""  # not empty: the collection is closed
     commit_asked: bool = False
+    due: tuple[int, ...] = ()  # its fragments, ascending
     _in: Counter[str] = field(default_factory=Counter)  # how many fragments of each peer are in
     _lacking: Counter[int] = field(default_factory=Counter)  # per fragment, how many expected peers it is not in from
     _slowest: list[tuple[float, str]] = field(default_factory=list)  # heap: -seconds; also of some that are missing no more
 
-    @property
-    def due(self) -> tuple[int, ...]:
-        """The fragments of this round, ascending."""
-        return tuple(sorted(self.delivered))
+    def __post_init__(self) -> None:
+        self.due = tuple(sorted(self.delivered))
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -143,6 +142,8 @@ class OpenRound:
     def reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
         """Ask for these fragments with whoever has them in: each once, and none with less than a quorum."""
         due = [i for i in fragment_ids if i not in self.asked and len(self.delivered[i]) >= self.quorum]
+        if not due:
+            return []
         self.asked.update(due)
         return [Reduce(self.round_id, i, tuple(sorted(self.delivered[i]))) for i in due]
 

@@ -344,9 +344,8 @@ class RoundMachine:
 
     def _take_up(self, current: OpenRound, now: float) -> list[Effect]:
         """What was carried over is in from the opening on."""
-        for peer_id, under in self._hand.items():
-            for fragment_id in under.arrived:
-                current.deliver(peer_id, fragment_id)
+        for peer_id, fragment_id in self._hand.arrived():
+            current.deliver(peer_id, fragment_id)
         return self._settle(now)
 
     def _close(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
@@ -397,4 +396,5 @@ class RoundMachine:
         return len(current.complete) < current.quorum and not self._ready.able
 
     def _standing(self) -> Standing:
-        return Standing(self._round, self.phase, self._outer_step, self._due_now, self._next_round_id - 1)
+        idle = None if self._round else self.phase
+        return Standing(self._round, idle, self._outer_step, self._due_now, self._next_round_id - 1)

@@ -44,9 +44,10 @@ class Taking:
         if under is None and self._hand.carries:
             return Refused(peer_id, f"the contribution to round {event.round_id} is no longer in hand", stale=True)
         outer_step = under.outer_step if under is not None else run.outer_step
-        if refused := self.offered(Offered(peer_id, event.round_id, outer_step, event.fragment_id), run, now):
+        offered = Offered(peer_id, event.round_id, outer_step, event.fragment_id)
+        if refused := refusal(offered, run, self._hand) if under is not None else self.offered(offered, run, now):
             return refused
-        under = self._hand.get(peer_id, event.round_id)
+        under = under or self._hand.get(peer_id)
         if under is not None and not under.whole:
             under.arrived.add(event.fragment_id)
             under.whole = len(under.arrived) == len(run.due)
