@@ -64,3 +64,19 @@ def test_a_killed_rank_takes_its_replica_out_of_the_round_not_the_run(tmp_path: 
         assert (status["phase"], status["outer_step"]) == ("finished", STEPS)
         for peer in (sharded, plain):
             assert f"outer step {STEPS}, digest {status['digest'][:12]}" in peer.last("the run has finished")
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_asked_to_stop_ends_its_replica_politely(tmp_path: Path) -> None:
+    with Site(
+        tmp_path, TOML.replace("start_peers = 2", "start_peers = 1").replace("outer_steps = 16", "outer_steps = 9999")
+    ) as site:
+        coordinator = site.serve()
+        site.enrol("sharded")
+        sharded = site.peer("sharded", ranks=2)
+        sharded.until("outer step 2,")
+        os.kill(sharded.children()[1], signal.SIGTERM)
+        assert "the peer was told to stop" in coordinator.until("sharded: left")
+        assert sharded.finish() == 0
+        assert "stopping as told" in sharded.last("stopping")
+        assert [path.name for path in (tmp_path / "sharded" / "checkpoints").glob(".partial-*")] == []

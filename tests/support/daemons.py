@@ -25,6 +25,7 @@ class Daemon:
 
     def __init__(self, *arguments: object) -> None:
         self.lines: list[str] = []
+        self.ended = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", *map(str, arguments)],
             stderr=subprocess.PIPE,
@@ -53,11 +54,12 @@ class Daemon:
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.communicate(timeout=30)
+        self.finish()
 
     def finish(self) -> int:
         """Wait for its own end; the exit code."""
         _, rest = self.process.communicate(timeout=100)
+        self.ended = True
         self.lines += rest.splitlines(keepends=True)
         return self.process.returncode
 
@@ -81,10 +83,14 @@ class Site:
     def __enter__(self) -> Site:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for daemon in self.daemons:
             if daemon.process.poll() is None:
                 daemon.kill()
+            elif not daemon.ended:
+                daemon.finish()
+            if kind is not None:
+                print(f"---- {daemon.process.args}\n{''.join(daemon.lines)}")  # what a failing test is judged by
 
     def start(self, *arguments: object) -> Daemon:
         self.daemons.append(Daemon(*arguments))
