@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from edit.lab.chaos.command import run_chaos
+from edit.lab.chaos.command import run_chaos, terminated_as_interrupt
 from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
-from edit.lab.chaos.history import History
+from edit.lab.chaos.history import Blow, History
 from edit.lab.chaos.invariants import broken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json
@@ -86,7 +86,7 @@ class Pair:
         return set(reply.expected) - set(reply.arrived) if len(reply.arrived) == 1 and len(reply.expected) == 2 else set()
 
     def kill(self) -> dict[str, float] | None:
-        """One kill; None when the victim's contribution was in just then."""
+        """One kill; None when the victim's contribution came in just then."""
         self.until("one contribution is in", lambda: bool(self.waiting()))
         (victim,) = self.waiting() or {""}
         if not victim:
@@ -96,17 +96,15 @@ class Pair:
         killed = time.time()
         self._site.strike(fault)
         self._site.repair(fault)
+        blow = Blow(fault, killed, time.time())
         self.history.started(victim)
         self.until("the survivor's next commit", lambda: self.history.commit_after(killed) is not None)
         commit = self.history.commit_after(killed)
         assert commit is not None
         self.until("the survivor applied it", lambda: self._applied(survivor, commit.outer_step) is not None)
-        self.until("the victim again", lambda: self.history.commit_after(killed, victim) is not None)
-        again = self.history.commit_after(killed, victim)
-        applied = self._applied(survivor, commit.outer_step)
+        self.until("the victim again", lambda: self.history.returned(blow) is not None)
+        again, applied = self.history.returned(blow), self._applied(survivor, commit.outer_step)
         assert again is not None and applied is not None
-        if again is commit:
-            return None
         return {"next_commit": commit.t - killed, "applied": applied - killed, "again": again.t - killed}
 
     def _applied(self, who: str, outer_step: int) -> float | None:
@@ -196,7 +194,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="edit-faults-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="edit-faults-") as scratch, terminated_as_interrupt():
         out = Path(scratch) / "run"
         if options.part == "kill":
             model = {**LARGE, "layers": 4, "width": 128} if options.small else LARGE

@@ -75,7 +75,7 @@ def committed(step: int, t: float | None = None, weights: tuple[float, ...] = (0
     verdicts = {name: ["ok", 1.0, weight] for name, weight in zip(PEERS, weights, strict=True)}
     parts = [{"fragment_id": 0, "merged_norm": 1.0, "clip": 1.0, "peers": verdicts}]
     line = {"kind": "round", "t": float(step) if t is None else t, "round_id": 1_000_000 + step, "outer_step": step}
-    return {**line, "committed": True, "digest": digest or f"d{step}", "verdicts": parts}
+    return {**line, "seconds": 0.5, "committed": True, "digest": digest or f"d{step}", "verdicts": parts}
 
 
 def outer(step: int, t: float | None = None, digest: str = "") -> dict:
@@ -222,6 +222,17 @@ def test_a_killed_peer_that_never_counts_again() -> None:
     assert rules(history, 51.0) == ["a killed peer contributes again"]
     history.take(COORDINATOR, committed(60))
     assert rules(history, 60.0) == ["a killed peer contributes again"]  # too late is too late
+
+
+def test_what_a_killed_peer_had_sent_before_does_not_count_as_its_return() -> None:
+    history = good()
+    struck(history, Kind.KILL_PEER, 20.8, 20.9)
+    history.take(COORDINATOR, committed(21))  # its round was opened at 20.5
+    (blow,) = history.blows
+    assert history.returned(blow) is None
+    history.take(COORDINATOR, committed(22, weights=(0.0, 0.5, 0.5)))
+    history.take(COORDINATOR, committed(23))
+    assert history.returned(blow) is history.commits[-1]
 
 
 def test_a_coordinator_that_grows() -> None:

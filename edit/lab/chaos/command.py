@@ -16,7 +16,7 @@ from edit.lab.chaos.harness import Broken, Chaos, Report
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
 
-__all__ = ["run_chaos"]
+__all__ = ["run_chaos", "terminated_as_interrupt"]
 
 
 def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Report:
@@ -26,7 +26,7 @@ def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Repor
     """
     torch.set_num_threads(1)
     narrator = _Narrator(console)
-    with _terminate_as_interrupt():
+    with terminated_as_interrupt():
         chaos = Chaos(options, narrator.say)
         for fault in chaos.report.schedule:
             narrator.say(f"planned {fault}")
@@ -69,8 +69,8 @@ def _words(report: Report) -> str:
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a chaos run as Ctrl-C does: with every process ended."""
+def terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does: with every process ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

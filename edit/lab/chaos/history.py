@@ -19,8 +19,12 @@ LINE_STEPS = 10  # a peer's metrics file has a line at every tenth inner step
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A line of the coordinator's metrics: outer step `outer_step` was committed. weights: by peer, the largest it had."""
+    """A line of the coordinator's metrics: outer step `outer_step` was committed. weights: by peer, the largest it had.
 
+    opened: when its round was; t: when it was committed.
+    """
+
+    opened: float
     t: float
     outer_step: int
     round_id: int
@@ -134,7 +138,8 @@ class History:
         for fragment in line["verdicts"]:
             for peer, (_, _, weight) in fragment["peers"].items():
                 weights[peer] = max(weights.get(peer, 0.0), float(weight))
-        self.commits.append(Commit(float(line["t"]), line["outer_step"], line["round_id"], line["digest"], weights))
+        t, seconds = float(line["t"]), float(line["seconds"])
+        self.commits.append(Commit(t - seconds, t, line["outer_step"], line["round_id"], line["digest"], weights))
 
     def _claim(self, who: str, line: Mapping[str, Any]) -> None:
         self.told(who, float(line["t"]), int(line["outer_step"]), str(line["digest"]))
@@ -172,6 +177,15 @@ class History:
         """The first commit after `t`; with `peer`, the first in which it has a weight."""
         later = (commit for commit in self.commits if commit.t > t)
         return next((commit for commit in later if peer is None or commit.weights.get(peer, 0.0) > 0), None)
+
+    def returned(self, blow: Blow) -> Commit | None:
+        """The first commit with the peer that was struck, after the repair. What it had sent before it died may still be in
+        that of the round that was open then, which does not count."""
+        if blow.ended is None:
+            return None
+        since = blow.began if blow.fault.kind.kills else 0.0
+        peer, later = blow.fault.target, (commit for commit in self.commits if commit.t > (blow.ended or 0.0))
+        return next((commit for commit in later if commit.opened > since and commit.weights.get(peer, 0.0) > 0), None)
 
     def blows_of(self, kind: Kind) -> list[Blow]:
         return [blow for blow in self.blows if blow.fault.kind is kind]

@@ -176,7 +176,7 @@ def _absent(history: History, bounds: Bounds, now: float) -> Iterator[Violation]
         if blow.fault.kind not in (Kind.KILL_PEER, Kind.KILL_RANK) or blow.ended is None:
             continue
         strikes = [other for other in history.blows if other.fault.kind.of_coordinator or other.fault.target == peer]
-        commit = history.commit_after(blow.ended, peer)
+        commit = history.returned(blow)
         due = _due(blow.ended, strikes, bounds.return_s, commit.t if commit else now)
         if due is not None and (commit.t if commit else now) > due:
             text = f"{peer} is in no commit within {bounds.return_s:.0f} s of its start after {blow}"

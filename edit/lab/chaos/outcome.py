@@ -65,7 +65,7 @@ def _again(history: History, blow: Blow) -> float | None:
     """From the repair to the first commit with the peer that was struck."""
     if blow.fault.kind.of_coordinator or blow.ended is None:
         return None
-    commit = history.commit_after(blow.ended, blow.fault.target)
+    commit = history.returned(blow)
     return commit.t - blow.ended if commit is not None else None
 
 
