@@ -33,16 +33,19 @@ class Agreement:
 
     def decide(self, look: Callable[[], _T | None]) -> _T:
         """Wait until `look` gives rank 0 a value (see `Bridge.wait`), and hand it to every rank. So with its exceptions."""
-        while True:
-            answer = self._ranks.lead(lambda: self._bridge.wait(look, timeout=SLICE_S))
-            self.check()
-            if answer is not None:
-                return answer
+        while (answer := self.soon(look)) is None:
+            pass
+        return answer
+
+    def soon(self, look: Callable[[], _T | None]) -> _T | None:
+        """As `decide`, but after a slice without a value None."""
+        answer = self._ranks.lead(lambda: self._bridge.wait(look, timeout=SLICE_S))
+        self.check()
+        return answer
 
     def rest(self, look: Callable[[], object | None]) -> None:
         """Let a slice pass, or as much of it as it takes until `look` gives rank 0 a value."""
-        self._ranks.lead(lambda: self._bridge.wait(look, timeout=SLICE_S) and None)
-        self.check()
+        self.soon(lambda: look() is not None or None)
 
     def ask(self, look: Callable[[], _T]) -> _T:
         """What `look` gives rank 0 at present, at every rank. So with its exceptions."""

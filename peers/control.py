@@ -159,8 +159,11 @@ class Attendance:
         if isinstance(heard, Welcome):
             wrong = self._tell(lambda: self._session.welcomed(heard))
             with contextlib.suppress(ConfigError):  # the main thread reads it too, and tells the user
-                self._session.configure(RunConfig.from_json(heard.config_json).membership.heartbeat_s)
+                config = RunConfig.from_json(heard.config_json)
+                self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
         elif isinstance(heard, View):
+            if heard.reason:
+                self._say_once(heard.reason)
             wrong = self._tell(lambda: self._session.viewed(heard))
         else:
             wrong = self._tell(lambda: self._session.expelled(heard))

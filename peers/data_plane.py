@@ -68,9 +68,12 @@ class DataPlane:
             if channel is not None:
                 await channel.close()
 
-    async def contribute(self, header: ContributionHeader, data: memoryview, wanted: Wanted) -> None:
-        """Send one fragment; returns once the coordinator has all of it. A broken stream goes on where it broke."""
-        message, resuming = contribution_header_to_pb(header), False
+    async def contribute(self, header: ContributionHeader, data: memoryview, wanted: Wanted, *, resuming: bool = False) -> None:
+        """Send one fragment; returns once the coordinator has all of it. A broken stream goes on where it broke.
+
+        resuming: the coordinator may have some of it, or all, from before.
+        """
+        message = contribution_header_to_pb(header)
 
         async def attempt() -> None:
             nonlocal resuming
@@ -117,6 +120,10 @@ class DataPlane:
             return manifest
 
         return await _retrying("snapshot", attempt, wanted)
+
+    async def latest(self, schema: Schema, wanted: Wanted) -> int:
+        """The coordinator's outer step of this moment; views may tell of it later."""
+        return (await self.describe(schema, wanted)).outer_step
 
     async def snapshot(self, manifest: SnapshotManifest, regions: Sequence[Region], wanted: Wanted) -> Snapshot:
         """The outer parameters of `manifest`: of each fragment this rank's region; whole ones are held against their hashes."""

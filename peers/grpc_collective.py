@@ -11,10 +11,8 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -30,20 +28,20 @@ from edit.errors import (
     StaleError,
     TransportError,
 )
-from edit.outer import digest as digest_of
 from edit.ranks import ALONE, Ranks
 from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
 from edit.schema import Schema
 from editpb.identity import Identity
-from editpb.messages import ContributionHeader, Heartbeat, Hello, PeerState, RunPhase
+from editpb.messages import Heartbeat, Hello, PeerState, RunPhase
 from peers.agreement import Agreement
 from peers.bridge import Bridge
 from peers.control import Attendance, Report
 from peers.data_plane import DataPlane
 from peers.dial import Dial, Traffic
 from peers.downlink import Downlink
-from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Session
-from peers.uplink import ATTEMPTS, Uplink
+from peers.founding import found_or_wait
+from peers.session import Decision, Session
+from peers.uplink import ATTEMPTS, Uplink, headers
 
 __all__ = ["GrpcCollective"]
 
@@ -62,11 +60,14 @@ class _Entered:
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """What rank 0 says of an outer step. round_id: the round to which it has contributed, or 0."""
+    """What rank 0 says of an outer step. round_id: the one that its contribution names, or 0; carried: a contribution that the
+    commit does not have may be part of a later one; inner_steps: until the next contribution, 0: no word."""
 
     decision: Decision
     reason: str
     round_id: int = 0
+    carried: bool = False
+    inner_steps: int = 0
 
 
 class GrpcCollective:
@@ -101,6 +102,8 @@ class GrpcCollective:
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic())
         self._data = DataPlane(dial, identity.run_id, self._report.traffic)
         self._entered: _Entered | None = None
+        self._carries = False  # whether contributions outlive their rounds
+        self._position = 0  # the outer step that the caller last asked about
 
     @property
     def peer_id(self) -> str:
@@ -134,13 +137,19 @@ class GrpcCollective:
         downlink = Downlink(self._bridge, self._data, self._agreement, schema, held, self._online)
         attendance = self._attend(self._session, schema, lambda: self._heard(uplink, downlink))
         self._entered = _Entered(attendance=attendance, uplink=uplink, downlink=downlink)
-        self._found_or_wait(schema, found)
+        found_or_wait(self._agreement, self._session, self._data, schema, found, self._online)
         welcome = self._agreement.decide(lambda: self._session.welcome)
-        self._entered.downlink.configure(_understood(welcome.config_json).sync)
+        self._configure(self._entered, _understood(welcome.config_json))
         snapshot = self._first_snapshot()
         self.report(Heartbeat(state=PeerState.TRAINING, outer_step=snapshot.outer_step, digest=snapshot.digest))
         self._agreement.decide(lambda: self._session.under_way or None)
         return snapshot
+
+    def _configure(self, entered: _Entered, config: RunConfig) -> None:
+        entered.downlink.configure(config.sync)
+        self._carries = config.rounds.max_staleness > 0
+        heartbeat_s, staleness = config.membership.heartbeat_s, config.rounds.max_staleness
+        self._bridge.change(lambda: self._session.configure(heartbeat_s, staleness))
 
     def _attend(self, session: Session, schema: Schema | None, changed: Callable[[], None]) -> Attendance:
         identity, ranks = self._identity, self._ranks
@@ -159,9 +168,10 @@ class GrpcCollective:
     def _heard(self, uplink: Uplink, downlink: Downlink) -> None:
         """News (loop's thread): send what can be sent; fetch an update that will be asked for while training goes on."""
         self._bridge.change(uplink.advance)
-        if (step := self._bridge.read(lambda: uplink.awaited)) is None:
+        step = self._position
+        if (sent := self._bridge.read(lambda: uplink.sent_to(step))) is None:
             return
-        decision, _ = self._bridge.read(lambda: self._session.decide(step, uplink.round_of(step), self._clock()))
+        decision, _ = self._bridge.read(lambda: self._session.decide(step, sent, self._clock()))
         if decision is Decision.COMMITTED:
             downlink.foresee(step + 1)
 
@@ -171,28 +181,11 @@ class GrpcCollective:
             self._bridge,
             self._session,
             self._data,
-            lambda contribution, round_id, attempt: self._header(schema, contribution, round_id, attempt),
+            headers(self._identity, schema, self._ranks.rank),
+            lambda wanted: self._data.latest(schema, wanted),
             attempt=started_ms * ATTEMPTS,
             follows=not self._ranks.leads,
         )
-
-    def _found_or_wait(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> None:
-        """Until the run has parameters. Sends this peer's own each time it is newly asked to."""
-        answered = NEVER
-        while (asked := self._asked_to_found(answered)) != HAS_PARAMETERS:
-            send = partial(self._found, schema, list(found()))
-            try:
-                self._agreement.led(send)
-                answered = asked.settled()
-            except (StaleError, TransportError, RefusedError) as error:
-                _log.info("founding: %s", error)  # a view will tell who founds the run now
-                answered = asked
-
-    def _found(self, schema: Schema, theta: Sequence[Tensor]) -> Coroutine[Any, Any, None]:
-        return self._data.found(schema, theta, digest_of(theta), self._online)
-
-    def _asked_to_found(self, answered: Asked) -> Asked:
-        return self._agreement.decide(lambda: self._session.founding(answered))
 
     def _first_snapshot(self) -> Snapshot:
         while True:
@@ -208,7 +201,8 @@ class GrpcCollective:
         """See `Collective.contribute`: queued, sent once a round for its outer step is open. Not agreed on: a rank that owns
         nothing of a fragment need not call it."""
         uplink = self._inside().uplink
-        self._stands_at(contribution.outer_step)
+        self._position = max(self._position, contribution.outer_step)
+        self._stands_at(self._position)
         self._bridge.change(lambda: uplink.add(contribution))
         self._bridge.post(lambda: self._bridge.change(uplink.advance))
         self._set_state(PeerState.EXCHANGING)
@@ -219,47 +213,66 @@ class GrpcCollective:
         What was never sent is not in doubt: cut off, it is withdrawn and Aborted. Raises RefusedError, Interrupted.
         """
         word = _Word(Decision.EVICTED, "")
+        self._position = outer_step
         try:
             word = self._decision(outer_step, block)
             outcome = self._act(word, outer_step)
         except EvictedError as error:
             outcome = Evicted(str(error))
         if outcome is not None:
-            self._settle(word.round_id, fetched=isinstance(outcome, Committed))
+            carried = isinstance(outcome, Committed) and outcome.carried
+            self._settle(word, fetched=isinstance(outcome, Committed), carried=carried)
         return outcome
 
     def snapshot(self) -> Snapshot:
         """See `Collective.snapshot`. Raises TransportError also when what arrived was damaged again and again."""
-        snapshot = self._inside().downlink.snapshot()
+        try:
+            snapshot = self._inside().downlink.snapshot()
+        except TransportError:
+            self._agreement.rest(lambda: self._session.view)  # or who asks again and again would do nothing else
+            raise
         self._bridge.change(self._session.healed)
         return snapshot
 
     def _decision(self, outer_step: int, block: bool) -> _Word:
-        if not block:
-            return self._agreement.ask(lambda: self._word(outer_step))
-
         def look() -> _Word | None:
             word = self._word(outer_step)
             return None if word.decision is Decision.WAIT else word
 
-        word = self._agreement.decide(look)
-        if word.decision is Decision.CUT_OFF:  # or whoever asks again and again would do nothing else
+        self._share(outer_step)
+        if not block:
+            return self._agreement.ask(lambda: self._word(outer_step))
+        while (word := self._agreement.soon(look)) is None:
+            self._share(outer_step)
+        if word.decision is Decision.CUT_OFF:  # as in `snapshot`
             self._agreement.rest(lambda: self._session.view)
         return word
 
+    def _share(self, outer_step: int) -> None:
+        """All ranks name the same round, and know when the coordinator has refused the part of one of them."""
+        if self._ranks.size == 1 or not self._carries:
+            return
+        uplink = self._inside().uplink
+        known = self._ranks.collect(self._bridge.read(lambda: (uplink.proposal(outer_step), uplink.sent)))
+        refused = next((sent for _, sent in known if sent is not None and sent.refused_at is not None), None)
+        self._bridge.change(lambda: uplink.follow(known[0][0], refused))
+        self._bridge.post(lambda: self._bridge.change(uplink.advance))
+
     def _word(self, outer_step: int) -> _Word:
         """Rank 0's own view of the matter (under the lock)."""
-        uplink = self._inside().uplink
-        round_id = uplink.round_of(outer_step)
-        decision, reason = self._session.decide(outer_step, round_id, self._clock())
+        session, uplink = self._session, self._inside().uplink
+        sent = uplink.sent_to(outer_step)
+        decision, reason = session.decide(outer_step, sent, self._clock())
         if decision is Decision.CUT_OFF and uplink.withdraw(outer_step):
             return _Word(Decision.ABORTED, f"{reason}; nothing was sent")
-        return _Word(decision, reason, round_id)
+        inner_steps = session.view.inner_steps if session.view is not None else 0
+        carried = session.carried_past(outer_step + 1, sent)
+        return _Word(decision, reason, sent.round_id if sent is not None else 0, carried, inner_steps)
 
     def _act(self, word: _Word, outer_step: int) -> Outcome | None:
         match word.decision:
             case Decision.COMMITTED:
-                return self._fetch(outer_step + 1)
+                return self._with_word(self._fetch(outer_step + 1), word)
             case Decision.ABORTED:
                 return Aborted(word.reason)
             case Decision.BEHIND:
@@ -283,35 +296,23 @@ class GrpcCollective:
         except (StaleError, RemoteProtocolError) as error:
             return Behind(f"update {outer_step}: {error}")
 
-    def _settle(self, round_id: int, *, fetched: bool) -> None:
-        """All ranks have the same answer: the attempt is over. round_id: the round that rank 0 had contributed to."""
+    def _with_word(self, outcome: Committed | Behind | None, word: _Word) -> Committed | Behind | None:
+        if not isinstance(outcome, Committed):
+            return outcome
+        merged = any(part.verdict_of(self.peer_id) is not None for part in outcome.commit.fragments)
+        return dataclasses.replace(outcome, carried=word.carried and not merged, inner_steps=word.inner_steps)
+
+    def _settle(self, word: _Word, *, fetched: bool, carried: bool) -> None:
+        """All ranks have the same answer: the attempt is over, or carried and then still on its way."""
         entered = self._inside()
-        self._bridge.change(lambda: entered.uplink.settle(round_id))
+        if not carried:
+            self._bridge.change(lambda: entered.uplink.settle(word.round_id))
+            self._set_state(PeerState.TRAINING)
         self._bridge.post(lambda: self._bridge.change(entered.uplink.advance))
         (entered.downlink.settle if fetched else entered.downlink.abandon)()
         traffic = self._ranks.collect((self.traffic.sent, self.traffic.received))
         del traffic[self._ranks.rank]
         self._report.elsewhere = Traffic(sum(sent for sent, _ in traffic), sum(received for _, received in traffic))
-        self._set_state(PeerState.TRAINING)
-
-    def _header(self, schema: Schema, contribution: Contribution, round_id: int, attempt: int) -> ContributionHeader:
-        payload = contribution.payload
-        return ContributionHeader(
-            run_id=self._identity.run_id,
-            round_id=round_id,
-            outer_step=contribution.outer_step,
-            peer_id=self._identity.peer_id,
-            fragment_id=contribution.fragment_id,
-            schema_hash=schema.schema_hash,
-            inner_steps=contribution.inner_steps,
-            tokens=contribution.tokens,
-            codec=payload.codec,
-            numel=payload.numel,
-            total_bytes=memoryview(payload.data).nbytes,
-            rank=self._ranks.rank,
-            attempt=attempt,
-            boxes=contribution.boxes,
-        )
 
     # ---- reporting and leaving -------------------------------------------------------------------------------------------
 

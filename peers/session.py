@@ -12,19 +12,24 @@ any but EXPELLED         down            OFFLINE    (the view is kept, but no lo
 any                      expel           EXPELLED   (final: no reconnection)
 EXPELLED                 down            EXPELLED
 
-Decision about outer step t, this peer having contributed to round R (0: to none); the first line that holds wins
+Decision about outer step t, this peer having sent a contribution that names round R and was computed against outer step s; the
+first line that holds wins. S: the run's max_staleness; with S > 0 contributions outlive their rounds.
 -----------------------  --------------------------------------------------------------------------------------------
 EVICTED                  expelled by the operator
 REFUSED                  expelled otherwise
-CUT_OFF                  not attending for longer than two heartbeats (R is then in doubt, R = 0 is surely lost)
+CUT_OFF                  not attending for longer than two heartbeats (what was sent is then in doubt, the rest surely lost)
 WAIT                     not attending
 BEHIND                   the view says heal, and no snapshot was taken since
 BEHIND                   view.outer_step < t (the run went back to an older checkpoint)
 COMMITTED                view.outer_step > t and update t + 1 is still kept
 BEHIND                   view.outer_step > t
 FINISHED                 the phase is FINISHED
-ABORTED                  round R is closed (last_round_id >= R), or a newer one is open
+ABORTED                  S = 0: round R is closed (last_round_id >= R), or a newer one is open
+ABORTED                  S > 0: the coordinator has refused it, before or at outer step t; or t - s > S
 WAIT                     otherwise
+
+A commit to outer step t + 1 may be without a contribution that a later one brings: it is CARRIED, as long as the coordinator
+has not refused it before or at t + 1, and t + 1 - s <= S.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from enum import Enum
 from edit.errors import LocalProtocolError
 from editpb.messages import Expel, RunPhase, View, Welcome
 
-__all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Session"]
+__all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
 
@@ -76,6 +81,22 @@ class Asked:
         return Asked(self.connection, 1 << 64)
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """This peer's contribution. round_id: the one it names, 0 before a byte was sent; outer_step: it was computed against;
+    refused_at: an outer step that the run had reached when the coordinator would not take it any more, so that no later commit
+    has it; reason: what it said."""
+
+    round_id: int
+    outer_step: int
+    refused_at: int | None = None
+    reason: str = ""
+
+    def refused_by(self, outer_step: int) -> bool:
+        """Whether no commit after that to `outer_step` can have it, by what the coordinator said."""
+        return self.refused_at is not None and self.refused_at <= outer_step
+
+
 NEVER = Asked(-1, 0)
 HAS_PARAMETERS = Asked(1 << 64, 0)
 
@@ -83,12 +104,14 @@ HAS_PARAMETERS = Asked(1 << 64, 0)
 class Session:
     """One peer's session with the coordinator, over any number of connections.
 
-    random: draws from [0, 1); spreads the reconnections of many peers. heartbeat_s: until `configure` says what the run uses.
+    random: draws from [0, 1); spreads the reconnections of many peers. heartbeat_s, max_staleness: until `configure` says what
+    the run uses.
     """
 
-    def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0) -> None:
+    def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0, max_staleness: int = 0) -> None:
         self._random = random
         self._heartbeat_s = heartbeat_s
+        self._max_staleness = max_staleness
         self._link = Link.OFFLINE
         self._offline_since = now
         self._attempts = 0
@@ -106,6 +129,11 @@ class Session:
     def heartbeat_s(self) -> float:
         """Seconds between heartbeats."""
         return self._heartbeat_s
+
+    @property
+    def carries(self) -> bool:
+        """Whether contributions outlive their rounds."""
+        return self._max_staleness > 0
 
     @property
     def connections(self) -> int:
@@ -151,9 +179,9 @@ class Session:
             asked = Asked(self._connections, 0) if chosen else None
         return asked if asked is not None and asked > answered else None
 
-    def configure(self, heartbeat_s: float) -> None:
-        """Take the heartbeat interval (seconds) of the run's configuration."""
-        self._heartbeat_s = heartbeat_s
+    def configure(self, heartbeat_s: float, max_staleness: int = 0) -> None:
+        """Take the heartbeat interval (seconds) and the bound on staleness (outer steps) of the run's configuration."""
+        self._heartbeat_s, self._max_staleness = heartbeat_s, max_staleness
 
     def dialled(self) -> None:
         """A connection is being tried. Raises LocalProtocolError unless offline."""
@@ -216,11 +244,11 @@ class Session:
         return not connected and now - self._offline_since > 2 * self._heartbeat_s
 
     def open_round(self, outer_step: int, after: int = 0) -> int:
-        """The round that takes contributions for `outer_step` and is newer than round `after`; 0 when there is none."""
+        """The round, newer than `after`, that takes contributions computed against `outer_step`; 0 when there is none."""
         view = self.view
         if (
             view is None
-            or view.outer_step != outer_step
+            or not 0 <= view.outer_step - outer_step <= self._max_staleness
             or view.phase is not RunPhase.COLLECTING
             or _heal_due(view, self._healed_at)
         ):
@@ -228,11 +256,16 @@ class Session:
         return view.round_id if view.round_id > after else 0
 
     def takes(self, round_id: int) -> bool:
-        """Whether sending to round `round_id` is still worth trying; so it is while offline."""
-        return self._expel is None and (self.view is None or self.view.round_id == round_id)
+        """Whether sending what names round `round_id` is still worth trying; so it is while offline."""
+        return self._expel is None and (self.carries or self.view is None or self.view.round_id == round_id)
 
-    def decide(self, outer_step: int, contributed: int, now: float) -> tuple[Decision, str]:
-        """What became of the attempt to advance from `outer_step`, having contributed to round `contributed` (0: none)."""
+    def aborted_since(self, round_id: int) -> int:
+        """The round that was closed last, if it came to nothing and is not older than `round_id`; else 0."""
+        view = self.view
+        return view.last_round_id if view is not None and not view.last_committed and view.last_round_id >= round_id else 0
+
+    def decide(self, outer_step: int, sent: Sent | None, now: float) -> tuple[Decision, str]:
+        """What became of the attempt to advance from `outer_step`. sent: what this peer contributed to it, if anything."""
         if self._expel is not None:
             return (Decision.EVICTED if self._expel.evicted else Decision.REFUSED), self._expel.reason
         view = self.view
@@ -240,14 +273,38 @@ class Session:
             if self.cut_off(now):
                 return Decision.CUT_OFF, "no connection to the coordinator"
             return Decision.WAIT, f"the control connection is {self._link.value}"
-        return _decide(view, outer_step, contributed, self._healed_at)
+        if (known := _of_the_run(view, outer_step, self._healed_at)) is not None:
+            return known
+        if sent is not None and (lost := self._lost(view, sent)):
+            return Decision.ABORTED, lost
+        return Decision.WAIT, f"the run is {view.phase.value}"
+
+    def carried_past(self, outer_step: int, sent: Sent | None) -> bool:
+        """Whether a contribution that the commit TO `outer_step` does not have may be part of a later one."""
+        return sent is not None and self.carries and not sent.refused_by(outer_step) and not self._stale(sent, outer_step)
+
+    def _stale(self, sent: Sent, outer_step: int) -> bool:
+        return outer_step - sent.outer_step > self._max_staleness
+
+    def _lost(self, view: View, sent: Sent) -> str:
+        """Why no commit will have what was sent, or ''."""
+        if self.carries:
+            if self._stale(sent, view.outer_step):
+                return f"computed against outer step {sent.outer_step}, too stale at {view.outer_step}"
+            return sent.reason if sent.refused_by(view.outer_step) else ""
+        if sent.round_id and view.last_round_id >= sent.round_id:
+            return view.last_reason or f"round {sent.round_id} was lost"
+        if sent.round_id and view.round_id > sent.round_id:
+            return f"round {sent.round_id} was lost; round {view.round_id} is open"
+        return ""
 
 
 def _heal_due(view: View, healed_at: int) -> bool:
     return bool(view.heal) and view.sequence > healed_at
 
 
-def _decide(view: View, outer_step: int, contributed: int, healed_at: int) -> tuple[Decision, str]:
+def _of_the_run(view: View, outer_step: int, healed_at: int) -> tuple[Decision, str] | None:
+    """What the view says of `outer_step` whatever this peer has sent; None: nothing."""
     if _heal_due(view, healed_at):
         return Decision.BEHIND, view.heal
     if view.outer_step < outer_step:
@@ -258,8 +315,4 @@ def _decide(view: View, outer_step: int, contributed: int, healed_at: int) -> tu
         return Decision.BEHIND, f"update {outer_step + 1} is no longer kept; the oldest is {view.oldest_update}"
     if view.phase is RunPhase.FINISHED:
         return Decision.FINISHED, f"the run finished at outer step {view.outer_step}"
-    if contributed and view.last_round_id >= contributed:
-        return Decision.ABORTED, view.last_reason or f"round {contributed} was lost"
-    if contributed and view.round_id > contributed:
-        return Decision.ABORTED, f"round {contributed} was lost; round {view.round_id} is open"
-    return Decision.WAIT, f"the run is {view.phase.value}"
+    return None

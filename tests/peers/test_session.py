@@ -8,7 +8,7 @@ import pytest
 
 from edit.errors import LocalProtocolError
 from editpb.messages import Expel, RunPhase, View, Welcome
-from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Link, Session
+from peers.session import HAS_PARAMETERS, NEVER, Asked, Decision, Link, Sent, Session
 
 WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=False)
 CHOSEN = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=True)
@@ -18,8 +18,8 @@ def view(outer_step: int = 5, *, phase: RunPhase = RunPhase.COLLECTING, sequence
     return View(sequence=sequence, phase=phase, outer_step=outer_step, **rest)  # type: ignore[arg-type]
 
 
-def attending(*views: View, now: float = 0.0) -> Session:
-    session = Session(lambda: 0.5, now, heartbeat_s=1.0)
+def attending(*views: View, now: float = 0.0, max_staleness: int = 0) -> Session:
+    session = Session(lambda: 0.5, now, heartbeat_s=1.0, max_staleness=max_staleness)
     session.dialled()
     assert session.welcomed(WELCOME) is None
     for each in views:
@@ -57,9 +57,63 @@ TABLE = [
 
 @pytest.mark.parametrize(("seen", "contributed", "decision", "word"), TABLE)
 def test_decision_table(seen: View, contributed: int, decision: Decision, word: str) -> None:
-    got, reason = attending(seen).decide(5, contributed, now=100.0)
+    got, reason = attending(seen).decide(5, Sent(contributed, 5), now=100.0)
     assert got is decision
     assert word in reason
+
+
+# S = 2: what became of outer step 5, this peer's contribution naming round R
+CARRIED = [
+    # view, contribution, decision, a word of the reason
+    (view(round_id=R), Sent(R, 5), Decision.WAIT, "collecting"),
+    (view(round_id=R + 4, last_round_id=R + 3, last_reason="too few"), Sent(R, 5), Decision.WAIT, "collecting"),
+    (view(round_id=R + 4, last_round_id=R + 3, last_reason="too few"), Sent(R, 3), Decision.WAIT, "collecting"),
+    (view(round_id=R + 4), Sent(R, 2), Decision.ABORTED, "too stale at 5"),
+    (view(round_id=R + 4), Sent(0, 2), Decision.ABORTED, "too stale at 5"),
+    (view(round_id=R + 4), Sent(R, 4, 5, "in already"), Decision.ABORTED, "in already"),
+    (view(round_id=R + 4), Sent(R, 4, 6, "in already"), Decision.WAIT, "collecting"),
+    (view(6, oldest_update=6), Sent(R, 4, 6, "in already"), Decision.COMMITTED, "outer step 6"),
+    (view(6, oldest_update=6), Sent(R, 2), Decision.COMMITTED, "outer step 6"),
+    (view(phase=RunPhase.FINISHED), Sent(R, 5), Decision.FINISHED, "finished"),
+    (view(4), Sent(R, 4), Decision.BEHIND, "at outer step 4"),
+]
+
+
+@pytest.mark.parametrize(("seen", "sent", "decision", "word"), CARRIED)
+def test_decision_table_where_contributions_outlive_rounds(seen: View, sent: Sent, decision: Decision, word: str) -> None:
+    got, reason = attending(seen, max_staleness=2).decide(5, sent, now=100.0)
+    assert got is decision
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("sent", "past"),
+    [
+        (None, []),
+        (Sent(R, 5), [6, 7]),
+        (Sent(0, 5), [6, 7]),
+        (Sent(R, 4), [5, 6]),
+        (Sent(R, 5, 6, "refused"), []),
+        (Sent(R, 5, 7, "refused"), [6]),
+    ],
+)
+def test_a_contribution_is_carried_past_the_commits_that_a_later_one_may_follow_with_it(
+    sent: Sent | None, past: list[int]
+) -> None:
+    session = attending(view(9), max_staleness=2)
+    assert [step for step in range(sent.outer_step + 1 if sent else 0, 10) if session.carried_past(step, sent)] == past
+    assert not attending(view(9)).carried_past(6, sent)
+
+
+def test_what_may_be_stale_goes_to_whatever_round_is_open() -> None:
+    session = attending(view(5, round_id=R), max_staleness=2)
+    assert [session.open_round(step) for step in (2, 3, 4, 5, 6)] == [0, R, R, R, 0]
+    session.viewed(view(7, phase=RunPhase.PAUSED, sequence=2))
+    assert session.takes(R) and session.aborted_since(R) == 0
+    session.viewed(view(7, round_id=R + 2, last_round_id=R + 1, sequence=3))
+    assert session.aborted_since(R) == R + 1 and session.aborted_since(R + 2) == 0
+    session.viewed(view(7, round_id=R + 2, last_round_id=R + 1, last_committed=True, sequence=4))
+    assert session.aborted_since(R) == 0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +126,7 @@ def test_an_expelled_peer_stays_expelled(expel: Expel, decision: Decision) -> No
     session.expelled(Expel(evicted=not expel.evicted, reason="second word"))
     session.down(1.0)
     assert session.link is Link.EXPELLED
-    assert session.decide(5, R, now=99.0) == (decision, expel.reason)
+    assert session.decide(5, Sent(R, 5), now=99.0) == (decision, expel.reason)
     assert session.reconnect_delay() is None
     with pytest.raises(LocalProtocolError):
         session.dialled()
@@ -83,7 +137,7 @@ def test_every_state_answers_every_question() -> None:
     steps, rounds = (4, 5, 6, 9), (0, R - 1, R, R + 1)
     for phase, step, open_round, last, heal, mine in itertools.product(RunPhase, steps, rounds, rounds, ("", "bad"), (0, R)):
         seen = view(step, phase=phase, round_id=open_round, last_round_id=last, heal=heal, oldest_update=6)
-        decision, reason = attending(seen).decide(5, mine, now=0.0)
+        decision, reason = attending(seen).decide(5, Sent(mine, 5), now=0.0)
         assert reason
         assert (decision is Decision.COMMITTED) == (step > 5 and not heal)
         if decision is Decision.ABORTED:
@@ -145,10 +199,10 @@ def test_a_heal_is_obeyed_once() -> None:
     session = attending(view(heal="digest differs", sequence=3, round_id=R))
     assert session.open_round(5) == 0
     session.healed()
-    assert session.decide(5, 0, now=0.0)[0] is Decision.WAIT
+    assert session.decide(5, None, now=0.0)[0] is Decision.WAIT
     assert session.open_round(5) == R
     session.viewed(view(heal="still differs", sequence=4, round_id=R))
-    assert session.decide(5, 0, now=0.0) == (Decision.BEHIND, "still differs")
+    assert session.decide(5, None, now=0.0) == (Decision.BEHIND, "still differs")
 
 
 def test_a_heal_after_an_all_clear_counts_even_at_the_same_sequence() -> None:
@@ -156,15 +210,15 @@ def test_a_heal_after_an_all_clear_counts_even_at_the_same_sequence() -> None:
     session.healed()
     session.viewed(view(sequence=3))
     session.viewed(view(heal="differs again", sequence=3))
-    assert session.decide(5, 0, now=0.0) == (Decision.BEHIND, "differs again")
+    assert session.decide(5, None, now=0.0) == (Decision.BEHIND, "differs again")
 
 
 def test_cut_off_only_after_two_heartbeats() -> None:
     session = attending(view(round_id=R))
     session.down(10.0)
     assert session.view is None
-    assert session.decide(5, R, now=12.0)[0] is Decision.WAIT
-    decision, reason = session.decide(5, R, now=12.5)
+    assert session.decide(5, Sent(R, 5), now=12.0)[0] is Decision.WAIT
+    decision, reason = session.decide(5, Sent(R, 5), now=12.5)
     assert decision is Decision.CUT_OFF and "no connection" in reason
     session.dialled()
     session.down(13.0)  # a failed attempt does not reset the count
@@ -172,9 +226,9 @@ def test_cut_off_only_after_two_heartbeats() -> None:
     session.dialled()
     session.welcomed(WELCOME)
     assert not session.cut_off(99.0)
-    assert session.decide(5, R, now=99.0)[0] is Decision.WAIT
+    assert session.decide(5, Sent(R, 5), now=99.0)[0] is Decision.WAIT
     session.viewed(view(6, oldest_update=6))
-    assert session.decide(5, R, now=99.0)[0] is Decision.COMMITTED
+    assert session.decide(5, Sent(R, 5), now=99.0)[0] is Decision.COMMITTED
 
 
 def test_configure_changes_the_patience() -> None:

@@ -26,7 +26,7 @@ from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.schedule import due, fragments_due
 from editpb.messages import View, Welcome
-from peers.session import Decision, Session
+from peers.session import Decision, Sent, Session
 
 __all__ = ["Peer"]
 
@@ -294,7 +294,7 @@ class Peer:
         """Training goes on meanwhile: fetch the update as soon as there is one; a late contribution's ends training early."""
         if pending.fetched_at is not None:
             return
-        decision, _ = self._session.decide(pending.outer_step, pending.round_id, self._agenda.now)
+        decision, _ = self._session.decide(pending.outer_step, Sent(pending.round_id, pending.outer_step), self._agenda.now)
         if decision is Decision.WAIT:
             return
         self._coordinator.listeners.pop(self.peer_id, None)
@@ -321,7 +321,7 @@ class Peer:
         """Take the outcome, as `EditWorker._resolve`."""
         while True:
             self._look()
-            decision, _ = self._session.decide(pending.outer_step, pending.round_id, self._agenda.now)
+            decision, _ = self._session.decide(pending.outer_step, Sent(pending.round_id, pending.outer_step), self._agenda.now)
             if decision is not Decision.WAIT or not block:
                 break
             self._sending.advance(self._session)
@@ -346,7 +346,7 @@ class Peer:
         """Apply the commits already known."""
         while not self.finished:
             self._look()
-            decision, _ = self._session.decide(self.outer_step, 0, self._agenda.now)
+            decision, _ = self._session.decide(self.outer_step, None, self._agenda.now)
             match decision:
                 case Decision.COMMITTED:
                     yield self._fetch_update(self.outer_step)
