@@ -7,7 +7,7 @@ own every element exactly once; putting a fragment together at one rank. Must no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,8 @@ def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class Layout:
     """The fragments of one model as they lie on the ranks of its replica.
 
-    held: by fragment, what this rank holds; owned: what of that it contributes. Every element has one owner: of copies on a
-    replicated mesh dimension the one at coordinate 0, of a plain tensor rank 0. All ranks construct it together.
+    held: by fragment, what this rank holds; owned: what of that it contributes. Every element has one owner: of copies (on a
+    replicated mesh dimension, on meshes side by side, of a plain tensor) the lowest rank. All ranks construct it together.
     Raises ConfigError, at every rank, when shards do not partition a tensor, or ranks have different models.
     """
 
@@ -82,14 +82,13 @@ class Layout:
         self.schema, named = exchanged(model, buffers)
         ranks.same("the model", self.schema.schema_hash)
         self.tensors = tuple(tuple(named[spec.name] for spec in fragment.tensors) for fragment in self.schema.fragments)
-        held, owned = _on_this_rank(self.schema, self.tensors, ranks)
-        self._held: list[_Boxes] = ranks.collect(held)
-        self._owned: list[_Boxes] = ranks.collect(owned)
+        self._held: list[_Boxes] = ranks.collect(_held(self.schema, self.tensors, ranks))
+        self._owned = _owned(self._held)
         for i, fragment in enumerate(self.schema.fragments):
             if fault := partition_fault(fragment, [boxes[i] for boxes in self._owned]):
                 raise ConfigError(f"the ranks of this replica do not share out the model exactly: {fault}")
-        self.held = tuple(map(Region, self.schema.fragments, held))
-        self.owned = tuple(map(Region, self.schema.fragments, owned))
+        self.held = tuple(map(Region, self.schema.fragments, self._held[ranks.rank]))
+        self.owned = tuple(map(Region, self.schema.fragments, self._owned[ranks.rank]))
 
     def locals(self, fragment_id: int) -> list[Tensor]:
         """What this rank holds of the fragment's tensors, in the order of its held boxes; shares the model's memory."""
@@ -144,42 +143,43 @@ class Layout:
         return [part for part in whole if part is not None]
 
 
-def _on_this_rank(schema: Schema, tensors: Sequence[Sequence[Tensor]], ranks: Ranks) -> tuple[_Boxes, _Boxes]:
-    """(held, owned) boxes by fragment. Raises ConfigError at every rank for a placement that cannot be exchanged."""
+def _held(schema: Schema, tensors: Sequence[Sequence[Tensor]], ranks: Ranks) -> _Boxes:
+    """What this rank holds of each fragment. Raises ConfigError at every rank for a placement that cannot be exchanged."""
 
-    def find() -> tuple[_Boxes, _Boxes]:
+    def find() -> _Boxes:
         held: _Boxes = []
-        owned: _Boxes = []
         for fragment, parts in zip(schema.fragments, tensors, strict=True):
-            boxes = [_shard(i, spec.name, tensor, ranks) for i, (spec, tensor) in enumerate(_pairs(fragment, parts))]
-            held.append(tuple(box for box, _ in boxes if box is not None))
-            owned.append(tuple(box for box, owns in boxes if box is not None and owns))
-        return held, owned
+            boxes = [_box(i, tensor, fragment.tensors[i].name, ranks.rank) for i, tensor in enumerate(parts)]
+            held.append(tuple(box for box in boxes if box is not None))
+        return held
 
     return ranks.together(find)
 
 
-def _pairs(fragment: FragmentSpec, tensors: Sequence[Tensor]) -> Iterable[tuple[TensorSpec, Tensor]]:
-    return zip(fragment.tensors, tensors, strict=True)
-
-
-def _shard(position: int, name: str, tensor: Tensor, ranks: Ranks) -> tuple[Box | None, bool]:
-    """(the box of a tensor that this rank holds, None for nothing; whether it owns it)."""
+def _box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:
+    """The box of a tensor that this rank holds; None for nothing."""
     if not isinstance(tensor, DTensor):
-        return Box(position, (0,) * tensor.ndim, tuple(tensor.shape)), ranks.leads
+        return Box(position, (0,) * tensor.ndim, tuple(tensor.shape))
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise ConfigError(f"tensor {name}: a parameter that is a partial sum ({placements}) cannot be exchanged")
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None, False
+    if mesh.get_coordinate() is None:
+        return None
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     with torch.no_grad():
         found = tuple(local_of(tensor).shape)
     numel = math.prod(sizes)
     if numel != math.prod(list(found)) or (numel and tuple(sizes) != found):
-        raise ConfigError(f"tensor {name}: rank {ranks.rank} holds {list(found)}, but its placement {placements} says {sizes}")
-    if numel == 0:
-        return None, False
-    owns = all(at == 0 for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate())
-    return Box(position, tuple(offsets), tuple(sizes)), owns
+        raise ConfigError(f"tensor {name}: rank {rank} holds {list(found)}, but its placement {placements} says {list(sizes)}")
+    return Box(position, tuple(offsets), tuple(sizes)) if numel else None
+
+
+def _owned(held: Sequence[_Boxes]) -> list[_Boxes]:
+    """By rank, what it owns: of equal boxes the lowest rank that holds one. held: by rank."""
+    owned: list[_Boxes] = []
+    taken: list[set[Box]] = [set() for _ in held[0]]
+    for boxes in held:
+        owned.append([tuple(box for box in mine if box not in there) for mine, there in zip(boxes, taken, strict=True)])
+        for mine, there in zip(boxes, taken, strict=True):
+            there.update(mine)
+    return owned
