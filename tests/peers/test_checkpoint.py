@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from edit.config import InnerConfig
+from edit.config import InnerConfig, ModelConfig
 from edit.errors import ConfigError, StorageError
 from edit.ranks import ALONE, Ranks
 from peers.checkpoint import Checkpoints, Owner
 from peers.data import Batches, Tokens
+from peers.gpt import GPT
 from peers.replica import UNDIVIDED, Layout, shard
 from peers.resume import Resumable
 from peers.trainer import Trainer
@@ -83,13 +84,14 @@ class FakeWorker:
 class Peer:
     """A training whose state can be compared to the bit."""
 
-    def __init__(self, folder: Path, *, owner: Owner = OWNER, keep: int = 2, ranks: Ranks = ALONE) -> None:
-        mesh = None if ranks.size == 1 else init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("dp",))
-        layout = Layout(mesh) if mesh else UNDIVIDED
+    def __init__(
+        self, folder: Path, *, owner: Owner = OWNER, keep: int = 2, ranks: Ranks = ALONE, model: nn.Module | None = None
+    ) -> None:
+        layout = layout_of(ranks.size, split=isinstance(model, GPT))
         batches = Batches(Tokens(np.arange(400, dtype=np.uint8) % 16, "row", 16), 8, 6, 3)
         config = InnerConfig(lr=0.01, warmup_steps=0)
         self.trainer = Trainer(
-            shard(Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
+            shard(model or Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
         )
         self.worker = FakeWorker(self.trainer.model)
         self.resumable = Resumable(self.trainer, batches, self.worker, ranks)
@@ -137,6 +139,14 @@ class Peer:
         assert mine.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(mine[name], tensor), name
+
+
+def layout_of(ranks: int, split: bool) -> Layout:
+    if ranks == 1:
+        return UNDIVIDED
+    if split:
+        return Layout(init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")))
+    return Layout(init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +302,7 @@ def load_on_ranks(rank: int, folder: str, expected: str, written_by: int) -> Non
         peer.train(2).check_state(torch.load(f"{expected}.later.{rank}"))
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_two_ranks_go_on_to_the_bit_and_one_or_three_can_take_over(tmp_path: Path) -> None:
     folder, expected = tmp_path / "checkpoints", tmp_path / "expected"
     for ranks, (work, *rest) in zip((2, 2, 3), ((save_on_ranks,), (load_on_ranks, 2), (load_on_ranks, 2)), strict=True):
@@ -303,3 +313,21 @@ def test_two_ranks_go_on_to_the_bit_and_one_or_three_can_take_over(tmp_path: Pat
 
 
 COUNT = itertools.count()
+SPLIT = ModelConfig(layers=1, heads=2, width=8, context=8, vocabulary=16)
+
+
+def save_and_load_split(rank: int, folder: str, expected: str) -> None:
+    ranks = Ranks.world()
+    peer = Peer(Path(folder), ranks=ranks, model=GPT(SPLIT, seed=0)).train(2).save().wait()
+    ranks.all([True])  # rank 0 has made it whole
+    state = peer.state()
+    if rank == 0:
+        torch.save(state, expected)
+    Peer(Path(folder), ranks=ranks, model=GPT(SPLIT, seed=1)).resume().check_state(state)
+
+
+@pytest.mark.timeout(120)
+def test_tensor_parallel_ranks_go_on_and_one_rank_can_take_over(tmp_path: Path) -> None:
+    folder, expected = tmp_path / "checkpoints", tmp_path / "expected"
+    spawn(save_and_load_split, 4, tmp_path, str(folder), str(expected))
+    Peer(folder, model=GPT(SPLIT, seed=1)).resume().check_state(torch.load(expected))

@@ -118,7 +118,7 @@ def check_copies(rank: int) -> None:
             assert torch.equal(*copies), name
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_every_layout_trains_as_one_rank_does(tmp_path: Path) -> None:
     spawn(compare_layouts, 4, tmp_path)
 
