@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from edit.config import InnerConfig, ModelConfig
 from edit.errors import ConfigError
+from peers.environment import Launch
 from peers.gpt import GPT
 from peers.trainer import Trainer, choose_device, learning_rate, use_threads
 
@@ -207,6 +208,16 @@ class TestDevice:
     def test_wrong(self, name: str) -> None:
         with pytest.raises(ConfigError, match=f"--device {name}"):
             choose_device(name)
+
+    def test_each_rank_takes_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        second = Launch(rank=3, size=4, local_rank=1, local_size=2)
+        assert choose_device("cuda", second) == torch.device("cuda", 1)
+        assert choose_device("cpu", second) == CPU
+        with pytest.raises(ConfigError, match="--device cuda:0: is one device for 2 ranks"):
+            choose_device("cuda:0", second)
+        with pytest.raises(ConfigError, match="3 ranks on a machine with 2 CUDA devices"):
+            choose_device("cuda", Launch(rank=0, size=3, local_rank=0, local_size=3))
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_cuda_with_autocast_learns_like_the_cpu(self) -> None:
