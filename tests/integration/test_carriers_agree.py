@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +24,8 @@ from editpb.identity import Identity
 from peers.bridge import Bridge
 from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective
-from tests.support.served import Served, new_folder, served
+from tests.support.running import address, running
+from tests.support.served import Served, new_folder
 from tests.support.world import spawn
 
 ROUNDS, EVERY, NAMES = 4, 3, ("a", "b", "c")
@@ -52,27 +49,6 @@ quorum = 3
 listen = "127.0.0.1:0"
 enrol_listen = "127.0.0.1:0"
 """
-
-
-@contextmanager
-def running(folder: StateFolder) -> Iterator[Served]:
-    """A served coordinator on a loop of its own thread, while this thread plays the peers."""
-    ready: Future[tuple[Served, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def serve() -> None:
-        async with served(folder) as run:
-            stop = asyncio.Event()
-            ready.set_result((run, asyncio.get_running_loop(), stop))
-            await stop.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    run, loop, stop = ready.result(timeout=30)
-    try:
-        yield run
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(timeout=30)
 
 
 def model() -> nn.Module:
@@ -109,14 +85,12 @@ def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
         return peers[0][2].outer_state_dict()
 
 
-def address(folder: StateFolder) -> str:
-    return str(json.loads(folder.addresses.read_text())["listen"])
-
-
 def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
-    with running(folder) as run, Bridge() as bridge:
+    with running(folder) as here, Bridge() as bridge:
         collectives = {
-            name: GrpcCollective(bridge, Dial([address(folder)], run.credentials(name)), Identity(folder.run_id, "peer", name))
+            name: GrpcCollective(
+                bridge, Dial([address(folder)], here.run.credentials(name)), Identity(folder.run_id, "peer", name)
+            )
             for name in NAMES
         }
         try:
@@ -221,9 +195,9 @@ def rank_of_a_peer(rank: int, settings: Settings) -> None:
 
 def replicas_in_one_run(folder: StateFolder, layouts: dict[str, int], config: WorkerConfig) -> dict[str, list[Result]]:
     """The results of every rank of peers that are so many processes each, all training in one run."""
-    with running(folder) as run, ThreadPoolExecutor(len(layouts)) as pool:
+    with running(folder) as here, ThreadPoolExecutor(len(layouts)) as pool:
         settings = {
-            name: Settings(name, address(folder), folder.run_id, pems(run, name), config, folder.path) for name in layouts
+            name: Settings(name, address(folder), folder.run_id, pems(here.run, name), config, folder.path) for name in layouts
         }
         started = [
             pool.submit(spawn, rank_of_a_peer, ranks, _new(folder.path / f"store.{name}"), settings[name])

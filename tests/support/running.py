@@ -1,0 +1,76 @@
+"""A real coordinator on a loop of its own thread, while the test's thread plays the peers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from aggregator.engine import Engine
+from aggregator.resources import Clock
+from aggregator.state_folder import StateFolder
+from tests.support.served import Served, served
+
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Running:
+    run: Served
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def engine(self) -> Engine:
+        return self.run.coordinator.engine
+
+    def tell(self, order: Callable[[Engine], None]) -> None:
+        """Let the engine do this, on its own thread; returns when it is done."""
+        done: Future[None] = Future()
+
+        def obey() -> None:
+            order(self.engine)
+            done.set_result(None)
+
+        self.loop.call_soon_threadsafe(obey)
+        done.result(timeout=WAIT_S)
+
+    def await_(self, look: Callable[[Engine], object]) -> None:
+        """Wait until `look` is true, as the engine's own thread sees it."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not look(self.engine):
+                    await asyncio.sleep(0)  # its loop turns
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop).result(timeout=2 * WAIT_S)
+
+
+@contextmanager
+def running(folder: StateFolder, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Running]:
+    """monotonic: the coordinator's clock, in seconds."""
+    ready: Future[tuple[Running, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        async with served(folder, Clock(monotonic=monotonic)) as run:
+            stop = asyncio.Event()
+            ready.set_result((Running(run, asyncio.get_running_loop()), stop))
+            await stop.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    here, stop = ready.result(timeout=WAIT_S)
+    try:
+        yield here
+    finally:
+        here.loop.call_soon_threadsafe(stop.set)
+        thread.join(timeout=WAIT_S)
+
+
+def address(folder: StateFolder) -> str:
+    """Where a running coordinator listens."""
+    return str(json.loads(folder.addresses.read_text())["listen"])
