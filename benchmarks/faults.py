@@ -95,6 +95,7 @@ class Pair:
         fault = Fault(number=1, at_s=0.0, kind=Kind.KILL_PEER, target=victim, lasts_s=0.0)
         killed = time.time()
         self._site.strike(fault)
+        self.read()  # what the dead one had told
         self._site.repair(fault)
         blow = Blow(fault, killed, time.time())
         self.history.started(victim)

@@ -194,6 +194,14 @@ def test_a_peer_that_goes_back() -> None:
     assert rules(history) == []
 
 
+def test_a_late_word_of_an_earlier_life_is_no_step_back() -> None:
+    history = good()
+    history.started("a")
+    history.take(COORDINATOR, {"kind": "peer", "t": 21.0, "peer_id": "a", "outer_step": 20, "digest": "d20"})
+    history.take("a", outer(17, t=23.0))
+    assert rules(history) == []
+
+
 def test_a_run_that_stands_still_after_a_repair() -> None:
     history = good()
     struck(history, Kind.CUT, 20.5, 22.0)

@@ -34,13 +34,17 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`who` said that its outer parameters of `outer_step` have this digest. life: which of its processes, from 0."""
+    """`who` said that its outer parameters of `outer_step` have this digest. life: which of its processes, from 0.
+
+    own: in its own words, which are in order; else in the coordinator's, who may hear the last ones of a life in the next.
+    """
 
     t: float
     who: str
     life: int
     outer_step: int
     digest: str
+    own: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class History:
     aborted: int = 0
     lives: dict[str, int] = field(default_factory=dict)
     _steps: dict[tuple[str, int], _Steps] = field(default_factory=dict)
-    _said: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    _said: dict[str, tuple[int, int, str, bool]] = field(default_factory=dict)
 
     def started(self, who: str) -> None:
         """A new process of this name runs from here on."""
@@ -124,9 +128,9 @@ class History:
             case "round":
                 self._round(line)
             case "outer":
-                self._claim(source, line)
+                self._claim(source, line, own=True)
             case "peer" if line.get("digest"):
-                self._claim(str(line["peer_id"]), line)
+                self._claim(str(line["peer_id"]), line, own=False)
             case "step" if source != COORDINATOR:
                 self._step(source, int(line["step"]))
 
@@ -141,12 +145,12 @@ class History:
         t, seconds = float(line["t"]), float(line["seconds"])
         self.commits.append(Commit(t - seconds, t, line["outer_step"], line["round_id"], line["digest"], weights))
 
-    def _claim(self, who: str, line: Mapping[str, Any]) -> None:
-        self.told(who, float(line["t"]), int(line["outer_step"]), str(line["digest"]))
+    def _claim(self, who: str, line: Mapping[str, Any], own: bool) -> None:
+        self.told(who, float(line["t"]), int(line["outer_step"]), str(line["digest"]), own)
 
-    def told(self, who: str, t: float, outer_step: int, digest: str) -> None:
+    def told(self, who: str, t: float, outer_step: int, digest: str, own: bool = True) -> None:
         """Somebody says what it has; saying the same again is nothing new."""
-        said = (self.life(who), outer_step, digest)
+        said = (self.life(who), outer_step, digest, own)
         if self._said.get(who) != said:
             self._said[who] = said
             self.claims.append(Claim(t, who, *said))
