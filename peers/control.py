@@ -47,6 +47,11 @@ class Report:
     traffic: Traffic
     elsewhere: Traffic = field(default_factory=Traffic)
 
+    def say(self, heartbeat: Heartbeat) -> bool:
+        """Take what is to be said from now on; whether that is worth a heartbeat at once."""
+        before, self.heartbeat = self.heartbeat, heartbeat
+        return (before.state, before.outer_step, before.digest) != (heartbeat.state, heartbeat.outer_step, heartbeat.digest)
+
     def current(self) -> Heartbeat:
         """The heartbeat of this moment."""
         sent, received = self.traffic.sent + self.elsewhere.sent, self.traffic.received + self.elsewhere.received

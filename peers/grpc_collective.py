@@ -32,7 +32,7 @@ from edit.ranks import ALONE, Ranks
 from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
 from edit.schema import Schema
 from editpb.identity import Identity
-from editpb.messages import Heartbeat, Hello, PeerState, RunPhase
+from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
 from peers.agreement import Agreement
 from peers.bridge import Bridge
 from peers.control import Attendance, Report
@@ -318,8 +318,7 @@ class GrpcCollective:
 
     def report(self, heartbeat: Heartbeat) -> None:
         """What heartbeats say from now on (bytes are filled in); one goes out at once when step, digest or state changed."""
-        before, self._report.heartbeat = self._report.heartbeat, heartbeat
-        if self._entered is not None and _headline(before) != _headline(heartbeat):
+        if self._report.say(heartbeat) and self._entered is not None:
             self._bridge.post(self._entered.attendance.nudge)
 
     @property
@@ -327,16 +326,20 @@ class GrpcCollective:
         """Whether the coordinator is heard at present."""
         return self._bridge.read(lambda: self._session.view is not None)
 
-    def over(self, outer_step: int) -> bool:
-        """Whether the run has finished, and a peer at `outer_step` is there too or can no longer get there (cut off)."""
+    @property
+    def ended(self) -> bool:
+        """Whether the run has finished, at whatever outer step; all ranks ask together."""
+        return self._agreement.flag(lambda: (view := self._session.last_view) is not None and view.phase is RunPhase.FINISHED)
 
-        def look() -> bool:
-            last = self._session.last_view
-            if last is None or last.phase is not RunPhase.FINISHED:
-                return False
-            return last.outer_step == outer_step or self._session.cut_off(self._clock())
+    @property
+    def cut_off(self) -> bool:
+        """Whether the coordinator has not been heard for longer than two heartbeats; all ranks ask together."""
+        return self._agreement.flag(lambda: self._session.cut_off(self._clock()))
 
-        return self._agreement.flag(look)
+    @property
+    def last_view(self) -> View | None:
+        """What this rank heard of the run last."""
+        return self._bridge.read(lambda: self._session.last_view)
 
     @property
     def traffic(self) -> Traffic:
@@ -380,10 +383,6 @@ class GrpcCollective:
 
     def _set_state(self, state: PeerState) -> None:
         self.report(dataclasses.replace(self._report.heartbeat, state=state))
-
-
-def _headline(heartbeat: Heartbeat) -> tuple[PeerState, int, str]:
-    return heartbeat.state, heartbeat.outer_step, heartbeat.digest
 
 
 def _expulsion(session: Session) -> EditError | None:

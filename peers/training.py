@@ -76,7 +76,8 @@ class Training:
         config, place = self._config, self._place
         batches = self._batches()
         trainer = self._trainer(batches)
-        worker = EditWorker(trainer.model, trainer.optimizer, self._collective, WorkerConfig.of(config), place.ranks)
+        settings = WorkerConfig.of(config)
+        worker = EditWorker(trainer.model, trainer.optimizer, self._collective, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         trainer.position = lambda: self._position(worker)
@@ -90,8 +91,8 @@ class Training:
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
             saving.begin(worker.outer_step)
             self._loop(trainer, worker, saving)
-        saving.close()
-        _log.info("the run has finished at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
+        saving.last()
+        _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
 
     def _batches(self) -> Batches:
         """The same rows in the same order at every rank."""
@@ -128,8 +129,9 @@ class Training:
         return Autosave(resumable, checkpoints, options.checkpoint_every, patient=self._config.sync.strict)
 
     def _position(self, worker: EditWorker) -> int:
-        """The run's global inner step; what is contributed counts as exchanged."""
-        return (worker.outer_step + worker.pending) * self._config.sync.interval + worker.round_inner_steps
+        """The run's global inner step; what is contributed counts as exchanged, and an outer step as `interval` inner ones."""
+        interval = self._config.sync.interval
+        return (worker.outer_step + worker.pending) * interval + min(worker.round_inner_steps, interval)
 
     def _loop(self, trainer: Trainer, worker: EditWorker, saving: Autosave) -> None:
         while not self._over(worker):
@@ -144,8 +146,19 @@ class Training:
             saving.stepped(worker.outer_step)
 
     def _over(self, worker: EditWorker) -> bool:
-        done = worker.finished or worker.outer_step >= self._config.sync.outer_steps
-        return done or self._collective.over(worker.outer_step)
+        """Whether there is nothing more to do; a run that has ended is caught up with first, whatever is pending here."""
+        if worker.finished or worker.outer_step >= self._config.sync.outer_steps:
+            return True
+        if not self._collective.ended:
+            return False
+        worker.synchronize()
+        return worker.finished or self._collective.cut_off
+
+    def _ending(self) -> str:
+        sync, view = self._config.sync, self._collective.last_view
+        if view is not None and view.outer_step < sync.outer_steps:
+            return "its operator drained it" if view.draining else f"sync.tokens = {sync.tokens} are merged"
+        return f"all {sync.outer_steps} outer steps are taken"
 
     def _step(self, trainer: Trainer, worker: EditWorker) -> None:
         inner, before = self._config.inner, worker.outer_step

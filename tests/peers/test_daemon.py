@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from edit.config import RunConfig
 from edit.errors import ConfigError, EvictedError
 from edit.records import Verdict
 from edit.schema import plan_fragments
+from edit.worker import EditWorker
 from editpb.identity import Identity
-from editpb.messages import Expel, PeerState, RunPhase
+from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.bridge import Interrupted
 from peers.daemon import PeerOptions, attend, run_peer
 from peers.dial import Dial
@@ -26,7 +29,8 @@ from peers.faults import Fault, FaultInjector, parse_faults
 from peers.grpc_collective import GrpcCollective
 from peers.metrics import Metrics
 from peers.models import build
-from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
+from peers.training import Training
+from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
 
 H, ROUNDS = 5, 3
 CPU = torch.device("cpu")
@@ -82,6 +86,43 @@ def test_a_peer_trains_until_the_run_has_finished_and_says_goodbye(tmp_path: Pat
     assert [line["outer_step"] for line in outer] == [1, 2, 3]
     assert outer[-1]["digest"] == fake.state.digest
     assert [line["step"] for line in lines if line["kind"] == "step"] == [10]
+
+
+def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_state_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a phase, with nothing on its way: it does not train to the end of that phase."""
+
+    def drain(fake: FakeCoordinator, beat: Heartbeat) -> None:
+        if beat.inner_steps == H + 2 and fake.view.phase is not RunPhase.FINISHED:
+            fake.change_view(phase=RunPhase.FINISHED, round_id=0, draining=True)
+
+    with coordinator(100) as fake, caplog.at_level(logging.INFO):
+        fake.script = FakeCoordinator.commit
+        fake.on_heartbeat = drain
+        train(fake, tmp_path, throttle=200.0)  # so that every step has its heartbeat
+        assert fake.goodbyes[-1:] in ([], ["the run has finished"])
+        assert "the run has finished at outer step 1" in caplog.text and "its operator drained it" in caplog.text
+        fake.on_heartbeat = lambda fake, beat: None
+        fake.script = commit_until_finished
+        fake.show(phase=RunPhase.COLLECTING, round_id=FIRST_ROUND + 9, draining=False)
+        fake.config = config(2)
+        train(fake, tmp_path)
+        steps = [int(line.split("inner step ")[1]) for line in caplog.text.splitlines() if "going on from" in line]
+        assert len(steps) == 1 and H + 2 <= steps[0] < 2 * H
+        assert fake.state is not None and fake.state.outer_step == 2
+
+
+def test_the_position_in_the_schedule_is_bounded_by_the_outer_step() -> None:
+    training = object.__new__(Training)
+    training._config = config()
+    for outer_step, pending, round_inner_steps, position in (
+        (0, False, 3, 3),
+        (2, False, 9 * H, 3 * H),
+        (2, True, 1, 3 * H + 1),
+    ):
+        worker = SimpleNamespace(outer_step=outer_step, pending=pending, round_inner_steps=round_inner_steps)
+        assert training._position(cast(EditWorker, worker)) == position
 
 
 def test_sigterm_ends_the_wait_for_a_round_with_a_goodbye(tmp_path: Path) -> None:

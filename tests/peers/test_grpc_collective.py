@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Sequence
 
 import grpc
 import pytest
@@ -13,7 +11,7 @@ import torch
 from edit.codecs import decode, encode
 from edit.errors import EvictedError, RefusedError, TransportError
 from edit.outer import digest
-from edit.records import Aborted, Behind, Committed, Contribution, EncodedTensor, Evicted, Finished, Outcome
+from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Outcome
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.bridge import Interrupted
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
@@ -113,21 +111,13 @@ def test_a_peer_that_comes_late_gets_the_update_without_its_own_verdict() -> Non
         peer.contribute(vectors(SMALL, 1))
         assert isinstance(peer.ask(), Committed)
         late = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
-        fake.bridge.change(lambda: _other_peer_commits(fake, late))
+        fake.bridge.change(lambda: fake.other_peer_commits(late))
         peer.contribute(vectors(SMALL, 3), outer_step=1)
         outcome = peer.ask(1)
         assert isinstance(outcome, Committed)
         assert outcome.commit.outer_step == 2
         assert outcome.commit.fragments[0].verdict_of("b") is not None
         assert outcome.commit.fragments[0].verdict_of("a") is None
-
-
-def _other_peer_commits(fake: FakeCoordinator, payloads: Sequence[EncodedTensor]) -> None:
-    for i in range(len(fake.schema.fragments)):
-        key = fake.view.round_id, i, 0
-        fake.headers[key] = dataclasses.replace(fake.headers[FIRST_ROUND, i, 0], peer_id="b")
-        fake.received[key] = bytearray(payloads[i].data)
-    fake.commit()
 
 
 def test_an_update_no_longer_kept_means_behind() -> None:

@@ -5,110 +5,25 @@ The ranks are threads with a bridge, a connection and a session each; gRPC is re
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 import grpc
 import pytest
 import torch
 from torch import Tensor
 
-from edit.boxes import Box, Region
-from edit.codecs import decode_region, encode
+from edit.boxes import Region
+from edit.codecs import decode_region
 from edit.errors import ConfigError, RefusedError
 from edit.outer import digest
-from edit.ranks import Ranks
-from edit.records import Aborted, Behind, Committed, Contribution, EncodedTensor, Evicted, Finished, Outcome, Snapshot
-from edit.schema import FragmentSpec, Schema, TensorSpec
-from editpb.identity import Identity
+from edit.records import Aborted, Behind, Committed, EncodedTensor, Evicted, Finished, Outcome, Snapshot
+from edit.schema import Schema
 from editpb.messages import Expel, RunPhase
 from peers import data_plane
-from peers.bridge import Bridge, Interrupted
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
-from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
+from peers.bridge import Interrupted
+from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import config, open_when_ready, vectors
-from tests.support.thread_ranks import at_every_rank
-
-# Three fragments of a matrix each; rank 0 has the first rows, rank 1 the others. Of the last one rank 1 holds nothing.
-ROWS, COLUMNS = (6, 9, 1), 4
-SIZES = tuple(rows * COLUMNS for rows in ROWS)
-SCHEMA = Schema(
-    tuple(
-        FragmentSpec(fragment_id=i, name=f"f{i}", tensors=(TensorSpec(name=f"f{i}.weight", shape=(rows, COLUMNS)),))
-        for i, rows in enumerate(ROWS)
-    )
-)
-T = TypeVar("T")
-
-
-def regions(rank: int) -> list[Region]:
-    def boxes(rows: int) -> list[Box]:
-        split = -(-rows // 2)
-        first, last = ((0, split), (split, rows))[rank]
-        return [Box(0, (first, 0), (last - first, COLUMNS))] if last > first else []
-
-    return [Region(fragment, boxes(rows)) for fragment, rows in zip(SCHEMA.fragments, ROWS, strict=True)]
-
-
-@dataclass
-class Rank:
-    ranks: Ranks
-    bridge: Bridge
-    collective: GrpcCollective
-    regions: Sequence[Region]
-    gate: threading.Barrier
-
-    def join(self) -> Snapshot:
-        return self.collective.join(SCHEMA, lambda: vectors(SIZES, 0), self.regions)
-
-    def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
-        for i, region in enumerate(self.regions):
-            if region.numel:
-                payload = encode("fp32", region.take(deltas[i]))
-                self.collective.contribute(
-                    Contribution(
-                        outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload, boxes=region.boxes
-                    )
-                )
-
-    def await_link(self, up: bool) -> None:
-        """Wait until this rank hears the coordinator, or no longer hears it."""
-        assert self.bridge.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
-
-    def only(self, rank: int, call: Callable[[], object]) -> None:
-        """Let one rank do something while the others wait."""
-        self.gate.wait()
-        if self.ranks.rank == rank:
-            call()
-        self.gate.wait()
-
-
-def with_two_ranks(
-    work: Callable[[FakeCoordinator, Rank], T], *, founded: bool = True, lazy: bool = False, join: bool = True
-) -> list[T]:
-    """What `work` returns at each rank of a peer in the run of a scripted coordinator."""
-    gate = threading.Barrier(2, timeout=30)
-    with FakeCoordinator(config(), SCHEMA, vectors(SIZES, 0) if founded else None) as fake:
-
-        def one(ranks: Ranks) -> T:
-            with Bridge() as bridge:
-                dial, identity = Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
-                collective = GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy, draw=lambda: 0.0)
-                rank = Rank(ranks, bridge, collective, regions(ranks.rank), gate)
-                try:
-                    if join:
-                        rank.join()
-                    return work(fake, rank)
-                except BaseException:
-                    gate.abort()
-                    raise
-                finally:
-                    collective.close()
-
-        return at_every_rank(2, one)
+from tests.support.two_ranks import SCHEMA, SIZES, Rank, regions, with_two_ranks
 
 
 def put_together(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -354,10 +269,10 @@ def test_ranks_with_different_models_are_told_before_anything_is_sent() -> None:
 
 def test_the_end_of_a_run_is_what_rank_0_sees() -> None:
     def work(fake: FakeCoordinator, rank: Rank) -> list[bool]:
-        before = rank.collective.over(0)
+        before = rank.collective.ended
         rank.only(0, lambda: fake.show(phase=RunPhase.FINISHED, round_id=0))
         finished = rank.collective.outcome(0, block=True)
-        return [before, finished == Finished(0), rank.collective.over(0), rank.collective.over(1)]
+        return [before, finished == Finished(0), rank.collective.ended, rank.collective.cut_off]
 
     assert with_two_ranks(work) == [[False, True, True, False]] * 2
 

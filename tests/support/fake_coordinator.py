@@ -9,46 +9,35 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import grpc
-import torch
 from torch import Tensor
 
 from edit.boxes import Region, partition_fault
-from edit.codecs import cut
 from edit.config import RunConfig
 from edit.merge import Part, measure, whole_norm
-from edit.outer import digest, fragment_hash
 from edit.outer_state import Measured, OuterState
 from edit.records import Commit, EncodedTensor
 from edit.schema import Schema
-from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.convert import (
-    contribution_header_from_pb,
-    make_chunks,
-    snapshot_manifest_to_pb,
-    snapshot_request_from_pb,
-    update_manifest_to_pb,
-    update_request_from_pb,
-)
+from editpb import control_pb2_grpc, data_pb2_grpc
 from editpb.messages import (
     ContributionHeader,
     Expel,
     Heartbeat,
     Hello,
     RunPhase,
-    SnapshotManifest,
     View,
 )
 from peers.bridge import Bridge
 from tests.support.fake_control import RUN_ID, FakeControl
+from tests.support.fake_data import FakeData, Slot
 
 __all__ = ["FIRST_ROUND", "RUN_ID", "FakeCoordinator", "Slot"]
 
 FIRST_ROUND = 1_000_001
-Slot = tuple[int, int, int]  # round_id, fragment_id, rank
+OTHERS = 1  # what the contributions of other peers name
 
 
 class FakeCoordinator:
@@ -75,6 +64,7 @@ class FakeCoordinator:
         self.received: defaultdict[Slot, bytearray] = defaultdict(bytearray)
         self.offered: dict[Slot, ContributionHeader] = {}
         self.headers: dict[Slot, ContributionHeader] = {}  # of those that are complete
+        self.merged: set[int] = set()  # rounds that contributions named which are merged
         self.starts: list[int] = []  # offsets at which contribution and snapshot streams began
         self.break_contribution_after: list[int] = []  # bytes after which the next streams break
         self.break_snapshot_after: list[int] = []
@@ -150,11 +140,12 @@ class FakeCoordinator:
 
     # ---- what scripts do (under the lock) --------------------------------------------------------------------------------
 
-    def commit(self, reason: str = "all in") -> None:
-        """Merge the open round's contributions for real, publish, open the next round."""
+    def commit(self, reason: str = "all in", named: int = 0) -> None:
+        """Merge the contributions that name the open round (or `named`) for real, publish, open the next round."""
         state, round_id = self.state, self.view.round_id
         assert state is not None
-        staged = [state.stage(state.reduce(i, [self._measured(round_id, i)])) for i in state.due]
+        staged = [state.stage(state.reduce(i, [self._measured(named or round_id, i)])) for i in state.due]
+        self.merged.add(named or round_id)
         done = state.commit(round_id, reason, staged)
         self.updates[done.outer_step] = done
         self.change_view(
@@ -172,7 +163,30 @@ class FakeCoordinator:
         round_id = self.view.round_id
         self.change_view(round_id=round_id + 1, last_round_id=round_id, last_committed=False, last_reason=reason)
 
+    def lose(self, round_id: int) -> None:
+        """Forget what has come of the contributions that name this round."""
+        for slot in [slot for slot in self.received if slot[0] == round_id]:
+            del self.received[slot]
+            self.headers.pop(slot, None)
+            self.offered.pop(slot, None)
+
+    def other_peer_commits(self, payloads: Sequence[EncodedTensor]) -> None:
+        """A commit of peer b's contribution alone, of these fragments."""
+        for i, payload in enumerate(payloads):
+            header = next(header for slot, header in self.headers.items() if slot[1] == i)
+            self.headers[OTHERS, i, 0] = dataclasses.replace(header, peer_id="b", rank=0, boxes=None, numel=payload.numel)
+            self.received[OTHERS, i, 0] = bytearray(payload.data)
+        self.commit(named=OTHERS)
+
     # ---- inside ----------------------------------------------------------------------------------------------------------
+
+    def refusal(self, header: ContributionHeader) -> str:
+        """Why this contribution is late, or ''."""
+        newest, steps = self.view.round_id, self.view.outer_step - header.outer_step
+        if self.config.rounds.max_staleness == 0:
+            return "" if header.round_id == newest and steps == 0 else f"round {header.round_id} is closed"
+        taken = header.round_id <= newest and steps <= self.config.rounds.max_staleness
+        return "" if taken and header.round_id not in self.merged else "it is too late for this contribution"
 
     def _digest(self) -> str:
         return "" if self.state is None else self.state.digest
@@ -211,7 +225,7 @@ class FakeCoordinator:
     async def _start(self) -> int:
         server = grpc.aio.server()
         control_pb2_grpc.add_ControlServicer_to_server(FakeControl(self), server)
-        data_pb2_grpc.add_DataServicer_to_server(_Data(self), server)
+        data_pb2_grpc.add_DataServicer_to_server(FakeData(self), server)
         port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
         self._server = server
@@ -229,148 +243,3 @@ class FakeCoordinator:
             partition_fault(self.schema.fragments[i], [region.boxes for _, region, _ in self._parts(round_id, i)]) is None
             for i in self.state.due
         )
-
-
-class _Data(data_pb2_grpc.DataServicer):
-    def __init__(self, fake: FakeCoordinator) -> None:
-        self._fake = fake
-
-    async def Contribute(
-        self, requests: AsyncIterator[data_pb2.ContributePart], context: grpc.aio.ServicerContext
-    ) -> data_pb2.ContributionReceipt:
-        fake = self._fake
-        fake.calls["Contribute"] += 1
-        header = contribution_header_from_pb((await anext(requests)).header, fake.schema)
-        if fake.refuse_contributions:
-            await context.abort(*fake.refuse_contributions.pop(0))
-        slot = header.round_id, header.fragment_id, header.rank
-        if header.round_id != fake.view.round_id or header.outer_step != fake.view.outer_step:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"round {header.round_id} is closed")
-        if not fake.bridge.change(lambda: self._offer(slot, header)):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer attempt is on its way")
-        into, limit = fake.received[slot], fake.break_contribution_after.pop(0) if fake.break_contribution_after else None
-        fake.bridge.change(lambda: fake.starts.append(len(into)))
-        async for part in requests:
-            assert part.chunk.offset == len(into)
-            into += part.chunk.data
-            if limit is not None and len(into) >= limit:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-        fake.bridge.change(lambda: self._contributed(slot, header))
-        return data_pb2.ContributionReceipt(complete=len(into) == header.total_bytes, received_bytes=len(into))
-
-    def _offer(self, slot: Slot, header: ContributionHeader) -> bool:
-        """Whether this attempt is the newest; what an older one left is thrown away."""
-        fake, before = self._fake, self._fake.offered.get(slot, header)
-        if header.attempt < before.attempt:
-            return False
-        if header.attempt > before.attempt:
-            fake.headers.pop(slot, None)
-            fake.received[slot] = bytearray()
-        fake.offered[slot] = header
-        return True
-
-    def _contributed(self, slot: Slot, header: ContributionHeader) -> None:
-        fake = self._fake
-        if fake.offered[slot].attempt != header.attempt:
-            return
-        fake.headers[slot] = header
-        if slot[0] == fake.view.round_id and fake.complete(header.round_id):
-            fake.script(fake)
-
-    async def Probe(self, request: data_pb2.ContributionHeader, context: grpc.aio.ServicerContext) -> data_pb2.ProbeReply:
-        self._fake.calls["Probe"] += 1
-        held = len(self._fake.received[request.round_id, request.fragment_id, request.rank])
-        return data_pb2.ProbeReply(received_bytes=held, complete=held == request.total_bytes)
-
-    async def FetchUpdate(
-        self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[data_pb2.UpdatePart]:
-        fake = self._fake
-        fake.calls["FetchUpdate"] += 1
-        commit, regions = fake.updates.get(request.outer_step), update_request_from_pb(request, fake.schema).regions
-        if commit is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
-            return
-        if (refusal := fake.refuse_update(regions)) is not None:
-            await context.abort(*refusal)
-        commit = _cut(commit, regions) if regions is not None else commit
-        fake.asked_for.append(regions)
-        yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
-        for fragment in commit.fragments:
-            if await fake.gate(fragment.fragment_id):
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-            for chunk in make_chunks(fragment.payload.data if fragment.payload is not None else b""):
-                if fake.damage_updates > 0:
-                    fake.damage_updates -= 1
-                    chunk = _damaged(chunk)
-                yield data_pb2.UpdatePart(chunk=data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk))
-
-    async def DescribeSnapshot(
-        self, request: data_pb2.SnapshotManifestRequest, context: grpc.aio.ServicerContext
-    ) -> data_pb2.SnapshotManifest:
-        fake = self._fake
-        fake.calls["DescribeSnapshot"] += 1
-        assert fake.state is not None
-        return snapshot_manifest_to_pb(
-            SnapshotManifest(
-                outer_step=fake.state.outer_step,
-                digest=fake.state.digest,
-                schema=fake.schema,
-                fragment_hash=tuple(fragment_hash(part) for part in fake.state.theta),
-            )
-        )
-
-    async def FetchSnapshot(
-        self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[tensors_pb2.Chunk]:
-        fake = self._fake
-        fake.calls["FetchSnapshot"] += 1
-        if fake.lose_snapshots > 0:
-            fake.lose_snapshots -= 1
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
-        fake.starts.append(request.offset)
-        assert fake.state is not None
-        sent, limit = 0, fake.break_snapshot_after.pop(0) if fake.break_snapshot_after else None
-        wanted = snapshot_request_from_pb(request, fake.schema)
-        part = Region(fake.schema.fragments[wanted.fragment_id], wanted.boxes).take(fake.state.theta[wanted.fragment_id])
-        for chunk in make_chunks(part.numpy().data, 1024, start=wanted.offset):
-            if limit is not None and sent >= limit:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-            if fake.damage_snapshots > 0:
-                fake.damage_snapshots -= 1
-                chunk = _damaged(chunk)
-            sent += len(chunk.data)
-            yield chunk
-
-    async def Found(
-        self, requests: AsyncIterator[data_pb2.FoundPart], context: grpc.aio.ServicerContext
-    ) -> data_pb2.FoundReply:
-        fake = self._fake
-        fake.calls["Found"] += 1
-        header = (await anext(requests)).header
-        data = [bytearray() for _ in fake.schema.fragments]
-        async for part in requests:
-            data[part.chunk.fragment_id] += part.chunk.chunk.data
-        fake.bridge.change(lambda: self._founded(header.digest, data))
-        return data_pb2.FoundReply()
-
-    def _founded(self, claimed: str, data: Sequence[bytearray]) -> None:
-        fake = self._fake
-        fake.founded = [torch.frombuffer(each, dtype=torch.float32) for each in data]
-        assert digest(fake.founded) == claimed
-        fake.state = OuterState(fake.schema, fake.config, fake.founded)
-        fake.change_view(phase=RunPhase.GATHERING, digest=fake.state.digest, found=False)
-
-
-def _cut(commit: Commit, regions: Sequence[Region]) -> Commit:
-    return dataclasses.replace(
-        commit,
-        fragments=tuple(
-            dataclasses.replace(part, payload=part.payload and cut(part.payload, regions[part.fragment_id]))
-            for part in commit.fragments
-        ),
-    )
-
-
-def _damaged(chunk: tensors_pb2.Chunk) -> tensors_pb2.Chunk:
-    return tensors_pb2.Chunk(offset=chunk.offset, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:], crc32=chunk.crc32)

@@ -25,13 +25,14 @@ SMALL = (24, 40)
 LARGE = (24, 700_000)  # more than two chunks
 
 
-def config(groups: int = 1) -> RunConfig:
+def config(groups: int = 1, max_staleness: int = 0) -> RunConfig:
     return RunConfig.from_mapping(
         {
             "sync": {"groups": groups},
             "penalty": {"enabled": False},
             "outer": {"optimizer": "sgd", "lr": 1.0},
             "codec": {"up": "fp32", "down": "fp32"},
+            "rounds": {"max_staleness": max_staleness},
             "membership": {"heartbeat_s": HEARTBEAT_S, "lease_s": 1.0},
         }
     )
@@ -82,10 +83,19 @@ class Peer:
 
 @contextmanager
 def run_of(
-    sizes: Sequence[int] = SMALL, *, founded: bool = True, join: bool = True, lazy: bool = False, groups: int = 1
+    sizes: Sequence[int] = SMALL,
+    *,
+    founded: bool = True,
+    join: bool = True,
+    lazy: bool = False,
+    groups: int = 1,
+    max_staleness: int = 0,
 ) -> Iterator[tuple[FakeCoordinator, Peer]]:
     theta = vectors(sizes, seed=0)
-    with FakeCoordinator(config(groups), schema_of(sizes), theta if founded else None) as fake, Bridge() as bridge:
+    with (
+        FakeCoordinator(config(groups, max_staleness), schema_of(sizes), theta if founded else None) as fake,
+        Bridge() as bridge,
+    ):
         peer = Peer(bridge, fake, lazy)
         try:
             if join:

@@ -42,12 +42,12 @@ class Running:
     def await_(self, look: Callable[[Engine], object]) -> None:
         """Wait until `look` is true, as the engine's own thread sees it."""
 
-        async def wait() -> None:
-            async with asyncio.timeout(WAIT_S):
-                while not look(self.engine):
-                    await asyncio.sleep(0)  # its loop turns
+        async def seen() -> bool:
+            return bool(look(self.engine))
 
-        asyncio.run_coroutine_threadsafe(wait(), self.loop).result(timeout=2 * WAIT_S)
+        patience = time.monotonic() + WAIT_S
+        while not asyncio.run_coroutine_threadsafe(seen(), self.loop).result(timeout=WAIT_S):
+            assert time.monotonic() < patience, "the coordinator waited in vain"
 
 
 @contextmanager

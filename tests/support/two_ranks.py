@@ -1,0 +1,106 @@
+"""A peer of two ranks in the run of a scripted coordinator: threads, each with a bridge, a connection and a session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from edit.boxes import Box, Region
+from edit.codecs import encode
+from edit.ranks import Ranks
+from edit.records import Contribution, Snapshot
+from edit.schema import FragmentSpec, Schema, TensorSpec
+from editpb.identity import Identity
+from peers.bridge import Bridge
+from peers.dial import Dial
+from peers.grpc_collective import GrpcCollective
+from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
+from tests.support.fake_run import config, vectors
+from tests.support.thread_ranks import at_every_rank
+
+# Three fragments of a matrix each; rank 0 has the first rows, rank 1 the others. Of the last one rank 1 holds nothing.
+ROWS, COLUMNS = (6, 9, 1), 4
+SIZES = tuple(rows * COLUMNS for rows in ROWS)
+SCHEMA = Schema(
+    tuple(
+        FragmentSpec(fragment_id=i, name=f"f{i}", tensors=(TensorSpec(name=f"f{i}.weight", shape=(rows, COLUMNS)),))
+        for i, rows in enumerate(ROWS)
+    )
+)
+T = TypeVar("T")
+
+
+def regions(rank: int) -> list[Region]:
+    def boxes(rows: int) -> list[Box]:
+        split = -(-rows // 2)
+        first, last = ((0, split), (split, rows))[rank]
+        return [Box(0, (first, 0), (last - first, COLUMNS))] if last > first else []
+
+    return [Region(fragment, boxes(rows)) for fragment, rows in zip(SCHEMA.fragments, ROWS, strict=True)]
+
+
+@dataclass
+class Rank:
+    ranks: Ranks
+    bridge: Bridge
+    collective: GrpcCollective
+    regions: Sequence[Region]
+    gate: threading.Barrier
+
+    def join(self) -> Snapshot:
+        return self.collective.join(SCHEMA, lambda: vectors(SIZES, 0), self.regions)
+
+    def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
+        for i, region in enumerate(self.regions):
+            if region.numel:
+                payload = encode("fp32", region.take(deltas[i]))
+                self.collective.contribute(
+                    Contribution(
+                        outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload, boxes=region.boxes
+                    )
+                )
+
+    def await_link(self, up: bool) -> None:
+        """Wait until this rank hears the coordinator, or no longer hears it."""
+        assert self.bridge.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
+
+    def only(self, rank: int, call: Callable[[], object]) -> None:
+        """Let one rank do something while the others wait."""
+        self.gate.wait()
+        if self.ranks.rank == rank:
+            call()
+        self.gate.wait()
+
+
+def with_two_ranks(
+    work: Callable[[FakeCoordinator, Rank], T],
+    *,
+    founded: bool = True,
+    lazy: bool = False,
+    join: bool = True,
+    max_staleness: int = 0,
+) -> list[T]:
+    """What `work` returns at each rank of a peer in the run of a scripted coordinator."""
+    gate = threading.Barrier(2, timeout=30)
+    with FakeCoordinator(config(max_staleness=max_staleness), SCHEMA, vectors(SIZES, 0) if founded else None) as fake:
+
+        def one(ranks: Ranks) -> T:
+            with Bridge() as bridge:
+                dial, identity = Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
+                collective = GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy, draw=lambda: 0.0)
+                rank = Rank(ranks, bridge, collective, regions(ranks.rank), gate)
+                try:
+                    if join:
+                        rank.join()
+                    return work(fake, rank)
+                except BaseException:
+                    gate.abort()
+                    raise
+                finally:
+                    collective.close()
+
+        return at_every_rank(2, one)
