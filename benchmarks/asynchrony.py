@@ -1,6 +1,6 @@
 """Four peers of which one is slow: tokens per second against ideal, and validation loss at equal tokens.
 
-    .venv/bin/python benchmarks/asynchrony.py                 # 1600 steps in all, both kinds of slowness: a few minutes
+    .venv/bin/python benchmarks/asynchrony.py                 # 1200 steps in all, both kinds of slowness: 10 minutes
     .venv/bin/python benchmarks/asynchrony.py --steps 400 --only steps arrivals
 
 Real training in one process, in virtual time: an inner step of a peer takes 1 s, a slow one `--slow` times as long, an exchange
@@ -214,7 +214,7 @@ def corpus(seed: int) -> tuple[Tokens, Tokens]:
 def main() -> None:
     """Train every setting; print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1600, help="inner steps of all peers together")
+    parser.add_argument("--steps", type=int, default=1200, help="inner steps of all peers together")
     parser.add_argument("--slow", type=float, default=4.0, help="how much longer a slow step takes")
     parser.add_argument("--kinds", nargs="+", default=["constant", "random"], choices=["constant", "random"])
     parser.add_argument("--only", nargs="+", help="settings whose names begin so")
