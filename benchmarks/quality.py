@@ -1,0 +1,177 @@
+"""Validation loss at equal tokens: data-parallel training against exchanging every H steps, and streaming.
+
+    .venv/bin/python benchmarks/quality.py                    # M = 2 and 4, 1200 steps: about 20 minutes on 2 idle cores
+    .venv/bin/python benchmarks/quality.py --steps 200 --peers 2
+
+M peers take N steps of B sequences each; data-parallel training takes N steps of M x B sequences. All see the same text (the
+standard library's source, every peer in an order of its own), start from the same parameters and follow the same
+learning rate. Loss: nats per byte of the outer parameters on held-out files. The gap is the loss minus
+data-parallel's. Published for 35M parameters: H 30 / H 100: +0.03 / +0.05 with 2 peers, +0.09 / +0.13 with 4. The exchange is
+in-process, with the codecs of a real run (int8 up, bf16 down). One line of JSON per setting is appended to
+benchmarks/results/quality.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from edit.config import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
+from edit.lab.corpus import plan_corpus, standard_library
+from edit.local import LocalRun
+from edit.worker import EditWorker, WorkerConfig
+from peers.data import SEPARATOR, Batches, Tokens, evaluate
+from peers.gpt import GPT
+from peers.trainer import Trainer, use_threads
+
+RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
+PUBLISHED = {(2, "H 30"): 0.03, (2, "H 100"): 0.05, (4, "H 30"): 0.09, (4, "H 100"): 0.13}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to train. sync None: data-parallel."""
+
+    name: str
+    sync: SyncConfig | None = None
+    penalty: bool = False
+
+
+def settings(steps: int) -> list[Setting]:
+    """Data-parallel, then what is compared with it."""
+
+    def sync(every: int, groups: int = 1, **more: object) -> SyncConfig:
+        return SyncConfig(every=every, outer_steps=steps * groups // every, groups=groups, **more)  # type: ignore[arg-type]
+
+    return [
+        Setting("data-parallel"),
+        Setting("DiLoCo, H 30", sync(30)),
+        Setting("DiLoCo, H 100", sync(100)),
+        Setting("EDiT penalty, H 30", sync(30), penalty=True),
+        Setting("streaming, H 30, 3 groups, 5 steps late", sync(30, 3, mode="delayed", delay=5, mix="replay")),
+        Setting("streaming, H 100, 4 groups, 5 steps late", sync(100, 4, mode="delayed", delay=5, mix="replay")),
+    ]
+
+
+def outer(sync: SyncConfig) -> OuterConfig:
+    """By the number of exchanges of each fragment, as docs/outer-settings.md says."""
+    if sync.outer_steps // sync.groups < 30:
+        return OuterConfig(optimizer="sgd", lr=1.0)
+    return OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.6)
+
+
+def corpus(seed: int) -> tuple[Tokens, Tokens]:
+    """All training text as one row of bytes, and what is held out."""
+    groups = plan_corpus(standard_library(), 1, seed)
+
+    def joined(files: Iterator[Path], origin: str) -> Tokens:
+        return Tokens(np.frombuffer(bytes([SEPARATOR]).join(f.read_bytes() for f in files), np.uint8), origin, 256)
+
+    return (
+        joined((file.path for group in groups for file in group.train), "train"),
+        joined((file.path for group in groups for file in group.held_out), "held out"),
+    )
+
+
+def trainer(text: Tokens, inner: InnerConfig, steps: int, seed: int, stream: int) -> Trainer:
+    model = ModelConfig()
+    batches = Batches(text, model.context, inner.batch_size, stream)
+    return Trainer(GPT(model, seed), batches, inner, total_steps=steps, device=torch.device("cpu"), clock=time.perf_counter)
+
+
+def data_parallel(text: Tokens, peers: int, steps: int, seed: int) -> nn.Module:
+    """M peers' gradients averaged every step: one model, batches M times as large."""
+    alone = trainer(text, InnerConfig(batch_size=peers * InnerConfig().batch_size), steps, seed, stream=seed)
+    for _ in range(steps):
+        alone.step()
+    return alone.model
+
+
+def exchanging(setting: Setting, text: Tokens, peers: int, steps: int, seed: int) -> nn.Module:
+    """One peer's model with the outer parameters in it, after all peers took their steps in turn."""
+    assert setting.sync is not None
+    config = RunConfig(seed=seed, sync=setting.sync, outer=outer(setting.sync), penalty=PenaltyConfig(enabled=setting.penalty))
+    names = [f"peer-{i}" for i in range(peers)]
+    run = LocalRun(config, names)
+    trainers = [trainer(text, InnerConfig(), steps, seed, stream=seed + 1 + i) for i in range(peers)]
+    workers = [
+        EditWorker(t.model, t.optimizer, run.collective(name), WorkerConfig.of(config))
+        for t, name in zip(trainers, names, strict=True)
+    ]
+    for worker in workers:
+        worker.__enter__()
+    for _ in range(steps):
+        for t in trainers:
+            t.step()
+    for worker in workers:
+        worker.synchronize()
+    model = GPT(ModelConfig(), seed)
+    model.load_state_dict(workers[0].outer_state_dict(), strict=False)
+    return model
+
+
+def one(name: str, peers: int, steps: int, seed: int) -> dict[str, object]:
+    """Train one setting in this process."""
+    use_threads(1)
+    text, held_out = corpus(seed)
+    setting = next(setting for setting in settings(steps) if setting.name == name)
+    began = time.monotonic()
+    parallel = setting.sync is None
+    model = data_parallel(text, peers, steps, seed) if parallel else exchanging(setting, text, peers, steps, seed)
+    loss = evaluate(model, held_out, ModelConfig().context, 64)
+    return {"setting": name, "peers": peers, "steps": steps, "seed": seed, "loss": loss, "s": round(time.monotonic() - began)}
+
+
+def main() -> None:
+    """Run every setting in a process of its own, two at a time; print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1200, help="a multiple of 300, so that every H divides it")
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only:
+        print(json.dumps(one(arguments.only, arguments.peers[0], arguments.steps, arguments.seed)))
+        return
+    jobs = [(peers, setting.name) for peers in sorted(arguments.peers, reverse=True) for setting in settings(arguments.steps)]
+
+    def run(job: tuple[int, str]) -> dict[str, object]:
+        peers, name = job
+        command = [sys.executable, __file__, "--only", name, "--peers", str(peers)]
+        command += ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
+        return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2))) as pool:
+        results = list(pool.map(run, jobs))
+    machine = {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    base = {result["peers"]: float(str(result["loss"])) for result in results if result["setting"] == "data-parallel"}
+    print(f"{'peers':>5}  {'setting':<44} {'loss':>7} {'gap':>8} {'published':>10} {'s':>5}")
+    for result in sorted(results, key=lambda r: int(str(r["peers"]))):
+        gap = float(str(result["loss"])) - base[result["peers"]]
+        known = next(
+            (v for (m, h), v in PUBLISHED.items() if m == result["peers"] and str(result["setting"]).endswith(h)), None
+        )
+        print(
+            f"{result['peers']:>5}  {result['setting']:<44} {result['loss']:>7.4f} {gap:>+8.4f} "
+            f"{'' if known is None else f'{known:+.2f}':>10} {result['s']:>5}"
+        )
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**machine, **result, "gap": round(gap, 4), "published_gap_35m": known}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
