@@ -74,8 +74,9 @@ def run(
 ) -> None:
     """Train in the run until it finishes. Ctrl-C finishes the step, saves and says goodbye; twice: at once.
 
-    Goes on from its newest checkpoint. Waits for a coordinator that is not there, now or later. Exit codes: 0 finished or
-    stopped, 2 configuration, 3 refused, 4 evicted.
+    Goes on from its newest checkpoint. Waits for a coordinator that is not there, now or later. When it exchanges (by steps, by
+    time, at its own speed) and when it ends is the run's to say; drained, it saves and exits 0. Exit codes: 0 finished, drained
+    or stopped, 2 configuration, 3 refused, 4 evicted.
 
     Example: edit-peer run --home my-peer --data ~/books --metrics metrics.jsonl
 
