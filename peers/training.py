@@ -146,13 +146,15 @@ class Training:
             saving.stepped(worker.outer_step)
 
     def _over(self, worker: EditWorker) -> bool:
-        """Whether there is nothing more to do; a run that has ended is caught up with first, whatever is pending here."""
+        """Whether there is nothing more to do; a run that has ended is caught up with first, unless cut off."""
         if worker.finished or worker.outer_step >= self._config.sync.outer_steps:
             return True
         if not self._collective.ended:
             return False
+        if self._collective.cut_off:
+            return True
         worker.synchronize()
-        return worker.finished or self._collective.cut_off
+        return worker.finished
 
     def _ending(self) -> str:
         sync, view = self._config.sync, self._collective.last_view
