@@ -141,7 +141,15 @@ def test_nothing_starts_after_close(tmp_path):
         supervisor.start("late", python("pass"))
 
 
-def test_an_interrupt_in_the_middle_of_a_start_is_raised_after_the_child_is_known(tmp_path, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """A shell starts what it puts into the background with SIGINT ignored; Python then raises no KeyboardInterrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_in_the_middle_of_a_start_is_raised_after_the_child_is_known(tmp_path, monkeypatch, interruptible):
     spawn = processes._spawn
 
     def interrupted(argv, output):
