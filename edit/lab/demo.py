@@ -7,13 +7,12 @@ to them by their command lines, their files and the operator's connection, as a 
 from __future__ import annotations
 
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -30,7 +29,7 @@ from edit.lab.folder import DemoFolder
 from edit.lab.measure import FINAL_BATCHES, Measurer
 from edit.lab.observer import open_observer
 from edit.lab.plan import DemoOptions, plan_run, plan_show, to_toml
-from edit.lab.processes import Supervisor
+from edit.lab.processes import Supervisor, terminated_as_interrupt
 from edit.lab.recorder import LONE, Recorder
 from edit.lab.report import render_report
 from edit.lab.results import Losses, Results, collect
@@ -80,7 +79,7 @@ def run_demo(options: DemoOptions, console: Console, outside: Outside | None = N
     folder = DemoFolder(options.out)
     folder.claim()
     demo = Demo(options, folder, outside or Outside(), console)
-    with _terminate_as_interrupt():
+    with terminated_as_interrupt():
         try:
             with demo:
                 demo.prepare()
@@ -95,21 +94,6 @@ def run_demo(options: DemoOptions, console: Console, outside: Outside | None = N
     console.print(results_table(results))
     console.print(f"\n{folder.report}\n{folder.results}", soft_wrap=True, highlight=False)
     return results
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a demo as Ctrl-C does: with every process ended."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Demo:

@@ -10,15 +10,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO
 
 from edit.errors import EditError, LocalProtocolError
 
-__all__ = ["ChildDied", "Exit", "Supervisor"]
+__all__ = ["ChildDied", "Exit", "Supervisor", "terminated_as_interrupt"]
 
 _TAIL_BYTES = 16_384
 
@@ -197,3 +198,18 @@ class _Deaf:
             signal.signal(number, handler)
         if self._redeliver and self._heard:
             signal.raise_signal(self._heard[0])
+
+
+@contextmanager
+def terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does: with every process ended."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 import torch
 from rich.console import Console
@@ -15,8 +11,9 @@ from rich.console import Console
 from edit.lab.chaos.harness import Broken, Chaos, Report
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
+from edit.lab.processes import terminated_as_interrupt
 
-__all__ = ["run_chaos", "terminated_as_interrupt"]
+__all__ = ["run_chaos"]
 
 
 def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Report:
@@ -66,18 +63,3 @@ def _words(report: Report) -> str:
     for name, evidence in report.evidence.items():
         lines += [f"  last lines of {name}:", *(f"    {line}" for line in evidence)]
     return "\n".join(lines)
-
-
-@contextmanager
-def terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does: with every process ended."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
