@@ -45,7 +45,8 @@ class OpenRound:
     due: tuple[int, ...] = ()  # its fragments, ascending
     _in: Counter[str] = field(default_factory=Counter)  # how many fragments of each peer are in
     _lacking: Counter[int] = field(default_factory=Counter)  # per fragment, how many expected peers it is not in from
-    _slowest: list[tuple[float, str]] = field(default_factory=list)  # heap: -seconds; also of some that are missing no more
+    _slowest: list[tuple[float, str]] = field(default_factory=list)  # heap: -seconds; also what no longer holds
+    _allowed: dict[str, float] = field(default_factory=dict)  # seconds, as last said of each peer
 
     def __post_init__(self) -> None:
         self.due = tuple(sorted(self.delivered))
@@ -58,7 +59,10 @@ class OpenRound:
     @property
     def patience_s(self) -> float:
         """Seconds from counted_from on after which every missing peer is overdue; 0 when none is missing."""
-        while self._slowest and self._slowest[0][1] not in self.missing:
+        while self._slowest:
+            seconds, peer_id = self._slowest[0]
+            if peer_id in self.missing and self._allowed[peer_id] == -seconds:
+                break
             heapq.heappop(self._slowest)
         return -self._slowest[0][0] if self._slowest else 0.0
 
@@ -80,6 +84,7 @@ class OpenRound:
         self._count_lacking(peer_id, 1)
         if peer_id not in self.complete:
             self.missing.add(peer_id)
+            self._allowed[peer_id] = seconds
             heapq.heappush(self._slowest, (-seconds, peer_id))
 
     def expect_no_more(self, peer_id: str) -> None:
@@ -94,6 +99,7 @@ class OpenRound:
         """Its transfer moves: wait for it at least so many seconds from counted_from on."""
         if peer_id in self.missing:
             self.deadline = max(self.deadline, self.counted_from + seconds)
+            self._allowed[peer_id] = seconds = max(seconds, self._allowed[peer_id])
             heapq.heappush(self._slowest, (-seconds, peer_id))
 
     def deliver(self, peer_id: str, fragment_id: int) -> None:

@@ -55,3 +55,9 @@ def test_a_round_waits_until_its_slowest_peer_is_overdue() -> None:
     assert (book.deadline, book.punctual, book.patience_s) == (12.0, {"a", "b"}, 9.0)
     book.expect_no_more("c")
     assert (book.deadline, book.patience_s) == (12.0, 7.0)
+
+
+def test_who_is_expected_again_for_less_is_waited_for_less() -> None:
+    test_what_is_kept_is_what_is_meant.hypothesis.inner_test(
+        ready={"a": 2.0, "d": 7.0}, taken=[("expect_no_more", "a"), ("expect", "a", 1.0), ("expect_no_more", "d")]
+    )
