@@ -7,9 +7,12 @@ mesh and placements, fp32 on the CPU), so another number of ranks can load them;
 - "sent_from": the local parameters at sending, while a contribution is pending and training has gone on; "sent": its
   pseudo-gradient; "last_step", "last_sent": of the last commit. The latter three with mode "eager" only.
 
-Going on: the peer trains from where it was saved, while the run may be further. What it contributed after saving, before it was
-interrupted, it computes once more, and where the run has committed that already (the verdict names this peer), it is not sent
-again but settled as what it is: this peer's own. So a deterministic loop gives the same bits as one that was never interrupted.
+Going on, two ways. EXACTLY, where the run is still where it was at saving, or says `strict`: what this peer contributed after
+saving, before it was interrupted, it computes once more, and where the run has committed that already (the verdict names this
+peer), it is not sent again but settled as what it is: this peer's own. So a deterministic loop gives the same bits as one that
+was never interrupted. FORWARD, where the run is further: from the run's outer parameters at once, with the inner optimizer's
+state, data position and counters that were saved; nobody waits for work that is in theta already. Work done since theta and
+residuals are dropped then: whether the run has them cannot be known, so they may be lost, never counted twice.
 
 Must not know: files, torch.distributed.checkpoint, the inner optimizer.
 """
@@ -35,7 +38,7 @@ from edit.records import Snapshot
 from edit.replica import Outer, Replica
 from edit.schedule import Work
 
-__all__ = ["KINDS", "Checkpoint", "go_on", "skeleton", "state_of"]
+__all__ = ["KINDS", "Checkpoint", "go_on", "skeleton", "start", "state_of"]
 
 KINDS = ("outer", "residual", "sent_from", "sent", "last_step", "last_sent")
 _T = TypeVar("_T")
@@ -185,6 +188,13 @@ def _checked(read: Callable[[], _T]) -> _T:
         raise StorageError(f"checkpoint: the worker's scalars are damaged ({error!r})") from error
 
 
+def start(exchange: Exchange, run: Snapshot) -> None:
+    """Train from the run's outer parameters, and the commits that followed; no work stands behind a difference to them."""
+    exchange.replica.start(run)
+    exchange.schedule.abandoned()
+    exchange.catch_up()
+
+
 def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     """Continue from the checkpoint; `run`: where the run is now. The model holds the local parameters that were saved with it.
 
@@ -202,8 +212,11 @@ def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
             f"the checkpoint's outer parameters at outer step {mine.outer_step} are not the run's: it is of another run; "
             "remove it to start from the run's parameters"
         )
-    exchange.replica.resume(mine)
     exchange.schedule.load(checkpoint.scalars)
+    if mine.outer_step < run.outer_step and not exchange.config.strict:
+        start(exchange, run)
+        return
+    exchange.replica.resume(mine)
     _load_residuals(exchange, checkpoint.vectors.get("residual", {}))
     _load_estimates(exchange, checkpoint)
     exchange.reliving = True

@@ -128,6 +128,11 @@ class SyncSchedule:
         before = self._work[group]
         self._work[group] = Work(before.inner_steps - work.inner_steps, before.tokens - work.tokens)
 
+    def abandoned(self) -> None:
+        """The work that no commit has merged is dropped, and the way to the next contribution begins anew."""
+        self._round_inner_steps = 0
+        self._work = [Work()] * len(self._work)
+
     def state(self) -> dict[str, Any]:
         """The counters, JSON-able, for a checkpoint."""
         return {

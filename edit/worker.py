@@ -33,7 +33,7 @@ from edit.layout import is_sharded
 from edit.ranks import ALONE, Ranks
 from edit.records import Commit
 from edit.replica import Replica
-from edit.resume import Checkpoint, go_on, skeleton, state_of
+from edit.resume import Checkpoint, go_on, skeleton, start, state_of
 from edit.worker_config import WorkerConfig
 
 __all__ = ["EditWorker", "WorkerConfig"]
@@ -88,8 +88,7 @@ class EditWorker:
             self._entered = exchange
             checkpoint, self._checkpoint = self._checkpoint, None
             if checkpoint is None:
-                replica.start(snapshot)
-                exchange.catch_up()
+                start(exchange, snapshot)
             else:
                 go_on(exchange, checkpoint, snapshot)
             exchange.begin()

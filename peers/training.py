@@ -89,6 +89,7 @@ class Training:
             except ConfigError as error:
                 raise saving.explain(error) from error
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
+            self._report(worker)  # a peer that is where the run is, is waited for
             saving.begin(worker.outer_step)
             self._loop(trainer, worker, saving)
         saving.last()

@@ -63,7 +63,7 @@ class Life:
 
 def run_of(kind: str, up: str = "int8", **sync: Any) -> RunConfig:
     return config(
-        sync=SyncConfig(every=EVERY, **(MODES[kind] | sync)),
+        sync=SyncConfig(every=EVERY, **({"strict": True} | MODES[kind] | sync)),
         outer=OuterConfig(lr=0.7, momentum=0.5),
         penalty=PenaltyConfig(),
         codec=CodecConfig(up=up, down="bf16"),
@@ -269,9 +269,8 @@ def test_loading_comes_before_entering() -> None:
     life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-def test_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
-    """The others did not wait: there is no contribution of this peer to find, so its progress is put onto what they made."""
-    run_config = run_of("blocking", up="fp32")
+def interrupted_while_the_run_went_on(run_config: RunConfig) -> tuple[LocalRun, Life, Life]:
+    """Peer a is saved after 2 of 4 steps and comes back when b alone has made a commit."""
     run = LocalRun(run_config, NAMES)
     a, b = (Life(run, name, WorkerConfig.of(run_config)) for name in NAMES)
     for _ in range(2):
@@ -280,15 +279,72 @@ def test_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
     saved = a.save()
     a.worker.__exit__(KeyboardInterrupt, None, None)
     run.leave("a")
-    for _ in range(4):
+    before = run.state.outer_step
+    while run.state.outer_step == before:
         b.step()
-    assert run.state.outer_step == 1
-    back = Life(run, "a", WorkerConfig.of(run_config), saved)
+    return run, Life(run, "a", WorkerConfig.of(run_config), saved), b
+
+
+def test_strict_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
+    """The others did not wait: there is no contribution of this peer to find, so its progress is put onto what they made."""
+    _, back, b = interrupted_while_the_run_went_on(run_of("blocking", up="fp32"))
     assert back.worker.outer_step == 0 and back.worker.round_inner_steps == 2 and back.worker.inner_steps == 2
     for _ in range(2):
         back.step()
     assert back.worker.outer_step == 1 and back.worker.pending
     for life in (back, b):
+        life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_a_run_that_is_further_is_joined_where_it_is(kind: str) -> None:
+    """Nobody waits for a peer that does again what the run has: it trains from theta, with its optimizer and its counters."""
+    run, back, b = interrupted_while_the_run_went_on(run_of(kind, strict=False))
+    assert (back.worker.outer_step, back.worker.digest) == (run.state.outer_step, run.state.digest)
+    assert (back.worker.inner_steps, back.worker.round_inner_steps, back.worker.pending) == (2, 0, False)
+    local = torch.cat([parameter.detach().flatten() for parameter in back.model.parameters()])
+    assert torch.equal(local, torch.cat([part.flatten() for part in run.state.theta]))
+    assert all(int(state["step"]) == 2 for state in back.optimizer.state.values())
+    while not back.worker.pending:
+        back.step()
+    while run.state.outer_step == back.worker.outer_step:
+        b.step()
+    b.worker.synchronize()
+    commit = b.worker.last_commit
+    assert commit is not None
+    assert {verdict.peer_id for verdict in commit.fragments[0].verdicts} == {"a", "b"}
+    for life in (back, b):
+        life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+@pytest.mark.parametrize("save_after", [4, 6, 9])
+def test_without_strict_what_was_merged_is_never_merged_again(save_after: int) -> None:
+    """The first life's contributions after saving are in theta: the second one's first weighs no more than its own steps."""
+    run_config = run_of("blocking", strict=False)
+    run, worker_config = LocalRun(run_config, NAMES), WorkerConfig.of(run_config)
+    lives = [Life(run, name, worker_config) for name in NAMES]
+    saved = lives[0].save()
+    for step in range(14):
+        if step == save_after:
+            saved = lives[0].save()
+        for life in lives:
+            life.step()
+    lives[0].worker.__exit__(KeyboardInterrupt, None, None)
+    back = Life(run, "a", worker_config, saved)
+    assert back.worker.outer_step == run.state.outer_step == 3
+    work: list[int] = []
+    contribute = run.contribute
+
+    def recording(peer_id: str, contribution: Contribution) -> bool:
+        if peer_id == "a":
+            work.append(contribution.inner_steps)
+        return contribute(peer_id, contribution)
+
+    run.contribute = recording  # type: ignore[method-assign]
+    for _ in range(EVERY):
+        back.step()
+    assert set(work) == {EVERY}
+    for life in (back, lives[1]):
         life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
