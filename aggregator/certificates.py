@@ -101,11 +101,11 @@ class Issuer:
         now: float,
         server_names: Sequence[str] = (),
     ) -> x509.Certificate:
-        """A certificate for `identity`. With server_names (hosts and addresses) it may only serve, without only call.
+        """A certificate for `identity`. With server_names (hosts and addresses) it may only serve, without only call; but a
+        peer's may also serve, under its `server_name`.
 
         It never outlives the authority. Raises ConfigError as `names_of`, and when the authority has expired.
         """
-        purpose = ExtendedKeyUsageOID.SERVER_AUTH if server_names else ExtendedKeyUsageOID.CLIENT_AUTH
         authority = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         lifetime_s = min(lifetime_s, self.certificate.not_valid_after_utc.timestamp() - now)
         if lifetime_s <= 0:
@@ -118,7 +118,7 @@ class Issuer:
             .serial_number(x509.random_serial_number())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(sign_certificates=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(_purposes(identity, server_names)), critical=True)
             .add_extension(x509.SubjectAlternativeName(names_of(identity, server_names)), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
@@ -128,7 +128,15 @@ class Issuer:
 
 def names_of(identity: Identity, server_names: Sequence[str] = ()) -> list[x509.GeneralName]:
     """What a certificate's SAN holds. Raises ConfigError for a server's name that is neither host name nor address."""
-    return [x509.UniformResourceIdentifier(identity.uri), *(_server_name(name) for name in server_names)]
+    own = [x509.DNSName(identity.server_name)] if identity.role == "peer" else []
+    return [x509.UniformResourceIdentifier(identity.uri), *own, *(_server_name(name) for name in server_names)]
+
+
+def _purposes(identity: Identity, server_names: Sequence[str]) -> list[x509.ObjectIdentifier]:
+    if server_names:
+        return [ExtendedKeyUsageOID.SERVER_AUTH]
+    serves = [ExtendedKeyUsageOID.SERVER_AUTH] if identity.role == "peer" else []
+    return [ExtendedKeyUsageOID.CLIENT_AUTH, *serves]
 
 
 def _server_name(name: str) -> x509.GeneralName:

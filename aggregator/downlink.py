@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from aggregator.background import Background
-from aggregator.shelf import Shelf
 from aggregator.store import Store
 from edit.boxes import Region
 from edit.codecs import cut
@@ -24,6 +23,7 @@ from edit.outer_state import OuterState
 from edit.records import Commit, EncodedTensor
 from edit.schema import Schema
 from editpb.messages import SnapshotManifest, SnapshotRequest, UpdateRequest
+from editpb.shelf import Shelf
 
 __all__ = ["Downlink", "Head"]
 

@@ -6,24 +6,25 @@ Owns: streams, their end, and the mapping of errors to status codes. Must not kn
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from cryptography import x509
 from torch import Tensor
 
+from aggregator.donors import donors_of
 from aggregator.engine import Attendance, Engine
 from aggregator.status import status_reply
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 from editpb import control_pb2 as cpb
 from editpb import convert
 from editpb import data_pb2 as dpb
+from editpb.answering import answering
 from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
 from editpb.identity import Identity, from_auth_context
 from editpb.messages import PROTOCOL, ContributionHeader, Expel, Goodbye, Heartbeat, Hello, Welcome
-from editpb.status import to_status
 
 if TYPE_CHECKING:
     import grpc
@@ -51,16 +52,6 @@ def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
     return identity
 
 
-@asynccontextmanager
-async def _answering(context: Context) -> AsyncIterator[None]:
-    """Errors raised on purpose become their status code and one line; anything else is a bug, and gRPC's UNKNOWN."""
-    try:
-        yield
-    except EditError as error:
-        code, details = to_status(error)
-        await context.abort(code, details)
-
-
 class ControlService:
     """Control of control.proto."""
 
@@ -69,7 +60,7 @@ class ControlService:
 
     async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
-        async with _answering(context):
+        async with answering(context):
             try:
                 identity = _admit(self._engine, context, "peer")
                 hello = await self._hello(messages)
@@ -138,31 +129,31 @@ class ControlService:
         return ""
 
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "operator", "observer")
             return status_reply(self._engine, request.rounds_after)
         raise AssertionError("unreachable: abort raises")
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "operator")
             self._engine.evict(*convert.evict_request_from_pb(request))
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "operator")
             self._engine.pause()
         return cpb.PauseReply()
 
     async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "operator")
             self._engine.resume()
         return cpb.ResumeReply()
 
     async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "operator")
             self._engine.drain()
         return cpb.DrainReply()
@@ -180,7 +171,7 @@ class DataService:
 
     async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
         """One fragment of a pseudo-gradient, or a rank's part of it. Bad bytes are that peer's fault and touch nothing else."""
-        async with _answering(context):
+        async with answering(context):
             identity = _admit(self._engine, context, "peer")
             first = await anext(parts, None)
             if first is None or first.WhichOneof("kind") != "header":
@@ -217,7 +208,7 @@ class DataService:
 
     async def Probe(self, request: dpb.ContributionHeader, context: Context) -> dpb.ProbeReply:
         """How much of this contribution is here already: a broken stream resumes where it broke."""
-        async with _answering(context):
+        async with answering(context):
             header = self._header(_admit(self._engine, context, "peer"), request)
             try:
                 slot = self._engine.exchange.offer(header)
@@ -231,7 +222,7 @@ class DataService:
 
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
         """One commit, or what of it concerns a rank: the same bytes for whoever asks for the same boxes."""
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "peer")
             downlink = self._engine.downlink
             wanted = convert.update_request_from_pb(request, downlink.schema)
@@ -243,14 +234,16 @@ class DataService:
                     yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment_id, chunk=chunk))
 
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
-        async with _answering(context):
-            _admit(self._engine, context, "peer", "observer", "operator")
+        async with answering(context):
+            identity = _admit(self._engine, context, "peer", "observer", "operator")
             self._engine.same_run(request.run_id)
-            return convert.snapshot_manifest_to_pb(self._engine.downlink.describe_snapshot())
+            manifest = self._engine.downlink.describe_snapshot()
+            donors = donors_of(manifest, self._engine.membership.members.values(), identity.peer_id)
+            return convert.snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
-        async with _answering(context):
+        async with answering(context):
             _admit(self._engine, context, "peer", "observer", "operator")
             wanted = convert.snapshot_request_from_pb(request, self._engine.downlink.schema)
             self._engine.same_run(wanted.run_id)
@@ -260,7 +253,7 @@ class DataService:
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """The founder's initial parameters."""
-        async with _answering(context):
+        async with answering(context):
             identity = _admit(self._engine, context, "peer")
             first = await anext(parts, None)
             if first is None or first.WhichOneof("kind") != "header":

@@ -7,6 +7,7 @@ from editpb import control_pb2 as cpb
 from editpb import limits as lim
 from editpb import messages as msg
 from editpb._tensors import schema_from_pb, schema_to_pb
+from editpb.invitation import is_endpoint
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "hello_to_pb",
     "peer_message_from_pb",
     "peer_message_to_pb",
+    "serving_from_pb",
+    "serving_to_pb",
     "view_from_pb",
     "view_to_pb",
     "welcome_from_pb",
@@ -68,6 +71,7 @@ def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
         step_s=beat.step_s,
         bytes_sent=beat.bytes_sent,
         bytes_received=beat.bytes_received,
+        serving=serving_to_pb(beat.serving) if beat.serving is not None else None,
     )
 
 
@@ -84,7 +88,20 @@ def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
         step_s=lim.check_real("step_s", message.step_s),
         bytes_sent=within("bytes_sent", message.bytes_sent, 0, lim.MAX_COUNT),
         bytes_received=within("bytes_received", message.bytes_received, 0, lim.MAX_COUNT),
+        serving=serving_from_pb(message.serving) if message.HasField("serving") else None,
     )
+
+
+def serving_to_pb(serving: msg.Serving) -> cpb.Serving:
+    """Where a peer serves its snapshot."""
+    return cpb.Serving(address=serving.address, ticket=serving.ticket)
+
+
+def serving_from_pb(message: cpb.Serving) -> msg.Serving:
+    """Where a peer serves its snapshot."""
+    if not is_endpoint(message.address):
+        fail(f"serving.address {one_line(message.address, 64)!r} is not HOST:PORT")
+    return msg.Serving(message.address, check_id("ticket", message.ticket))
 
 
 def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.PeerMessage:

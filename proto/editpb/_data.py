@@ -13,7 +13,7 @@ from editpb import data_pb2 as dpb
 from editpb import limits as lim
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
-from editpb._control import fragment_verdicts_from_pb, fragment_verdicts_to_pb
+from editpb._control import fragment_verdicts_from_pb, fragment_verdicts_to_pb, serving_from_pb, serving_to_pb
 from editpb._tensors import (
     boxes_to_pb,
     check_encoded_size,
@@ -241,6 +241,7 @@ def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManif
         digest=manifest.digest,
         schema=schema_to_pb(manifest.schema),
         fragment_hash=manifest.fragment_hash,
+        donors=[dpb.Donor(peer_id=donor.peer_id, serving=serving_to_pb(donor.serving)) for donor in manifest.donors],
     )
 
 
@@ -251,11 +252,13 @@ def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | No
         fail(f"a snapshot of another model: {one_line(difference)}")
     if len(message.fragment_hash) != len(theirs.fragments) or any(len(sha) != 32 for sha in message.fragment_hash):
         fail("a snapshot needs one BLAKE3 per fragment")
+    lim.at_most("donors", message.donors, lim.MAX_DONORS)
     return msg.SnapshotManifest(
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
         digest=check_digest("digest", message.digest),
         schema=theirs,
         fragment_hash=tuple(message.fragment_hash),
+        donors=tuple(msg.Donor(check_id("peer_id", donor.peer_id), serving_from_pb(donor.serving)) for donor in message.donors),
     )
 
 
@@ -267,6 +270,7 @@ def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
         fragment_id=request.fragment_id,
         offset=request.offset,
         boxes=boxes_to_pb(request.boxes or ()),
+        ticket=request.ticket,
     )
 
 
@@ -279,6 +283,7 @@ def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> ms
         fragment_id=region.fragment.fragment_id,
         offset=within("offset", message.offset, 0, 4 * region.numel),
         boxes=None if region.is_whole else region.boxes,
+        ticket=check_id("ticket", message.ticket) if message.ticket else "",
     )
 
 

@@ -52,8 +52,16 @@ class Hello(_message.Message):
     ranks: int
     def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., software: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
+class Serving(_message.Message):
+    __slots__ = ("address", "ticket")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    ticket: str
+    def __init__(self, address: _Optional[str] = ..., ticket: _Optional[str] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received")
+    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received", "serving")
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +72,7 @@ class Heartbeat(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
     state: PeerState
     outer_step: int
     digest: str
@@ -74,7 +83,8 @@ class Heartbeat(_message.Message):
     step_s: float
     bytes_sent: int
     bytes_received: int
-    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+    serving: Serving
+    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("reason",)

@@ -134,31 +134,43 @@ class SnapshotManifestRequest(_message.Message):
     run_id: str
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
+class Donor(_message.Message):
+    __slots__ = ("peer_id", "serving")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    serving: _control_pb2.Serving
+    def __init__(self, peer_id: _Optional[str] = ..., serving: _Optional[_Union[_control_pb2.Serving, _Mapping]] = ...) -> None: ...
+
 class SnapshotManifest(_message.Message):
-    __slots__ = ("outer_step", "digest", "schema", "fragment_hash")
+    __slots__ = ("outer_step", "digest", "schema", "fragment_hash", "donors")
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    DONORS_FIELD_NUMBER: _ClassVar[int]
     outer_step: int
     digest: str
     schema: _tensors_pb2.Schema
     fragment_hash: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    donors: _containers.RepeatedCompositeFieldContainer[Donor]
+    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ..., donors: _Optional[_Iterable[_Union[Donor, _Mapping]]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "fragment_id", "offset", "boxes")
+    __slots__ = ("run_id", "outer_step", "fragment_id", "offset", "boxes", "ticket")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     fragment_id: int
     offset: int
     boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
+    ticket: str
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class FoundPart(_message.Message):
     __slots__ = ("header", "chunk")

@@ -1,11 +1,12 @@
 """Who is at the other end: what a certificate says. `edit://<run_id>/<role>/<peer_id>` stands in it as a URI.
 
-Owns: the form of that URI, and reading it from a certificate or from gRPC's authentication context. Must not know: keys, files,
-who is still a member.
+Owns: the form of that URI, reading it from a certificate or from gRPC's authentication context, and the name under which a peer
+serves. Must not know: keys, files, who is still a member.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -40,6 +41,12 @@ class Identity:
     def uri(self) -> str:
         """As it stands in the certificate."""
         return f"{_SCHEME}{self.run_id}/{self.role}/{self.peer_id}"
+
+    @property
+    def server_name(self) -> str:
+        """What a peer's certificate says when it serves, wherever that is: no host has this name (RFC 2606), and no two members
+        share one, so that nobody can pose as another member or as the coordinator."""
+        return f"{hashlib.sha256(self.uri.encode()).hexdigest()[:40]}.invalid"
 
 
 def from_uri(uri: str) -> Identity:

@@ -19,6 +19,7 @@ __all__ = [
     "MAX_CONFIG_CHARS",
     "MAX_COUNT",
     "MAX_DIMS",
+    "MAX_DONORS",
     "MAX_FRAGMENTS",
     "MAX_NAME_CHARS",
     "MAX_NUMEL",
@@ -51,6 +52,7 @@ MAX_CHUNK_BYTES = 4 << 20
 MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element
 MAX_TEXT_CHARS = 4096
 MAX_CONFIG_CHARS = 1 << 20
+MAX_DONORS = 8  # named for one snapshot
 MAX_VERDICTS = 1 << 16  # peers in one round
 MAX_STEP = 1 << 48  # outer and inner steps
 MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens

@@ -18,6 +18,7 @@ __all__ = [
     "PROTOCOL",
     "ContributionHeader",
     "ContributionKey",
+    "Donor",
     "Expel",
     "FoundHeader",
     "FragmentUpdate",
@@ -27,6 +28,7 @@ __all__ = [
     "PeerState",
     "Received",
     "RunPhase",
+    "Serving",
     "SnapshotManifest",
     "SnapshotRequest",
     "UpdateManifest",
@@ -70,10 +72,19 @@ class Hello:
     protocol: int = PROTOCOL
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where a peer serves the snapshot of its outer parameters (HOST:PORT), and what a reader of this outer step must say."""
+
+    address: str
+    ticket: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """A peer's report. digest: of its outer parameters, empty while starting; loss: NaN before the first step, and when the
-    training diverged; step_s: seconds per inner step; bytes_sent, bytes_received: data plane, since the process started."""
+    training diverged; step_s: seconds per inner step; bytes_sent, bytes_received: data plane, since the process started;
+    serving: the snapshot of `outer_step`; None: it serves none."""
 
     state: PeerState
     outer_step: int = 0
@@ -85,6 +96,7 @@ class Heartbeat:
     step_s: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
+    serving: Serving | None = None
 
     def as_json(self) -> dict[str, str | int | float | None]:
         """The values of a `peer` line of metrics.jsonl; a loss that is not finite is None."""
@@ -231,25 +243,37 @@ class UpdateManifest:
     fragments: tuple[FragmentUpdate, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Donor:
+    """A member that serves a snapshot, too."""
+
+    peer_id: str
+    serving: Serving
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotManifest:
-    """theta at `outer_step`; fragment_hash: of each fragment's fp32 little-endian bytes."""
+    """theta at `outer_step`; fragment_hash: of each fragment's fp32 little-endian bytes; donors: members that have it too."""
 
     outer_step: int
     digest: str
     schema: Schema
     fragment_hash: tuple[bytes, ...]
+    donors: tuple[Donor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRequest:
-    """One fragment of the snapshot at `outer_step`, from byte `offset` on. boxes: the part of it that is wanted; None: all."""
+    """One fragment of the snapshot at `outer_step`, from byte `offset` on. boxes: the part of it that is wanted; None: all.
+
+    ticket: of the donor that is asked; empty: the aggregator is."""
 
     run_id: str
     outer_step: int
     fragment_id: int
     offset: int = 0
     boxes: tuple[Box, ...] | None = None
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

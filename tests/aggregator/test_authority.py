@@ -77,7 +77,7 @@ def test_the_authority_may_sign_members_only(tmp_path: Path, authority: Authorit
 @pytest.mark.parametrize(
     ("name", "purpose"), [("server", ExtendedKeyUsageOID.SERVER_AUTH), ("operator", ExtendedKeyUsageOID.CLIENT_AUTH)]
 )
-def test_who_serves_may_not_call_and_who_calls_may_not_serve(
+def test_the_coordinator_may_not_call_and_the_operator_may_not_serve(
     tmp_path: Path, authority: Authority, name: str, purpose: x509.ObjectIdentifier
 ) -> None:
     certificate = x509.load_pem_x509_certificate((tmp_path / f"{name}.pem").read_bytes())
@@ -129,9 +129,22 @@ def test_a_member_gets_the_invitations_identity_whatever_its_request_says(author
     assert certificate.subject.rfc4514_string() == "CN=alice"
     assert certificate.public_key() == key.public_key()
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert len(list(names)) == 1
+    assert len(list(names)) == 2
+    assert names.get_values_for_type(x509.DNSName) == [identity.server_name]
     assert certificate.not_valid_after_utc.timestamp() == pytest.approx(NOW + 365 * 86400)
     assert certificate.not_valid_before_utc.timestamp() < NOW
+
+
+@pytest.mark.parametrize(("role", "serves"), [("peer", [ExtendedKeyUsageOID.SERVER_AUTH]), ("observer", [])])
+def test_of_the_members_only_a_peer_may_serve_and_only_under_its_own_name(
+    authority: Authority, role: str, serves: list[x509.ObjectIdentifier]
+) -> None:
+    identity = Identity(RUN, role, "a")
+    certificate = authority.issue(identity, new_key().public_key(), lifetime_s=100, now=NOW)
+    purposes = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    assert purposes == [ExtendedKeyUsageOID.CLIENT_AUTH, *serves]
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [identity.server_name] * len(serves)
 
 
 def test_no_certificate_outlives_the_authority(authority: Authority) -> None:

@@ -170,6 +170,7 @@ def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
         msg.Hello(run_id=RUN, schema=SCHEMA, rank=3, ranks=4),
         HEARTBEAT,
         dataclasses.replace(HEARTBEAT, state=msg.PeerState.STARTING, digest="", loss=math.inf),
+        dataclasses.replace(HEARTBEAT, serving=msg.Serving("[::1]:7801", "t-1")),
         msg.Goodbye("stopped by the user"),
     ],
 )
@@ -476,6 +477,23 @@ def test_a_snapshot_manifest_survives_and_another_model_is_named() -> None:
     assert "one BLAKE3 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
 
 
+def test_the_donors_of_a_snapshot_survive_and_are_bounded() -> None:
+    donors = (msg.Donor("b", msg.Serving("host:1", "word")), msg.Donor("c", msg.Serving("[::1]:65535", "w.2")))
+    hashes = (bytes(32), b"\1" * 32)
+    sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_hash=hashes, donors=donors)
+    message = convert.snapshot_manifest_to_pb(sent)
+    assert convert.snapshot_manifest_from_pb(message) == sent
+    for address in ("", "host", "host:0", "dns:///host:1", "unix:/tmp/s", "a b:1"):
+        message.donors[1].serving.address = address
+        assert "is not HOST:PORT" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    message.donors[1].serving.address = "host:1"
+    message.donors[1].serving.ticket = "x" * 65
+    assert "ticket" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    del message.donors[1]
+    message.donors.extend([message.donors[0]] * limits.MAX_DONORS)
+    assert "9 donors, more than 8" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+
+
 def test_requests_survive_and_are_bounded() -> None:
     update = msg.UpdateRequest(RUN, 4)
     assert convert.update_request_from_pb(convert.update_request_to_pb(update), SCHEMA) == update
@@ -486,6 +504,9 @@ def test_requests_survive_and_are_bounded() -> None:
     assert convert.snapshot_request_from_pb(sent, SCHEMA) == wanted
     for fields in ({"offset": 21}, {"fragment_id": 2}, {"run_id": "a b"}):
         expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, **fields))
+    told = dataclasses.replace(wanted, ticket="word")
+    assert convert.snapshot_request_from_pb(convert.snapshot_request_to_pb(told), SCHEMA) == told
+    assert "ticket" in expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, ticket="a b"))
     part = dataclasses.replace(wanted, boxes=(Box(0, (0, 1), (2, 1)),), offset=8)
     sent = convert.snapshot_request_to_pb(part)
     assert convert.snapshot_request_from_pb(sent, SCHEMA) == part
