@@ -22,6 +22,7 @@ __all__ = [
     "hello_to_pb",
     "peer_message_from_pb",
     "peer_message_to_pb",
+    "phase_from_pb",
     "serving_from_pb",
     "serving_to_pb",
     "view_from_pb",
@@ -167,7 +168,7 @@ def view_from_pb(message: cpb.View) -> msg.View:
     """The run as it stands."""
     return msg.View(
         sequence=within("sequence", message.sequence, 0, lim.MAX_COUNT),
-        phase=msg.RunPhase(_enum_word(cpb.RunPhase, "RUN_PHASE_", message.phase)),
+        phase=phase_from_pb(message.phase),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
         round_id=within("round_id", message.round_id, 0, lim.MAX_COUNT),
         digest=check_digest("digest", message.digest, empty=True),
@@ -181,6 +182,11 @@ def view_from_pb(message: cpb.View) -> msg.View:
         inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
         draining=message.draining,
     )
+
+
+def phase_from_pb(value: int) -> msg.RunPhase:
+    """What the coordinator is doing."""
+    return msg.RunPhase(_enum_word(cpb.RunPhase, "RUN_PHASE_", value))
 
 
 def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel) -> cpb.CoordinatorMessage:

@@ -3,7 +3,8 @@
 Owns: one pair of functions for every message of tensors.proto, control.proto and data.proto that carries a value:
 `x_to_pb(record)`, and `x_from_pb(message)`, which raises RemoteProtocolError of one line and nothing else. Own texts (reasons)
 are cut to one printable line on the way out, and must be one on the way in. The functions live in `_tensors`, `_control`,
-`_data` and `chunks`. Must not know: connections, files, who is speaking (the certificate says that, see `editpb.identity`).
+`_data`, `_injection` and `chunks`. Must not know: connections, files, who is speaking (the certificate says that, see
+`editpb.identity`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ from editpb._data import (
     update_request_from_pb,
     update_request_to_pb,
 )
+from editpb._injection import (
+    inject_header_from_pb,
+    inject_header_to_pb,
+    injection_state_from_pb,
+    injection_state_to_pb,
+)
 from editpb._tensors import (
     CODEC_IDS,
     codec_from_pb,
@@ -76,6 +83,10 @@ __all__ = [
     "heartbeat_to_pb",
     "hello_from_pb",
     "hello_to_pb",
+    "inject_header_from_pb",
+    "inject_header_to_pb",
+    "injection_state_from_pb",
+    "injection_state_to_pb",
     "make_chunks",
     "peer_message_from_pb",
     "peer_message_to_pb",

@@ -193,3 +193,63 @@ class FoundHeader(_message.Message):
 class FoundReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Injected(_message.Message):
+    __slots__ = ("run_id", "upper_step", "lower_step")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    UPPER_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOWER_STEP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    upper_step: int
+    lower_step: int
+    def __init__(self, run_id: _Optional[str] = ..., upper_step: _Optional[int] = ..., lower_step: _Optional[int] = ...) -> None: ...
+
+class InjectHeader(_message.Message):
+    __slots__ = ("run_id", "schema_hash", "brings", "base", "replaces", "fragments", "digest")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    BRINGS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    schema_hash: str
+    brings: Injected
+    base: Injected
+    replaces: bool
+    fragments: _containers.RepeatedScalarFieldContainer[int]
+    digest: str
+    def __init__(self, run_id: _Optional[str] = ..., schema_hash: _Optional[str] = ..., brings: _Optional[_Union[Injected, _Mapping]] = ..., base: _Optional[_Union[Injected, _Mapping]] = ..., replaces: bool = ..., fragments: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class InjectPart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: InjectHeader
+    chunk: FragmentChunk
+    def __init__(self, header: _Optional[_Union[InjectHeader, _Mapping]] = ..., chunk: _Optional[_Union[FragmentChunk, _Mapping]] = ...) -> None: ...
+
+class InjectReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InjectionStateRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class InjectionState(_message.Message):
+    __slots__ = ("outer_step", "phase", "tokens", "injected", "accepted")
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INJECTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    phase: _control_pb2.RunPhase
+    tokens: int
+    injected: Injected
+    accepted: Injected
+    def __init__(self, outer_step: _Optional[int] = ..., phase: _Optional[_Union[_control_pb2.RunPhase, str]] = ..., tokens: _Optional[int] = ..., injected: _Optional[_Union[Injected, _Mapping]] = ..., accepted: _Optional[_Union[Injected, _Mapping]] = ...) -> None: ...

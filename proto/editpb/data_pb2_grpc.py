@@ -65,6 +65,16 @@ class DataStub(object):
                 request_serializer=editpb_dot_data__pb2.FoundPart.SerializeToString,
                 response_deserializer=editpb_dot_data__pb2.FoundReply.FromString,
                 _registered_method=True)
+        self.Inject = channel.stream_unary(
+                '/editpb.Data/Inject',
+                request_serializer=editpb_dot_data__pb2.InjectPart.SerializeToString,
+                response_deserializer=editpb_dot_data__pb2.InjectReply.FromString,
+                _registered_method=True)
+        self.DescribeInjection = channel.unary_unary(
+                '/editpb.Data/DescribeInjection',
+                request_serializer=editpb_dot_data__pb2.InjectionStateRequest.SerializeToString,
+                response_deserializer=editpb_dot_data__pb2.InjectionState.FromString,
+                _registered_method=True)
 
 
 class DataServicer(object):
@@ -108,6 +118,19 @@ class DataServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inject(self, request_iterator, context):
+        """The regional aggregator's word, and what it needs to know for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeInjection(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +163,16 @@ def add_DataServicer_to_server(servicer, server):
                     servicer.Found,
                     request_deserializer=editpb_dot_data__pb2.FoundPart.FromString,
                     response_serializer=editpb_dot_data__pb2.FoundReply.SerializeToString,
+            ),
+            'Inject': grpc.stream_unary_rpc_method_handler(
+                    servicer.Inject,
+                    request_deserializer=editpb_dot_data__pb2.InjectPart.FromString,
+                    response_serializer=editpb_dot_data__pb2.InjectReply.SerializeToString,
+            ),
+            'DescribeInjection': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeInjection,
+                    request_deserializer=editpb_dot_data__pb2.InjectionStateRequest.FromString,
+                    response_serializer=editpb_dot_data__pb2.InjectionState.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +337,60 @@ class Data(object):
             '/editpb.Data/Found',
             editpb_dot_data__pb2.FoundPart.SerializeToString,
             editpb_dot_data__pb2.FoundReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inject(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/editpb.Data/Inject',
+            editpb_dot_data__pb2.InjectPart.SerializeToString,
+            editpb_dot_data__pb2.InjectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeInjection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Data/DescribeInjection',
+            editpb_dot_data__pb2.InjectionStateRequest.SerializeToString,
+            editpb_dot_data__pb2.InjectionState.FromString,
             options,
             channel_credentials,
             insecure,

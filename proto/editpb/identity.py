@@ -17,7 +17,7 @@ from editpb.limits import is_id
 
 __all__ = ["ROLES", "Identity", "from_auth_context", "from_certificate", "from_uri"]
 
-ROLES = ("peer", "observer", "operator", "coordinator")
+ROLES = ("peer", "region", "observer", "operator", "coordinator")
 _SCHEME = "edit://"
 _SAN = "x509_subject_alternative_name"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edit.boxes import Box, Region
+from edit.injection import Injected
 from edit.records import FragmentCommit
 from edit.schema import Schema
 
@@ -25,6 +26,8 @@ __all__ = [
     "Goodbye",
     "Heartbeat",
     "Hello",
+    "InjectHeader",
+    "InjectionState",
     "PeerState",
     "Received",
     "RunPhase",
@@ -283,3 +286,31 @@ class FoundHeader:
     run_id: str
     schema_hash: str
     digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InjectHeader:
+    """An `edit.injection.Injection` without its bytes, which follow, fp32, one of `fragments` after the other.
+
+    digest: over the fragments that follow (`edit.outer.digest`).
+    """
+
+    run_id: str
+    schema_hash: str
+    brings: Injected
+    base: Injected | None
+    replaces: bool
+    fragments: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InjectionState:
+    """The run below as its regional aggregator sees it. tokens: merged so far; injected: what is in the outer parameters at
+    `outer_step`; accepted: what is on disk and comes in with the next commit."""
+
+    outer_step: int
+    phase: RunPhase
+    tokens: int
+    injected: Injected | None
+    accepted: Injected | None

@@ -42,6 +42,8 @@ READERS: list[tuple[type[Message], Reader]] = [
     (dpb.SnapshotManifest, lambda m: convert.snapshot_manifest_from_pb(m, SCHEMA)),
     (dpb.SnapshotRequest, lambda m: convert.snapshot_request_from_pb(m, SCHEMA)),
     (dpb.FoundHeader, convert.found_header_from_pb),
+    (dpb.InjectHeader, lambda m: convert.inject_header_from_pb(m, SCHEMA)),
+    (dpb.InjectionState, convert.injection_state_from_pb),
 ]
 HEARTBEAT = msg.Heartbeat(
     state=msg.PeerState.TRAINING,
