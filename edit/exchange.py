@@ -106,8 +106,8 @@ class Exchange:
             self._check_landed()
             self.catch_up()
 
-    def synchronize(self) -> bool:
-        """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off."""
+    def synchronize(self, *, block: bool = True) -> bool:
+        """Take the pending outcome, waiting for it if told to, and every commit already known. False while there is none."""
         pending, outer_step = self.pending, self.outer_step
         if pending is None:
             self._check_landed()
@@ -115,7 +115,7 @@ class Exchange:
         if self._landing is not None:
             self.settle()
         else:
-            self.resolve(block=True)
+            self.resolve(block=block)
         return self.pending is not pending or self.outer_step > outer_step
 
     def leave(self) -> None:

@@ -6,16 +6,19 @@ it was computed for what is in. Must not know: carriers, disks, how a change is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from edit.config import RunConfig
 from edit.errors import RefusedError, RemoteProtocolError, StaleError
+from edit.merge import Merged
 from edit.schema import Schema
 
-__all__ = ["Injected", "Injection", "check_content", "check_order"]
+__all__ = ["Injected", "Injection", "check_content", "check_order", "check_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,18 @@ class Injected:
     upper_step: int
     lower_step: int
 
+    def to_json(self) -> list[str | int]:
+        """For a checkpoint or a journal."""
+        return [self.run_id, self.upper_step, self.lower_step]
+
+    @staticmethod
+    def from_json(value: Sequence[Any] | None) -> Injected | None:
+        """What `to_json` gave, or None for None. Raises TypeError or ValueError for anything else."""
+        if value is None:
+            return None
+        run_id, upper_step, lower_step = value
+        return Injected(str(run_id), int(upper_step), int(lower_step))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
@@ -41,6 +56,10 @@ class Injection:
     base: Injected | None
     replaces: bool
     fragments: Mapping[int, Tensor]
+
+    def into(self, merged: Merged) -> Merged:
+        """What the round makes of a fragment, with this."""
+        return replace(merged, injection=self.fragments.get(merged.fragment_id), replaces=self.replaces)
 
 
 def check_order(brings: Injected, base: Injected | None, replaces: bool, injected: Injected | None, outer_step: int) -> None:
@@ -68,6 +87,15 @@ def check_content(injection: Injection, schema: Schema) -> None:
             raise RemoteProtocolError(f"fragment {i} of an injection does not fit the model")
         if not bool(part.isfinite().all()):
             raise RemoteProtocolError(f"fragment {i} of an injection is not finite")
+
+
+def check_run(config: RunConfig) -> None:
+    """Whether a run with this configuration may have a run above it. Raises RefusedError."""
+    sync = config.sync
+    if sync.groups != 1:
+        raise RefusedError(f"sync.groups = {sync.groups}: a run below a regional aggregator exchanges all at once; set it to 1")
+    if sync.mode == "eager":
+        raise RefusedError('sync.mode = "eager": peers cannot estimate what comes from the run above; choose another mode')
 
 
 def _said(injected: Injected | None) -> str:

@@ -17,6 +17,7 @@ from edit.boxes import Box, Region, partition_fault
 from edit.codecs import cut
 from edit.config import RunConfig
 from edit.errors import LocalProtocolError, RefusedError
+from edit.injection import Injection, check_content, check_order, check_run
 from edit.merge import Measured, Part, measure, whole_norm
 from edit.outer_state import OuterState
 from edit.records import Aborted, Behind, Commit, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
@@ -63,6 +64,7 @@ class LocalRun:
         self._commits: deque[Commit] = deque(maxlen=config.storage.keep_updates)
         self._lost: dict[str, tuple[int, str]] = {}
         self._evicted: dict[str, str] = {}
+        self._injection: Injection | None = None
         self._round_id = 1
         self._losses = 0
         self._tokens = 0
@@ -145,6 +147,14 @@ class LocalRun:
         if not self.complete:
             raise LocalProtocolError(f"round {self._round_id} cannot be closed: no contribution is complete")
         self._commit(reason)
+
+    def inject(self, injection: Injection) -> None:
+        """Take what a regional aggregator brings; it is in with the next commit. Raises as `edit.injection` says."""
+        state = self.state
+        check_run(self._config)
+        check_order(injection.brings, injection.base, injection.replaces, state.injected, state.outer_step)
+        check_content(injection, state.schema)
+        self._injection = injection
 
     def contribute(self, peer_id: str, contribution: Contribution) -> bool:
         """Take in one fragment or one rank's part of it. False: dropped, being too stale, or of a peer that left."""
@@ -244,11 +254,13 @@ class LocalRun:
         ready = {i: {peer_id: self._arrived[i].pop(peer_id) for peer_id in complete} for i in state.due}
         if 0 in state.due:
             self._tokens += sum(one.tokens for one in ready[0].values())
-        staged = [
-            state.stage(state.reduce(i, [one.measured(peer_id, state.outer_step) for peer_id, one in ready[i].items()]))
-            for i in state.due
+        merged = [
+            state.reduce(i, [one.measured(peer_id, state.outer_step) for peer_id, one in ready[i].items()]) for i in state.due
         ]
-        self._commits.append(state.commit(self._round_id, reason, staged))
+        injection, self._injection = self._injection, None
+        staged = [state.stage(one if injection is None else injection.into(one)) for one in merged]
+        brings = injection.brings if injection is not None else None
+        self._commits.append(state.commit(self._round_id, reason, staged, brings))
         self._round_id += 1
         self._forget(complete)
 

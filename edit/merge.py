@@ -72,7 +72,7 @@ class Merged:
     """One fragment of one round, reduced; with the outer state before it, it determines the state after it.
 
     merged: D after the clip, None is a rollback; statistics: after this round, of its contributors only; merged_norm: ||D||
-    before the clip; clip: beta.
+    before the clip; clip: beta; injection, replaces: what the run above adds, or what theta becomes (see `edit.injection`).
     """
 
     fragment_id: int
@@ -81,6 +81,8 @@ class Merged:
     statistics: Mapping[str, NormStatistics]
     merged_norm: float
     clip: float
+    injection: Tensor | None = None
+    replaces: bool = False
 
 
 def measure(encoded: EncodedTensor) -> float:

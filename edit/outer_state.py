@@ -8,7 +8,7 @@ same bits, which is what a journal replays. Must not know: rounds, disks, carrie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from edit.config import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.feedback import with_feedback
 from edit.heloco import Momentum
+from edit.injection import Injected
 from edit.merge import Measured, Merged, MergeRule, merge
 from edit.outer import Slots, combine, fragment_hash, initial_slots, outer_step
 from edit.penalty import NormStatistics
@@ -69,6 +70,7 @@ class OuterState:
         self.config = config
         self._codec = codec(config.codec.down)
         self._outer_step = 0
+        self._injected: Injected | None = None
         self._fragments = [
             FragmentState(part, fragment_hash(part), initial_slots(config.outer, part.numel()), None, {})
             for part in (part.detach().contiguous() for part in theta)
@@ -78,6 +80,11 @@ class OuterState:
     def outer_step(self) -> int:
         """Commits so far."""
         return self._outer_step
+
+    @property
+    def injected(self) -> Injected | None:
+        """What of a run above is in theta."""
+        return self._injected
 
     @property
     def due(self) -> tuple[int, ...]:
@@ -121,23 +128,37 @@ class OuterState:
     def stage(self, merged: Merged) -> Staged:
         """The outer step of one fragment, encoded for the downlink. Changes nothing, `merged` included.
 
-        A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback.
+        A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback; what
+        is injected is then applied alone.
         """
         before = self._fragments[merged.fragment_id]
         statistics = {**before.statistics, **merged.statistics}
-        if merged.merged is not None:
-            step, slots = outer_step(self.config.outer, before.slots, merged.merged)
-            payload, residual = with_feedback(self._codec, step, before.residual)
+        for step, slots, residual in self._steps(merged, before):
+            payload, rest = with_feedback(self._codec, step, residual)
             theta = before.theta.clone()
             self._codec.decode_add(payload.data, theta, -1.0)  # exactly theta - decode(payload)
             if all(_is_finite(tensor) for tensor in (theta, *slots.values())):
-                after = FragmentState(theta, fragment_hash(theta), slots, residual, statistics)
+                after = FragmentState(theta, fragment_hash(theta), slots, rest, statistics)
                 return Staged(self._outer_step, merged, after, payload)
         after = FragmentState(before.theta, before.theta_hash, before.slots, before.residual, statistics)
         return Staged(self._outer_step, merged, after, None)
 
-    def commit(self, round_id: int, reason: str, staged: Sequence[Staged]) -> Commit:
+    def _steps(self, merged: Merged, before: FragmentState) -> Iterator[tuple[Tensor, Slots, Tensor | None]]:
+        """(step, slots after it, residual before it), the one to take first. What is injected does not pass the optimizer."""
+        injection = merged.injection
+        if injection is not None and merged.replaces:
+            yield torch.sub(before.theta, injection), before.slots, None
+            return
+        if merged.merged is not None:
+            step, slots = outer_step(self.config.outer, before.slots, merged.merged)
+            yield step if injection is None else step - injection, slots, before.residual
+        if injection is not None:
+            yield torch.neg(injection), before.slots, before.residual
+
+    def commit(self, round_id: int, reason: str, staged: Sequence[Staged], injected: Injected | None = None) -> Commit:
         """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
+
+        injected: what the injection in them, if there is one, brings.
 
         Raises LocalProtocolError unless there is one Staged for each of `due`, staged at this outer step; then nothing changes.
         """
@@ -151,6 +172,7 @@ class OuterState:
         for one in ordered:
             self._fragments[one.merged.fragment_id] = one.after
         self._outer_step += 1
+        self._injected = injected or self._injected
         return Commit(
             outer_step=self._outer_step,
             round_id=round_id,
@@ -176,6 +198,7 @@ class OuterState:
             "digest": self.digest,
             "schema_hash": self.schema.schema_hash,
             "optimizer": self.config.outer.optimizer,
+            "injected": self._injected.to_json() if self._injected is not None else None,
             "statistics": [
                 {peer_id: [s.mean, s.variance, s.count] for peer_id, s in sorted(fragment.statistics.items())}
                 for fragment in self._fragments
@@ -193,8 +216,9 @@ class OuterState:
         state._fragments = [_restored(i, fragment, tensors, metadata) for i, fragment in enumerate(state._fragments)]
         try:
             state._outer_step = int(metadata["outer_step"])
+            state._injected = Injected.from_json(metadata["injected"])
         except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"checkpoint: no outer_step ({error})") from error
+            raise StorageError(f"checkpoint: outer_step or injected is damaged ({error!r})") from error
         if state.digest != metadata.get("digest"):
             raise StorageError("checkpoint: theta does not match its digest")
         return state

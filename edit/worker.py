@@ -168,11 +168,14 @@ class EditWorker:
         """
         self._exchange.schedule.count_tokens(tokens)
 
-    def synchronize(self) -> bool:
-        """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off."""
+    def synchronize(self, *, block: bool = True) -> bool:
+        """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
+
+        block: False applies what is known and does not wait; an outcome that is still open is asked for after later steps.
+        """
         self._require_local("synchronize()")
         with _outside_autograd():
-            return self._exchange.synchronize()
+            return self._exchange.synchronize(block=block)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
