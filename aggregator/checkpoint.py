@@ -5,6 +5,7 @@ what the tensors mean, how a journal is laid out.
 
     FOLDER/step-00000020.safetensors   fp32 tensors; JSON metadata and a BLAKE3 over both in the safetensors metadata
     FOLDER/step-00000020.journal       the segment with the commits after step 20
+    FOLDER/step-00000020.updates       the last published updates, the one to step 20 included
 
 A checkpoint that cannot be trusted is renamed to *.damaged, and the one before it, with all segments since, takes its place.
 Segments are kept as long as the oldest kept checkpoint, so that fallback loses nothing.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from edit.errors import LocalProtocolError, StorageError
 
-__all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of"]
+__all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
 
 Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
@@ -54,6 +55,11 @@ def path_of(folder: Path, outer_step: int) -> Path:
 def segment_of(folder: Path, outer_step: int) -> Path:
     """The journal segment with the commits after this outer step."""
     return folder / f"step-{outer_step:08d}.journal"
+
+
+def updates_of(folder: Path, outer_step: int) -> Path:
+    """The published updates that are kept with this checkpoint."""
+    return folder / f"step-{outer_step:08d}.updates"
 
 
 def save(
@@ -157,7 +163,7 @@ def _remove_old(folder: Path, keep: int) -> None:
     steps = _steps(folder, ".safetensors")
     oldest = steps[-keep:][0]
     with contextlib.suppress(OSError):
-        for suffix in (".safetensors", ".journal", ".safetensors.damaged"):
+        for suffix in (".safetensors", ".journal", ".updates", ".safetensors.damaged"):
             for step in _steps(folder, suffix):
                 if step < oldest:
                     (folder / f"step-{step:08d}{suffix}").unlink()

@@ -96,7 +96,7 @@ class Engine:
     async def start(self) -> None:
         """Recover the outer state, if there is any, and begin to watch the clock. Raises StorageError."""
         background = self._resources.background
-        recovered = await background.in_worker(self._resources.store.recover, self.config)
+        recovered = await background.in_worker(self._resources.store.recover)
         if recovered is not None:
             self._adopt(recovered)
             _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])

@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -30,7 +30,20 @@ from edit.merge import Merged
 from edit.penalty import NormStatistics
 from edit.records import PeerVerdict, Verdict
 
-__all__ = ["BadRecord", "Buffer", "Record", "body_of", "fragment_header", "frame", "good_record_after", "merged_of", "records"]
+__all__ = [
+    "BadRecord",
+    "Buffer",
+    "Record",
+    "body_of",
+    "fragment_header",
+    "frame",
+    "good_record_after",
+    "merged_of",
+    "number",
+    "records",
+    "verdicts_from",
+    "verdicts_written",
+]
 
 MAGIC = b"EdJ1"
 _PREFIX = struct.Struct("<4sIQI")
@@ -129,10 +142,10 @@ def fragment_header(round_id: int, outer_step: int, merged: Merged) -> dict[str,
         "outer_step": outer_step,
         "fragment_id": merged.fragment_id,
         "rollback": merged.merged is None,
-        "verdicts": [[v.peer_id, v.verdict.value, _said(v.norm), _said(v.weight), v.staleness] for v in merged.verdicts],
-        "statistics": {peer: [_said(s.mean), _said(s.variance), s.count] for peer, s in merged.statistics.items()},
-        "merged_norm": _said(merged.merged_norm),
-        "clip": _said(merged.clip),
+        "verdicts": verdicts_written(merged.verdicts),
+        "statistics": {peer: [number(s.mean), number(s.variance), s.count] for peer, s in merged.statistics.items()},
+        "merged_norm": number(merged.merged_norm),
+        "clip": number(merged.clip),
     }
 
 
@@ -149,12 +162,7 @@ def _merged(record: Record) -> Merged:
     return Merged(
         fragment_id=header["fragment_id"],
         merged=None if header["rollback"] else torch.frombuffer(record.body, dtype=torch.float32),
-        verdicts=tuple(
-            PeerVerdict(
-                peer_id=peer_id, verdict=Verdict(verdict), norm=float(norm), weight=float(weight), staleness=int(staleness)
-            )
-            for peer_id, verdict, norm, weight, staleness in header["verdicts"]
-        ),
+        verdicts=verdicts_from(header["verdicts"]),
         statistics={
             peer_id: NormStatistics(mean=float(mean), variance=float(variance), count=count)
             for peer_id, (mean, variance, count) in header["statistics"].items()
@@ -164,9 +172,22 @@ def _merged(record: Record) -> Merged:
     )
 
 
-def _said(number: float) -> float | str:
-    """JSON has no NaN and no infinity: they stand as text."""
-    return number if math.isfinite(number) else str(number)
+def verdicts_written(verdicts: Iterable[PeerVerdict]) -> list[list[object]]:
+    """Verdicts as JSON values."""
+    return [[v.peer_id, v.verdict.value, number(v.norm), number(v.weight), v.staleness] for v in verdicts]
+
+
+def verdicts_from(written: Iterable[Any]) -> tuple[PeerVerdict, ...]:
+    """What `verdicts_written` gave. Raises TypeError or ValueError for anything else."""
+    return tuple(
+        PeerVerdict(peer_id=peer_id, verdict=Verdict(verdict), norm=float(norm), weight=float(weight), staleness=int(staleness))
+        for peer_id, verdict, norm, weight, staleness in written
+    )
+
+
+def number(value: float) -> float | str:
+    """A float as a JSON value: JSON has no NaN and no infinity, they stand as text."""
+    return value if math.isfinite(value) else str(value)
 
 
 def body_of(merged: Tensor | None) -> Buffer:

@@ -76,7 +76,7 @@ class Coordinator:
         authority.renew_server(config.server.advertise, now=clock.unix())
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         resources = Resources(
-            store=Store(folder.outer, config.storage, folder.run_id, disk),
+            store=Store(folder.outer, config, folder.run_id, disk),
             intake=Intake(config.storage.buffer_bytes, folder.spill),
             members=authority.members,
             background=Background(worker),

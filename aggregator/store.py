@@ -3,30 +3,30 @@
 Owns: the order in which they are written, so that a SIGKILL between any two writes loses no committed step. Runs in the worker
 thread, except what is said of published updates. Must not know: rounds, peers, the event loop.
 
-A checkpoint carries the last published update as well: a peer whose contribution was in doubt when the process died can then
-still learn that it was merged.
+With a checkpoint the published updates are written, too: after a restart a peer that missed commits can still take them one by
+one, and one whose contribution was in doubt when the process died learns that it was merged. What they hold lies on disk before
+the checkpoint counts, and goes with it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aggregator import checkpoint
+from aggregator import checkpoint, updates
 from aggregator.journal import CommittedRound, Disk, Journal, replay_segments
 from aggregator.state_folder import StateFolder
-from edit.config import RunConfig, StorageConfig
+from edit.config import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
 from edit.merge import Merged
 from edit.outer_state import OuterState
-from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
+from edit.records import Commit
 from edit.schema import Schema
 
 __all__ = ["Store", "export_parameters", "load_outer", "named_parameters", "origin"]
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class Store:
     """One run's outer state in `folder`. disk: injected for tests; tokens: merged so far, as far as it is on disk."""
 
-    def __init__(self, folder: Path, config: StorageConfig, run_id: str, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, run_id: str, disk: Disk | None = None) -> None:
         self.tokens = 0
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
@@ -56,7 +56,7 @@ class Store:
 
     def publish(self, commit: Commit) -> None:
         """Keep this update for the peers, and forget the oldest beyond the configured number."""
-        kept = [*self._updates.values(), commit][-self._config.keep_updates :]
+        kept = [*self._updates.values(), commit][-self._config.kept_updates :]
         self._updates = {one.outer_step: one for one in kept}
 
     # ---- writing -----------------------------------------------------------------------------------------------------------
@@ -78,16 +78,15 @@ class Store:
         """Write the whole state and begin a new journal segment. Raises StorageError; the journal before it goes on."""
         if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
             return
-        last = self._updates.get(outer.outer_step)
         metadata = {
             **outer.metadata(),
             "run_id": self._run_id,
             "tokens": self.tokens,
             "schema": outer.schema.to_json(),
-            "last_commit": _commit_to_json(last) if last is not None else None,
         }
-        tensors = {**outer.to_tensors(), **(_payload_tensors(last) if last is not None else {})}
-        checkpoint.save(self._folder, tensors, metadata, keep=self._config.keep_checkpoints)
+        if self._updates:
+            updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
+        checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
         journal = Journal.create(checkpoint.segment_of(self._folder, outer.outer_step), outer.outer_step, self._disk)
         if self._journal is not None:
             self._journal.close()
@@ -106,25 +105,37 @@ class Store:
 
     # ---- reading -----------------------------------------------------------------------------------------------------------
 
-    def recover(self, config: RunConfig) -> OuterState | None:
-        """The state of the last commit, bit for bit, or None for a run that was never founded.
+    def recover(self) -> OuterState | None:
+        """The state of the last commit, bit for bit, and the updates before it; None for a run that was never founded.
 
         Raises StorageError for damage that loses a committed step, ConfigError when the folder is another run's.
         """
-        loaded = _load(self._folder, config, self._run_id)
+        loaded = _load(self._folder, self._config, self._run_id)
         if loaded is None:
             return None
-        outer, base, commits, self.tokens = loaded
-        for commit in commits:
+        self.tokens = loaded.tokens
+        for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
+        self._journal = self._go_on(loaded.base)
+        return loaded.outer
+
+    def _load_updates(self, outer_step: int) -> list[Commit]:
+        """Those that were kept with the checkpoint of outer_step. Without them a peer takes a snapshot: nothing is lost."""
+        path = checkpoint.updates_of(self._folder, outer_step)
+        try:
+            return updates.load(path, outer_step) if outer_step else []
+        except StorageError as error:
+            _log.warning("%s; peers that missed an update before outer step %d take a snapshot", error, outer_step + 1)
+            return []
+
+    def _go_on(self, base: int) -> Journal:
         segment = checkpoint.segment_of(self._folder, base)
-        if segment.exists():
-            self._journal = Journal.open(segment, base, self._disk)
-            if self._journal.cut is not None:
-                _log.warning("%s: cut off %d bytes: %s", segment, self._journal.cut.cut_bytes, self._journal.cut.reason)
-        else:
-            self._journal = Journal.create(segment, base, self._disk)
-        return outer
+        if not segment.exists():
+            return Journal.create(segment, base, self._disk)
+        journal = Journal.open(segment, base, self._disk)
+        if journal.cut is not None:
+            _log.warning("%s: cut off %d bytes: %s", segment, journal.cut.cut_bytes, journal.cut.reason)
+        return journal
 
 
 def load_outer(folder: StateFolder) -> OuterState:
@@ -132,14 +143,20 @@ def load_outer(folder: StateFolder) -> OuterState:
     loaded = _load(folder.outer, folder.config(), folder.run_id, tidy=False)
     if loaded is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
-    return loaded[0]
+    return loaded.outer
 
 
-_Loaded = tuple[OuterState, int, list[Commit], int]
+class _Loaded(NamedTuple):
+    """begun_with: the checkpoint's outer step; commits: the last ones after it; base: of the newest journal segment."""
+
+    outer: OuterState
+    begun_with: int
+    commits: list[Commit]
+    base: int
+    tokens: int
 
 
 def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> _Loaded | None:
-    """(state, base of the newest journal segment, the commits of that segment and the checkpoint's last one, tokens)."""
     recovered = checkpoint.recover(folder, tidy=tidy)
     if recovered is None:
         return None
@@ -150,14 +167,15 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
         raise ConfigError(f"{recovered.path}: belongs to run {metadata.get('run_id')}, not {run_id}")
     try:
         outer = OuterState.restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
-        last = _commit_from_json(metadata["last_commit"], recovered.tensors) if metadata["last_commit"] else None
         tokens = int(metadata["tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
-    commits = [last] if last is not None else []
+    commits: deque[Commit] = deque(maxlen=config.kept_updates)
     for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
-        commits, tokens = [*commits, _apply(outer, committed)][-config.storage.keep_updates :], committed.tokens
-    return outer, max([recovered.outer_step, *(base for base, _ in recovered.segments)]), commits, tokens
+        commits.append(_apply(outer, committed))
+        tokens = committed.tokens
+    base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
+    return _Loaded(outer, recovered.outer_step, list(commits), base, tokens)
 
 
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
@@ -192,52 +210,3 @@ def named_parameters(outer: OuterState) -> dict[str, Tensor]:
 def origin(folder: StateFolder, outer: OuterState) -> dict[str, str]:
     """What an export says of where it comes from."""
     return {"run_id": folder.run_id, "outer_step": str(outer.outer_step), "digest": outer.digest}
-
-
-def _payload_tensors(commit: Commit) -> dict[str, Tensor]:
-    payloads = ((f.fragment_id, f.payload) for f in commit.fragments if f.payload is not None)
-    return {f"update.{i}": torch.from_numpy(np.frombuffer(bytearray(p.data), np.uint8)) for i, p in payloads}
-
-
-def _commit_to_json(commit: Commit) -> dict[str, Any]:
-    return {
-        "outer_step": commit.outer_step,
-        "round_id": commit.round_id,
-        "digest": commit.digest,
-        "reason": commit.reason,
-        "fragments": [
-            {
-                "fragment_id": f.fragment_id,
-                "payload": [f.payload.codec, f.payload.numel] if f.payload is not None else None,
-                "verdicts": [[v.peer_id, v.verdict.value, v.norm, v.weight, v.staleness] for v in f.verdicts],
-                "merged_norm": f.merged_norm,
-                "clip": f.clip,
-            }
-            for f in commit.fragments
-        ],
-    }
-
-
-def _commit_from_json(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Commit:
-    def payload(i: int, written: Sequence[Any] | None) -> EncodedTensor | None:
-        return EncodedTensor(written[0], written[1], tensors[f"update.{i}"].numpy().tobytes()) if written else None
-
-    return Commit(
-        outer_step=data["outer_step"],
-        round_id=data["round_id"],
-        digest=data["digest"],
-        reason=data["reason"],
-        fragments=tuple(
-            FragmentCommit(
-                fragment_id=f["fragment_id"],
-                payload=payload(f["fragment_id"], f["payload"]),
-                verdicts=tuple(
-                    PeerVerdict(peer_id=peer, verdict=Verdict(word), norm=norm, weight=weight, staleness=staleness)
-                    for peer, word, norm, weight, staleness in f["verdicts"]
-                ),
-                merged_norm=f["merged_norm"],
-                clip=f["clip"],
-            )
-            for f in data["fragments"]
-        ),
-    )

@@ -124,7 +124,8 @@ class StorageConfig:
     """What the aggregator keeps, where.
 
     buffer_bytes: contributions held in memory before they spill to disk; checkpoint_every: outer steps between checkpoints;
-    keep_checkpoints: how many; keep_updates: published updates kept for peers that missed a commit.
+    keep_checkpoints: how many; keep_updates: published updates kept for peers that missed a commit, over a restart, too; with
+    sync.groups so many of each group.
     """
 
     buffer_bytes: int = 256 << 20
@@ -189,6 +190,11 @@ class RunConfig:
         _check_carried(self)
         for applies, because in _without_promise(self):
             require(not (self.sync.strict and applies), "sync.strict", True, f"cannot be kept with {because}: leave it out")
+
+    @property
+    def kept_updates(self) -> int:
+        """How many published updates are kept in all. With groups an outer step is the update of one group only."""
+        return self.storage.keep_updates * self.sync.groups
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:

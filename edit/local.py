@@ -47,7 +47,7 @@ class LocalRun:
     theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
     Commits when all peers that have not left have contributed every fragment that is due, or at `close`; where arrivals are
     merged, with each contribution. One that is in when its round closes without it counts later, as long as it is not too
-    stale. Keeps `config.storage.keep_updates` commits for those that missed one; is finished after `config.sync.outer_steps`,
+    stale. Keeps `config.kept_updates` commits for those that missed one; is finished after `config.sync.outer_steps`,
     or once `config.sync.tokens` are merged (with groups counted where group 0 is).
     """
 
@@ -61,7 +61,7 @@ class LocalRun:
         self._schema: Schema | None = None
         self._state: OuterState | None = None
         self._arrived: dict[int, dict[str, _Arrived]] = {}
-        self._commits: deque[Commit] = deque(maxlen=config.storage.keep_updates)
+        self._commits: deque[Commit] = deque(maxlen=config.kept_updates)
         self._lost: dict[str, tuple[int, str]] = {}
         self._evicted: dict[str, str] = {}
         self._injection: Injection | None = None

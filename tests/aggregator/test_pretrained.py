@@ -49,7 +49,7 @@ def found(folder: StateFolder, module: torch.nn.Module) -> StateFolder:
 
 
 def write(folder: StateFolder, schema: Schema, theta: list[torch.Tensor]) -> None:
-    store = Store(folder.outer, folder.config().storage, folder.run_id)
+    store = Store(folder.outer, folder.config(), folder.run_id)
     store.found(OuterState(schema, folder.config(), theta))
     store.close()
 

@@ -124,10 +124,11 @@ def test_the_update_of_an_in_doubt_contribution_survives_the_restart(tmp_path: P
         async with served(folder) as run, run.peer("a") as a:
             await a.attend()
             view = await a.view()
-            assert (view.outer_step, view.oldest_update) == (3, 3)
-            commit = await a.fetch(3)
-            assert commit.digest == view.digest
-            assert commit.fragments[0].verdict_of("a").verdict is Verdict.OK
+            assert (view.outer_step, view.oldest_update) == (3, 1)
+            commits = [await a.fetch(outer_step) for outer_step in (1, 2, 3)]
+            assert [commit.outer_step for commit in commits] == [1, 2, 3]
+            assert commits[-1].digest == view.digest
+            assert commits[-1].fragments[0].verdict_of("a").verdict is Verdict.OK
 
     asyncio.run(scenario())
 

@@ -221,7 +221,7 @@ class Coordinator:
             takers.update(peers)
             merged.update(set(peers) - bad)
         self._takers[effect.outer_step] = frozenset(takers)
-        self._takers.pop(effect.outer_step - 2 * self._scenario.run.storage.keep_updates, None)
+        self._takers.pop(effect.outer_step - 2 * self._scenario.run.kept_updates, None)
         self._ledger.close(committed=True, contributors=len(takers), live=len(self._here))
         self.membership.count(merged=merged, rejected=takers - merged, absent=effect.missing)
         self._feed(events.CommitSucceeded(effect.round_id))
@@ -251,7 +251,7 @@ class Coordinator:
     def _oldest_update(self) -> int:
         """As `Store.oldest_update`: 0 when none is kept."""
         newest = self.machine.outer_step
-        return max(1, newest + 1 - self._scenario.run.storage.keep_updates) if newest else 0
+        return max(1, newest + 1 - self._scenario.run.kept_updates) if newest else 0
 
 
 def _next_tick(when: float) -> float:
