@@ -200,7 +200,7 @@ def evict(
 
 @app.command()
 def pause(state: State = Path("edit-run")) -> None:
-    """Open no further round; an open one is aborted, peers wait at their next exchange.
+    """Open no further round until `resume`, also after a restart; an open one is aborted, peers wait at their next exchange.
 
     Example: edit-coordinator pause --state my-run
     """

@@ -46,6 +46,7 @@ _PHASES = {
     Phase.PAUSED: RunPhase.PAUSED,
     Phase.FINISHED: RunPhase.FINISHED,
 }
+_PAUSED = "paused by the operator; `edit-coordinator resume` lets it go on"
 _TICK_S = 0.25  # how often leases and deadlines are looked at
 _PEER_LINE_S = 1.0  # at most one metrics line per peer in this time
 
@@ -130,6 +131,9 @@ class Engine:
         self.outer = outer
         self._downlink = Downlink(Head.of(outer), resources.store, resources.background, self.clock.monotonic)
         self._exchange = Exchange(outer, self.config, resources, self._downlink, self, first_round_id=self._first_round_id)
+        for standing, order in ((resources.orders.paused, events.Pause()), (resources.orders.draining, events.Drain())):
+            if standing:
+                self._feed(order)
         self._feed(events.Tick())
         if self._exchange.machine.phase is Phase.FINISHED:
             self.finished.set()
@@ -237,19 +241,23 @@ class Engine:
             attendance.expel(EvictedError(reason))
 
     def pause(self) -> None:
-        """No rounds until `resume`."""
+        """No rounds until `resume`, also of a later process. Raises StorageError; then nothing is paused."""
+        self._resources.orders.pause()
         self._feed(events.Pause())
+        self._notify()
 
     def resume(self) -> None:
-        """Rounds again, also after `drain`."""
+        """Rounds again, also after `drain`. Raises StorageError; then nothing is resumed."""
+        self._resources.orders.resume()
         self.finished.clear()
         self._feed(events.Resume())
         self._notify()
 
     def drain(self) -> None:
-        """The open round comes to its end, then the run is finished. Raises RefusedError before the founding."""
+        """The open round comes to its end, then the run is finished. Raises RefusedError before the founding, StorageError."""
         if self._exchange is None:
             raise RefusedError("the run has no parameters yet, so there is nothing to drain; stop the coordinator")
+        self._resources.orders.drain()
         self._exchange.feed(events.Drain())
         self._notify()
 
@@ -266,7 +274,7 @@ class Engine:
             self._look_around()
         if self._downlink is None or self._exchange is None:
             founder = attendance is not None and attendance.rank == 0 and attendance.peer_id == self._founder
-            return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder)
+            return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder, reason=self._held_up())
         downlink, machine = self._downlink, self._exchange.machine
         last_round, committed, reason = self._exchange.last_closed
         return View(
@@ -280,10 +288,14 @@ class Engine:
             last_committed=committed,
             last_reason=reason,
             heal=attendance.heal if attendance is not None else "",
-            reason=self._outlook.reason,
+            reason=self._held_up(),
             inner_steps=self._outlook.inner_steps(self.membership.members.get(attendance.peer_id)) if attendance else 0,
             draining=machine.draining,
         )
+
+    def _held_up(self) -> str:
+        """Why no round comes, or ''."""
+        return self._outlook.reason or (_PAUSED if self._resources.orders.paused else "")
 
     def _look_around(self) -> None:
         joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())

@@ -11,6 +11,7 @@ from aggregator.authority import Members
 from aggregator.background import Background
 from aggregator.intake import Intake
 from aggregator.metrics import MetricsLog
+from aggregator.orders import Orders
 from aggregator.store import Store
 
 __all__ = ["Clock", "Resources"]
@@ -26,12 +27,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """store: the state on disk; intake: bytes on their way in; members: who may be here; background: the worker thread;
-    deadlines: the file of the measured times, None keeps none."""
+    """store: the state on disk; intake: bytes on their way in; members: who may be here; orders: the operator's that
+    stand; background: the worker thread; deadlines: the file of the measured times, None keeps none."""
 
     store: Store
     intake: Intake
     members: Members
+    orders: Orders
     background: Background
     metrics: MetricsLog
     deadlines: Path | None = None

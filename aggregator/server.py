@@ -22,6 +22,7 @@ from aggregator.enrolment import EnrolmentService
 from aggregator.intake import Intake
 from aggregator.journal import Disk
 from aggregator.metrics import MetricsLog
+from aggregator.orders import Orders
 from aggregator.resources import Clock, Resources
 from aggregator.services import ControlService, DataService
 from aggregator.state_folder import StateFolder, write_atomic
@@ -79,6 +80,7 @@ class Coordinator:
             store=Store(folder.outer, config, folder.run_id, disk),
             intake=Intake(config.storage.buffer_bytes, folder.spill),
             members=authority.members,
+            orders=Orders(folder.orders),
             background=Background(worker),
             metrics=MetricsLog(folder.metrics),
             deadlines=folder.deadlines,

@@ -129,6 +129,11 @@ class StateFolder:
         return self.path / "deadlines.json"
 
     @property
+    def orders(self) -> Path:
+        """Whether the operator paused or drained the run."""
+        return self.path / "orders.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -204,6 +204,13 @@ def test_a_drained_run_is_finished_for_everybody_and_a_resume_goes_on(tmp_path: 
             assert (end.outer_step, end.round_id) == (1, 0)
             await asyncio.wait_for(run.coordinator.engine.finished.wait(), 30)
             assert (folder.outer / "step-00000001.safetensors").exists()
+        async with served(folder) as run, run.peer("a") as a, run.channel("boss", "operator") as channel:
+            boss = control_pb2_grpc.ControlStub(channel)
+            await a.attend()
+            await a.report(1)
+            still = await a.view(lambda v: v.phase is RunPhase.FINISHED)
+            assert (still.outer_step, still.round_id, still.draining) == (1, 0, True)
+            assert run.coordinator.engine.finished.is_set()
             await boss.Resume(control_pb2.ResumeRequest())
             again = await a.view(lambda v: v.outer_step == 1 and v.round_id > first.round_id)
             assert not again.draining

@@ -13,17 +13,19 @@ import pytest
 import torch
 
 from aggregator.authority import Authority
+from aggregator.operator import status_as_json
+from aggregator.orders import Orders
 from aggregator.server import Coordinator
 from aggregator.store import export_parameters, load_outer
 from edit.codecs import encode
-from edit.errors import ConfigError
+from edit.errors import ConfigError, StorageError
 from edit.outer import digest
 from edit.records import Verdict
 from edit.schema import FragmentSpec, Schema, TensorSpec
-from editpb import control_pb2, data_pb2
+from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
 from editpb.messages import Expel, RunPhase
-from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served, theta
+from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 
 def delta(seed: int) -> list[torch.Tensor]:
@@ -363,6 +365,83 @@ def test_pause_aborts_the_round_and_resume_opens_another(tmp_path: Path) -> None
             assert again.outer_step == 0
 
     asyncio.run(scenario())
+
+
+async def operate(run: Served, order: str) -> str:
+    """One order of the operator; the phase and the reason that `status` then shows."""
+    async with run.channel(f"boss-{order}", "operator") as channel:
+        boss = control_pb2_grpc.ControlStub(channel)
+        if order != "status":
+            await getattr(boss, order.capitalize())(getattr(control_pb2, f"{order.capitalize()}Request")())
+        seen = status_as_json(await boss.Status(control_pb2.StatusRequest()))
+        return f"{seen['phase']}: {seen['reason']}"
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_paused_run_is_paused_after_a_restart(tmp_path: Path, kill: bool) -> None:
+    paused = "paused: paused by the operator; `edit-coordinator resume` lets it go on"
+
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder, kill=kill) as run, run.peer("a") as a:
+            await found_run(a)
+            await commit_one([a], 0, [1])
+            assert await operate(run, "pause") == paused
+        for _ in range(2):
+            async with served(folder, kill=kill) as run, run.peer("a") as a:
+                await a.attend()
+                await a.report(1)
+                view = await a.view(lambda v: v.phase is RunPhase.PAUSED)
+                assert (view.round_id, view.outer_step) == (0, 1)
+                assert await operate(run, "status") == paused
+        async with served(folder, kill=kill) as run, run.peer("a") as a:
+            await a.attend()
+            await a.report(1)
+            assert (await operate(run, "resume")).endswith(": ")
+            await commit_one([a], 1, [2])
+        async with served(folder) as run:
+            assert await operate(run, "status") == "gathering: "
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_before_the_founding_holds_after_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as run:
+            assert (await operate(run, "pause")).startswith("founding: paused by the operator")
+        async with served(folder) as run, run.peer("a") as a:
+            await a.attend()
+            await a.view(lambda v: v.found)
+            await a.found(theta())
+            await a.report(0)
+            assert (await a.view(lambda v: v.phase is not RunPhase.FOUNDING)).phase is RunPhase.PAUSED
+            assert (await operate(run, "resume")).endswith(": ")
+            await commit_one([a], 0, [1])
+
+    asyncio.run(scenario())
+
+
+def test_an_order_that_cannot_be_written_is_not_given(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as run, run.peer("a") as a:
+            await found_run(a)
+            folder.orders.mkdir()  # nothing can take its place
+            with pytest.raises(grpc.aio.AioRpcError, match=r"orders\.json: cannot be written"):
+                await operate(run, "pause")
+            assert await operate(run, "status") == "collecting: "
+            await commit_one([a], 0, [1])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kept", ["", "[]", '{"paused": true}'])
+def test_damaged_orders_are_one_line_that_names_the_file_and_the_mend(tmp_path: Path, kept: str) -> None:
+    path = tmp_path / "orders.json"
+    path.write_text(kept)
+    with pytest.raises(StorageError, match=r"orders\.json: is damaged \(.*remove it, and pause or drain the run again"):
+        Orders(path)
 
 
 def test_a_wrong_digest_is_healed(tmp_path: Path) -> None:
