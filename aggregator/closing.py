@@ -31,15 +31,15 @@ def closing_reason(current: OpenRound, config: RoundsConfig, now: float) -> str:
 def giving_up_reason(current: OpenRound, config: RoundsConfig, able: Set[str], now: float) -> str:
     """Why the round is given up now, or ''. able: the ready peers."""
     if config.merging == "arrivals":
-        return f"bad bytes{current.without()}" if current.faults and not current.complete else ""
+        return f"bad bytes{current.without(merges=False)}" if current.faults and not current.complete else ""
     late = now >= current.deadline
     if len(current.complete) >= config.quorum or not (current.faults or late):
         return ""
     few = f"too few: {len(current.complete)} of quorum {config.quorum}"
     left = able - set(current.faults)
     if current.faults and len(current.complete | left) < config.quorum:
-        return f"{few}{current.without()}"
-    return f"{few} at the deadline{current.without()}" if late and left else ""
+        return f"{few}{current.without(merges=False)}"
+    return f"{few} at the deadline{current.without(merges=False)}" if late and left else ""
 
 
 def grace_over(current: OpenRound, grace_s: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from aggregator.round_events import Reduce
@@ -21,7 +21,9 @@ class OpenRound:
     """counted_from: of the deadlines, later than opened_at only after nobody was left; welcome_until: who is ready by then is
     expected; delivered: per fragment that is due, the peers that have it in; wanted: everybody ever expected; punctual:
     expected from the opening on and never lost; faults: whose bytes were bad, and why; asked: fragments whose Reduce was
-    emitted; complete: who has delivered all fragments; missing: whom the round still waits for (expected, not complete)."""
+    emitted; complete: who has delivered all fragments; missing: whom the round still waits for (expected, not complete);
+    whole: nothing is merged of a peer that is not complete (it counts in a later round); partly: of whom some fragments are
+    merged, and not all, known once the collection is closed."""
 
     round_id: int
     outer_step: int
@@ -31,13 +33,15 @@ class OpenRound:
     welcome_until: float
     deadline: float
     delivered: dict[int, set[str]]
+    whole: bool
     expected: set[str] = field(default_factory=set)
     wanted: set[str] = field(default_factory=set)
     punctual: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     faults: dict[str, str] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
+    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)  # with whom
+    partly: frozenset[str] = frozenset()
     reduced: set[int] = field(default_factory=set)
     quorum_at: float | None = None  # when a quorum was complete
     close_reason: str = ""  # not empty: the collection is closed
@@ -53,8 +57,8 @@ class OpenRound:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """Who was expected at some time and is not complete: what people call missing."""
-        return tuple(sorted(self.wanted - self.complete))
+        """Who was expected at some time, is not complete, and of whom nothing is merged: what people call missing."""
+        return tuple(sorted(self.wanted - self.complete - self.partly))
 
     @property
     def patience_s(self) -> float:
@@ -128,11 +132,13 @@ class OpenRound:
         self.complete.discard(peer_id)
         del self._in[peer_id]
 
-    def close(self, reason: str, *, whole: bool) -> None:
-        """End the collection. whole: nothing is merged of a peer that is not complete; it counts in a later round."""
+    def close(self, reason: str) -> list[Reduce]:
+        """End the collection, and ask for the fragments that are not reduced yet, with whoever has them in."""
         self.close_reason = reason
-        for peers in self.delivered.values() if whole else ():
+        for peers in self.delivered.values() if self.whole else ():
             peers &= self.complete
+        self.partly = self._partly()
+        return self.reduce(self.due)
 
     def note_quorum(self, now: float) -> None:
         """Remember since when a quorum is complete."""
@@ -148,23 +154,37 @@ class OpenRound:
     def reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
         """Ask for these fragments with whoever has them in: each once, and none with less than a quorum."""
         due = [i for i in fragment_ids if i not in self.asked and len(self.delivered[i]) >= self.quorum]
-        if not due:
-            return []
-        self.asked.update(due)
-        return [Reduce(self.round_id, i, tuple(sorted(self.delivered[i]))) for i in due]
+        self.asked |= {i: tuple(sorted(self.delivered[i])) for i in due}
+        return [Reduce(self.round_id, i, self.asked[i]) for i in due]
 
     def tally(self) -> str:
-        """`3 of 4 in, quorum 2 (missing: d)`."""
+        """`3 of 4 in, quorum 2 (missing: d)`, if it closed now."""
         return f"{len(self.complete)} of {len(self.wanted | self.complete)} in, quorum {self.quorum}{self.without()}"
 
-    def without(self) -> str:
-        """` (missing: b, c; lost: d; refused: e)`, or '' when nobody is."""
-        out = set(self.absent) - self.missing - set(self.faults)
-        groups = (("missing", self.missing), ("lost", out), ("refused", self.faults))
-        said = "; ".join(f"{word}: {', '.join(sorted(peers))}" for word, peers in groups if peers)
+    def without(self, *, merges: bool = True) -> str:
+        """` (missing: b, c; lost: d in part; refused: e)`, or '' when nobody is; in part: some of its fragments are merged.
+
+        merges: whether it closes now; else nothing is merged.
+        """
+        partly = self._partly() if merges else frozenset()
+        out = self.wanted - self.complete - self.missing - set(self.faults)
+        late = partly - self.missing - out - set(self.faults)
+        groups = (("missing", self.missing), ("lost", out), ("refused", self.faults), ("late", late))
+        said = "; ".join(f"{word}: {_names(peers, partly)}" for word, peers in groups if peers)
         return f" ({said})" if said else ""
+
+    def _partly(self) -> frozenset[str]:
+        """Of whom some fragments are merged, if the collection ends now, and not all: the rest came late, or not at all."""
+        if self.whole or len(self.due) == 1:
+            return frozenset()
+        merged = [frozenset(self.asked.get(i, self.delivered[i])) for i in self.due]
+        return frozenset().union(*merged) - merged[0].intersection(*merged)
 
     def _count_lacking(self, peer_id: str, change: int) -> None:
         for fragment_id, peers in self.delivered.items():
             if peer_id not in peers:
                 self._lacking[fragment_id] += change
+
+
+def _names(peers: Iterable[str], partly: Set[str]) -> str:
+    return ", ".join(f"{peer_id} in part" if peer_id in partly else peer_id for peer_id in sorted(peers))

@@ -335,6 +335,7 @@ class RoundMachine:
             welcome_until=now + self._config.floor_s if assembling and self._waits else -math.inf,
             deadline=now if self._waits else math.inf,
             delivered={fragment_id: set() for fragment_id in self._due_now},
+            whole=self._hand.carries,
         )
         if self._waits:
             current.open_with({peer_id: self.deadlines.expected_s(peer_id) for peer_id in self._ready.able})
@@ -371,8 +372,7 @@ class RoundMachine:
         current.note_quorum(now)
         if reason := closing_reason(current, self._config, now):
             self._phases.left_out(current, now)
-            current.close(reason, whole=self._hand.carries)
-            return [*current.reduce(current.due), *self._commit_if_reduced(current)]
+            return [*current.close(reason), *self._commit_if_reduced(current)]
         if reason := giving_up_reason(current, self._config, self._ready.able, now):
             self._phases.left_out(current, now)
             return self._close(current, now, committed=False, reason=reason)

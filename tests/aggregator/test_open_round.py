@@ -27,6 +27,7 @@ def opened(ready: dict[str, float]) -> OpenRound:
         welcome_until=3.0,
         deadline=3.0,
         delivered=delivered,
+        whole=False,
     )
     book.open_with(ready)
     return book

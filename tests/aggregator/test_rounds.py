@@ -61,7 +61,7 @@ class Watched:
         self.asked: deque[Reduce] = deque()
         self.commits: deque[Commit] = deque()
         self.arrived: set[tuple[str, int]] = set()  # of the open round
-        self.reduced: set[int] = set()
+        self.reduced: dict[int, frozenset[str]] = {}  # fragment -> with whom
         self.open_id = self.last_id = 0
 
     @property
@@ -93,12 +93,15 @@ class Watched:
                 assert effect.round_id == self.open_id and effect.fragment_id not in self.reduced
                 assert len(effect.peers) >= self.quorum and list(effect.peers) == sorted(set(effect.peers))
                 assert all((peer_id, effect.fragment_id) in self.arrived for peer_id in effect.peers)
-                self.reduced.add(effect.fragment_id)
+                self.reduced[effect.fragment_id] = frozenset(effect.peers)
                 self.asked.append(effect)
             case Commit():
                 assert effect.round_id == self.open_id and effect.outer_step == self.machine.outer_step + 1
-                assert self.reduced == set(self.due) and not self.asked and not self.commits
-                assert not set(effect.missing) & self.machine.arrived
+                assert self.reduced.keys() == set(self.due) and not self.asked and not self.commits
+                of_any = frozenset().union(*self.reduced.values())
+                of_all = of_any.intersection(*self.reduced.values())
+                assert not set(effect.missing) & of_any
+                assert {peer_id for peer_id in PEERS if f"{peer_id} in part" in effect.reason} == of_any - of_all
                 self.commits.append(effect)
             case RoundClosed():
                 assert effect.round_id == self.open_id and effect.reason and effect.seconds >= 0
