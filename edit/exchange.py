@@ -39,12 +39,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        collective: Collective,
-        optimizer: Optimizer,
-        config: WorkerConfig,
-        clock: Callable[[], float],
+        self, replica: Replica, collective: Collective, optimizer: Optimizer, config: WorkerConfig, clock: Callable[[], float]
     ) -> None:
         self.replica = replica
         self.config = config
@@ -62,6 +57,7 @@ class Exchange:
         self._settlement = Settlement(replica, self.feedback, optimizer)
         self._clock = clock
         self._began = 0  # theta's outer step where the present inner steps began
+        self._stepped_at = 0.0
         self._landing: Landing | None = None
         self._unchecked = False  # whether something has landed since this peer last looked whether the run has moved on
 
@@ -74,23 +70,27 @@ class Exchange:
         """Rank 0's clock, at all ranks: they contribute together. Not read where nothing depends on it."""
         return self.replica.layout.ranks.lead(self._clock) if self.config.schedule == "time" else 0.0
 
-    # When the worker calls.
-
     def begin(self) -> None:
         """Training begins, from theta or from a checkpoint."""
         self._began = self.outer_step
         self.schedule.completed(self._now())
 
-    def stepped(self) -> None:
-        """An optimizer step was taken: look for an outcome if it is time, contribute if that is due."""
+    def stepped(self) -> bool:
+        """An optimizer step was taken: look for an outcome if it is time. False: a contribution is to have more inner steps."""
         self.schedule.count_step()
         if self.finished:
-            return
-        now = self._now()
+            return True
+        self._stepped_at = now = self._now()
         if (pending := self.pending) is not None and self._asks_now(pending):
             self.resolve(block=self.schedule.at_boundary(now) or (self.config.overlaps and not pending.doubtful))
-        if self.pending is None and self.schedule.due(now) and self.catch_up() and not self.finished:
+        return self.finished or self.schedule.due(now)
+
+    def contribute_if_due(self) -> bool:
+        """After `stepped`: contribute, unless that is not due. Says whether it did."""
+        due = not self.finished and self.pending is None and self.schedule.due(self._stepped_at)
+        if due := due and self.catch_up() and not self.finished:
             self.contribute(send=not self._made_before())
+        return due
 
     def take(self, *, lazily: bool) -> None:
         """Wait for the outcome of a fresh contribution. lazily: its updates are applied by `land`."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from edit.boxes import Box, Region, partition_fault
 from edit.errors import ConfigError
+from edit.partition import assign
 from edit.ranks import Ranks
 from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 
@@ -74,12 +75,14 @@ class Layout:
 
     held: by fragment, what this rank holds; owned: what of that it contributes. Every element has one owner: of copies (on a
     replicated mesh dimension, on meshes side by side, of a plain tensor) the lowest rank. All ranks construct it together.
+    part: (number, of how many): only the fragments of that aggregator, see `edit.partition`.
     Raises ConfigError, at every rank, when shards do not partition a tensor, or ranks have different models.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, buffers: str = "local") -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
         self.ranks = ranks
-        self.schema, named = exchanged(model, buffers)
+        whole, named = exchanged(model, buffers)
+        self.schema = whole.part(assign(whole, part[1])[part[0]])
         ranks.same("the model", self.schema.schema_hash)
         self.tensors = tuple(tuple(named[spec.name] for spec in fragment.tensors) for fragment in self.schema.fragments)
         self._held: list[_Boxes] = ranks.collect(_held(self.schema, self.tensors, ranks))

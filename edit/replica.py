@@ -40,12 +40,13 @@ class Outer:
 
 
 class Replica:
-    """One model under training, or this rank's part of it. Parameters are found by name, so one without a gradient keeps its
-    place (T21). Raises ConfigError as `edit.layout.Layout`."""
+    """One model under training, or this rank's part of it; of the model only the fragments of one aggregator, where a run has
+    several (part: as in `edit.layout.Layout`). Parameters are found by name, so one without a gradient keeps its place (T21).
+    Raises ConfigError as Layout."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks = ALONE, buffers: str = "local") -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks = ALONE, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
         reshard(model)  # or the names would stand for gathered copies of the parameters
-        self.layout = Layout(model, ranks, buffers)
+        self.layout = Layout(model, ranks, buffers, part)
         self.engine = Engine(model, self.layout.tensors)
         self.schema = self.layout.schema
         self.transfers = Transfers(tensor for tensors in self.layout.tensors for tensor in tensors)

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from edit.errors import ConfigError, RemoteProtocolError
@@ -75,6 +75,10 @@ class Schema:
     def schema_hash(self) -> str:
         """SHA-256 (hex) over names, shapes and grouping. Two peers train together only if theirs are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def part(self, fragment_ids: Iterable[int]) -> Schema:
+        """These fragments alone, in the order given, numbered from 0."""
+        return Schema(tuple(replace(self.fragments[i], fragment_id=new) for new, i in enumerate(fragment_ids)))
 
     def to_json(self) -> str:
         """Names, shapes and grouping as canonical JSON: [[fragment, [[tensor, [size, ...]], ...]], ...]."""

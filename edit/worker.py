@@ -9,13 +9,17 @@ optimizer step), or after so many more steps, as the mode says: take the outcome
   training goes on without one: as planned (`delayed`, `eager`), or because the carrier is cut off (it is in doubt), or it was
   sent again after coming too late. Then it is asked for after optimizer steps, and the progress made since sending is replayed.
 
+Where a run has several aggregators, each fragment belongs to one of them (`edit.partition`), and a worker has one exchange with
+each. They advance on their own, but contribute at the same optimizer step: one that had no outcome for a while (its aggregator
+was away) waits for the others' next contribution. Else two peers could wait for each other, at one aggregator each.
+
 Must not know: how a carrier works, what a merge computes, any clock.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +34,9 @@ from edit.errors import LocalProtocolError
 from edit.exchange import Exchange
 from edit.feedback import ErrorFeedback
 from edit.layout import is_sharded
+from edit.parts import Part, digest_of, founding, joined_state, refuse_small_parts, separate_states, shown
 from edit.ranks import ALONE, Ranks
-from edit.records import Commit
+from edit.records import Commit, Snapshot
 from edit.replica import Replica
 from edit.resume import Checkpoint, go_on, skeleton, start, state_of
 from edit.worker_config import WorkerConfig
@@ -51,6 +56,7 @@ class EditWorker:
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls. ranks: of this replica; None: all of torch.distributed's when the model is sharded, else alone.
     clock: monotonic seconds in float64, read only where the run's schedule is by time, at rank 0; None: the system's.
+    collective: where the run has several aggregators, one for each, in their order.
 
     Raises EvictedError out of the loop's own forward or step when the operator evicted this peer, RefusedError on entering
     when the model does not fit the run, ConfigError when the ranks do not fit together.
@@ -60,40 +66,36 @@ class EditWorker:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        collective: Collective,
+        collective: Collective | Sequence[Collective],
         config: WorkerConfig,
         ranks: Ranks | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._collective = collective
+        self._collectives = tuple(collective) if isinstance(collective, Sequence) else (collective,)
         self._config = config
         self._ranks = ranks if ranks is not None else Ranks.world() if is_sharded(model) else ALONE
         self._clock = clock if clock is not None else time.monotonic
-        self._entered: Exchange | None = None
-        self._checkpoint: Checkpoint | None = None
+        self._entered: tuple[Exchange, ...] = ()
+        self._checkpoints: tuple[Checkpoint, ...] = ()
         self._hooks: list[RemovableHandle] = []
-        self._sites: dict[nn.Module, tuple[int, ...]] = {}
+        self._sites: list[dict[nn.Module, tuple[int, ...]]] = []  # by exchange
         self._swapped = False
 
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
         with _outside_autograd():
-            replica = self._new_replica()
-            exchange = Exchange(replica, self._collective, self._optimizer, self._config, self._clock)
-            regions = replica.layout.held if self._ranks.size > 1 else None
-            snapshot = self._collective.join(replica.schema, replica.founding, regions)
-            self._entered = exchange
-            checkpoint, self._checkpoint = self._checkpoint, None
-            if checkpoint is None:
-                start(exchange, snapshot)
-            else:
-                go_on(exchange, checkpoint, snapshot)
-            exchange.begin()
-        self._sites = replica.engine.sites() if self._config.mode == "forward" else {}
-        modules = dict.fromkeys([self._model, *self._sites])
+            replicas = self._new_replicas()
+            self._entered = tuple(
+                Exchange(replica, collective, self._optimizer, self._config, self._clock)
+                for replica, collective in zip(replicas, self._collectives, strict=True)
+            )
+            self._start(self._join(replicas))
+        forward = self._config.mode == "forward"
+        self._sites = [replica.engine.sites() if forward else {} for replica in replicas]
+        modules = dict.fromkeys([self._model, *(module for sites in self._sites for module in sites)])
         self._hooks = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -101,72 +103,98 @@ class EditWorker:
         ]
         return self
 
+    def _join(self, replicas: Sequence[Replica]) -> list[Snapshot]:
+        snapshots: list[Snapshot] = []
+        for replica, collective in zip(replicas, self._collectives, strict=True):
+            regions = replica.layout.held if self._ranks.size > 1 else None
+            snapshots.append(collective.join(replica.schema, founding(replicas, snapshots), regions))
+        return snapshots
+
+    def _start(self, snapshots: Sequence[Snapshot]) -> None:
+        checkpoints, self._checkpoints = self._checkpoints, ()
+        for number, (exchange, snapshot) in enumerate(zip(self._entered, snapshots, strict=True)):
+            if checkpoints:
+                go_on(exchange, checkpoints[number], snapshot)
+            else:
+                start(exchange, snapshot)
+            exchange.begin()
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
                 with _outside_autograd():
-                    self._exchange.leave()
+                    for exchange in self._exchanges:
+                        exchange.leave()
         finally:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            self._exchange.drop_pending()
+            for exchange in self._exchanges:
+                exchange.drop_pending()
 
-    def _new_replica(self) -> Replica:
+    def _new_replicas(self) -> list[Replica]:
         self._ranks.same("the worker's configuration", self._config)
-        replica = Replica(self._model, self._ranks, self._config.buffers)
+        count = len(self._collectives)
+        replicas = [Replica(self._model, self._ranks, self._config.buffers, (number, count)) for number in range(count)]
+        refuse_small_parts(replicas, self._config.groups)
         if self._config.mode == "forward":
-            replica.engine.refuse_prefetch()
-        return replica
+            replicas[0].engine.refuse_prefetch()
+        return replicas
 
     # What the user sees.
 
     @property
     def outer_step(self) -> int:
-        """The committed outer step of theta."""
-        return self._exchange.outer_step
+        """The committed outer step of theta; of several parts, that of the furthest."""
+        return max(exchange.outer_step for exchange in self._exchanges)
 
     @property
     def digest(self) -> str:
-        """Digest of theta; equal on all peers at the same outer step."""
-        return self._replica.outer.digest
+        """Digest of theta; equal on all peers at the same outer step (of all parts)."""
+        return digest_of(self._exchanges)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Where the fragments of each aggregator stand, by aggregator; before entering none."""
+        return tuple(map(shown, self._entered))
 
     @property
     def finished(self) -> bool:
         """Whether the run has reached its last outer step; optimizer steps then no longer lead to contributions."""
-        return self._entered is not None and self._entered.finished
+        return bool(self._entered) and all(exchange.finished for exchange in self._entered)
 
     @property
     def inner_steps(self) -> int:
         """Optimizer steps since entering, and those before the checkpoint that was loaded."""
-        return self._entered.schedule.inner_steps if self._entered else 0
+        return self._entered[0].schedule.inner_steps if self._entered else 0
 
     @property
     def round_inner_steps(self) -> int:
         """Optimizer steps since the last contribution."""
-        return self._entered.schedule.round_inner_steps if self._entered else 0
+        return min((exchange.schedule.round_inner_steps for exchange in self._entered), default=0)
 
     @property
     def pending(self) -> bool:
         """Whether a contribution waits for its outcome."""
-        return self._entered is not None and self._entered.pending is not None
+        return any(exchange.pending is not None for exchange in self._entered)
 
     @property
     def last_commit(self) -> Commit | None:
         """The commit applied last, with every peer's verdicts, without its payloads; None before the first."""
-        return self._entered.last_commit if self._entered else None
+        return self._furthest.last_commit if self._entered else None
 
     @property
     def last_reason(self) -> str:
         """Why the last attempt ended as it did: the commit's reason, or why a round was lost or a snapshot taken."""
-        return self._entered.last_reason if self._entered else ""
+        return self._furthest.last_reason if self._entered else ""
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens behind the next contribution (they weigh it when the run says `weighting = "tokens"`).
 
         They are the whole replica's, so every rank adds the same.
         """
-        self._exchange.schedule.count_tokens(tokens)
+        for exchange in self._exchanges:
+            exchange.schedule.count_tokens(tokens)
 
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
@@ -175,7 +203,8 @@ class EditWorker:
         """
         self._require_local("synchronize()")
         with _outside_autograd():
-            return self._exchange.synchronize(block=block)
+            known = [exchange.synchronize(block=block) for exchange in self._exchanges]
+        return all(known)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
@@ -185,14 +214,15 @@ class EditWorker:
         """
         self._require_local("outer_parameters()")
         with _outside_autograd():
-            kept = self._replica.load_outer()
+            kept = [exchange.replica.load_outer() for exchange in self._exchanges]
         self._swapped = True
         try:
             yield self._model
         finally:
             self._swapped = False
             with _outside_autograd():
-                self._replica.restore(kept)
+                for exchange, copies in zip(self._exchanges, kept, strict=True):
+                    exchange.replica.restore(copies)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
@@ -200,7 +230,8 @@ class EditWorker:
         In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary.
         """
         with _outside_autograd():
-            return self._replica.outer_state_dict()
+            states = [exchange.replica.outer_state_dict() for exchange in self._exchanges]
+        return {name: theta for state in states for name, theta in state.items()}
 
     # Checkpoints.
 
@@ -211,13 +242,14 @@ class EditWorker:
         All ranks call it together.
         """
         with _outside_autograd():
-            return state_of(self._exchange)
+            return joined_state([state_of(exchange) for exchange in self._exchanges])
 
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
         """Zeros laid out as the model is, for torch.distributed.checkpoint to load into; kinds: keys of `state_dict`, but for
         "scalars". Before entering."""
         with _outside_autograd():
-            return skeleton(self._new_replica(), kinds)
+            skeletons = [skeleton(replica, kinds) for replica in self._new_replicas()]
+        return {kind: {name: zeros for each in skeletons for name, zeros in each[kind].items()} for kind in kinds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any layout of ranks; before entering, with the model's local parameters loaded.
@@ -227,39 +259,56 @@ class EditWorker:
         if self._hooks:
             raise LocalProtocolError("load_state_dict() after entering: load before `with EditWorker(...)`")
         with _outside_autograd():
-            self._checkpoint = Checkpoint.read(self._new_replica(), state)
+            replicas = self._new_replicas()
+            states = separate_states(state, len(replicas))
+            self._checkpoints = tuple(map(Checkpoint.read, replicas, states))
 
     # The hooks.
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self._swapped:
             return
-        exchange = self._exchange
-        if exchange.pending is not None:
-            with _outside_autograd():
-                exchange.take(lazily=self._config.mode == "forward")
-                exchange.land(self._sites.get(module, ()))
+        for exchange, sites in zip(self._exchanges, self._sites, strict=True):
+            if exchange.pending is not None:
+                with _outside_autograd():
+                    exchange.take(lazily=self._config.mode == "forward")
+                    exchange.land(sites.get(module, ()))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
         with _outside_autograd():
-            self._exchange.settle()
+            for exchange in self._exchanges:
+                exchange.settle()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with _outside_autograd():
-            self._exchange.stepped()
+            ready = [exchange.stepped() for exchange in self._exchanges]
+            if not all(ready):
+                return
+            contributed = [exchange.contribute_if_due() for exchange in self._exchanges]
+            if any(contributed):
+                self._rest()
+
+    def _rest(self) -> None:
+        """What others still train along with, though its own run is over, goes back to theta with their contributions."""
+        for replica in (exchange.replica for exchange in self._exchanges if exchange.finished):
+            replica.move(replica.outer, lambda _: None)
 
     @property
     def _replica(self) -> Replica:
-        return self._exchange.replica
+        return self._exchanges[0].replica
 
     @property
     def _feedback(self) -> ErrorFeedback:
-        return self._exchange.feedback
+        return self._exchanges[0].feedback
 
     @property
-    def _exchange(self) -> Exchange:
-        if self._entered is None:
+    def _furthest(self) -> Exchange:
+        return max(self._entered, key=lambda exchange: exchange.outer_step)
+
+    @property
+    def _exchanges(self) -> tuple[Exchange, ...]:
+        if not self._entered:
             raise LocalProtocolError("enter the EditWorker first: with EditWorker(...) as worker:")
         return self._entered
 

@@ -261,8 +261,7 @@ def loaded(folder: str) -> tuple[dict[str, Tensor], str]:
     state: dict[str, Any] = worker.empty_state([kind for kind, fragments in scalars["fragments"].items() if fragments])
     dcp.load(state, checkpoint_id=folder, no_dist=not sharded)
     worker.load_state_dict(state | {"scalars": scalars})
-    checkpoint = worker._checkpoint
-    assert checkpoint is not None
+    (checkpoint,) = worker._checkpoints
     layout = checkpoint.replica.layout
     parts = {
         f"{kind}.{i}": layout.gather(i, part) for kind, fragments in checkpoint.vectors.items() for i, part in fragments.items()
