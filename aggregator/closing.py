@@ -25,7 +25,7 @@ def closing_reason(current: OpenRound, config: RoundsConfig, now: float) -> str:
         return f"{f'all {present} contributors' if present > 1 else 'the only contributor'} in{current.without()}"
     if now >= current.deadline:
         return f"deadline: {current.tally()}"
-    return f"grace over: {current.tally()}" if now >= grace_over(current, config.grace_s) else ""
+    return f"grace over: {current.tally()}" if now >= grace_over(current, config) else ""
 
 
 def giving_up_reason(current: OpenRound, config: RoundsConfig, able: Set[str], now: float) -> str:
@@ -42,8 +42,10 @@ def giving_up_reason(current: OpenRound, config: RoundsConfig, able: Set[str], n
     return f"{few} at the deadline{current.without(merges=False)}" if late and left else ""
 
 
-def grace_over(current: OpenRound, grace_s: float) -> float:
-    """When every missing peer is overdue by its own times and the grace is over, too; inf before the quorum."""
+def grace_over(current: OpenRound, config: RoundsConfig) -> float:
+    """When the missing are waited for no longer (rule 7); inf before the quorum."""
     if current.quorum_at is None:
         return float("inf")
-    return max(current.quorum_at, current.counted_from + current.patience_s) + grace_s
+    if config.wait == "slack":
+        return max(current.quorum_at + config.grace_s, current.free_until)
+    return max(current.quorum_at, current.counted_from + current.patience_s) + config.grace_s

@@ -68,6 +68,10 @@ class Deadlines:
             self._step_s[peer_id] = step_s
             self._expected.pop(peer_id, None)
 
+    def step_s(self, peer_id: str) -> float:
+        """Seconds per inner step as the peer says; 0 before it does."""
+        return self._step_s.get(peer_id, 0.0)
+
     def measured(self, peer_id: str) -> bool:
         """Whether the peer's own times count already."""
         measured = (len(self._windows.get((peer_id, phase), ())) for phase in (PeerPhase.COMPUTE, PeerPhase.UPLOAD))

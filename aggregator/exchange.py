@@ -102,6 +102,7 @@ class Exchange:
             first_round_id=first_round_id,
             stop_tokens=config.sync.tokens,
             tokens=self._store.tokens,
+            overlap=config.sync.overlap,
         )
         self._load_deadlines()
 

@@ -7,6 +7,7 @@ peers has many thousands of events. Must not know: when a round closes, who is l
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class OpenRound:
     partly: frozenset[str] = frozenset()
     reduced: set[int] = field(default_factory=set)
     quorum_at: float | None = None  # when a quorum was complete
+    free_until: float = math.inf  # when the first of those who are complete would have to wait for the outcome
     close_reason: str = ""  # not empty: the collection is closed
     commit_asked: bool = False
     due: tuple[int, ...] = ()  # its fragments, ascending
@@ -69,6 +71,10 @@ class OpenRound:
                 break
             heapq.heappop(self._slowest)
         return -self._slowest[0][0] if self._slowest else 0.0
+
+    def overdue(self, now: float) -> set[str]:
+        """Who of the missing was given all the time that it may take."""
+        return {peer_id for peer_id in self.missing if now >= self.counted_from + self._allowed[peer_id]}
 
     def open_with(self, ready: Mapping[str, float]) -> None:
         """Wait for all of these from the opening on; values: seconds."""

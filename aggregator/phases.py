@@ -5,6 +5,8 @@ Owns: the moments between two phases. Must not know: when a round closes, what a
 
 from __future__ import annotations
 
+import math
+
 from aggregator.deadlines import Deadlines, PeerPhase
 from aggregator.in_hand import InHand, Underway
 from aggregator.open_round import OpenRound
@@ -13,10 +15,10 @@ __all__ = ["Phases"]
 
 
 class Phases:
-    """See the module's text. Times are seconds of one monotonic clock."""
+    """See the module's text. Times are seconds of one monotonic clock; overlap: `SyncConfig.overlap`, inner steps."""
 
-    def __init__(self, deadlines: Deadlines, hand: InHand) -> None:
-        self._deadlines, self._hand = deadlines, hand
+    def __init__(self, deadlines: Deadlines, hand: InHand, overlap: int) -> None:
+        self._deadlines, self._hand, self._overlap = deadlines, hand, overlap
         self._published_at: float | None = None
         self._at_step: dict[str, float] = {}  # when it first reported the newest outer step
 
@@ -47,9 +49,17 @@ class Phases:
         if under.steady:
             self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - under.began_at)
 
+    def free_until(self, peer_id: str) -> float:
+        """Until when the outcome may be out and this peer, whose contribution is here, still has it in time."""
+        if not self._overlap or (under := self._hand.get(peer_id)) is None:
+            return -math.inf
+        trains_s = self._overlap * self._deadlines.step_s(peer_id)
+        return under.began_at + trains_s - self._deadlines.allowed_s(peer_id, PeerPhase.DOWNLOAD)
+
     def left_out(self, current: OpenRound, now: float) -> None:
-        """A close does not wait for these any longer: they took at least the time they were given."""
-        for peer_id in sorted(current.missing & current.punctual):
+        """A close does not wait for these any longer: the overdue took at least the time they were given. Of others it says
+        nothing how long they take."""
+        for peer_id in sorted(current.overdue(now) & current.punctual):
             under = self._hand.get(peer_id)
             if under is None:
                 self._deadlines.record(peer_id, PeerPhase.COMPUTE, now - self._computes_since(peer_id, current))

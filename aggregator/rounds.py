@@ -23,13 +23,14 @@ Rules
  6. A fragment is reduced as soon as every expected peer has it in and at least a quorum has; each Reduce has a quorum.
  7. COMPLETE: has delivered all fragments that are due. The collection closes with a quorum of complete peers when (a) no
     expected peer is missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its own times and then
-    grace_s is over. Missing peers' fragments that are in and not yet reduced are used.
+    grace_s is over; with wait = "slack" instead: grace_s is over and those who are in have to wait (they train `overlap` inner
+    steps meanwhile). Missing peers' fragments that are in and not yet reduced are used: those peers are in the commit in part.
  8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `deadlines`). A transfer that
     moves extends it, if at its rate it ends before ceiling_s. With fewer than a quorum complete there, the round is aborted.
     With no ready peer there is nobody to give up on: the round stays, the phase is GATHERING, and the deadline is counted anew
     from the first peer that is ready again.
- 9. A peer's times are recorded when they end, and, when a close leaves it out, as the time it was given: so the deadline
-    grows with a peer that has become slower. Only peers that were expected from the opening on and never lost are measured.
+ 9. A peer's times are recorded when they end, and, when a close leaves it out that is overdue, as the time it was given: so
+    the deadline grows with a peer that has become slower. Measured is who was expected from the opening on and never lost.
 10. A pause aborts an open collection. A collection that is closed already is being merged and journalled: it ends first. A
     drain lets an open collection come to its end, as long as somebody is ready; then the run is FINISHED, until a Resume.
 11. max_staleness S > 0: contributions outlive their rounds and are merged whole (see `in_hand`): nothing is reduced before the
@@ -109,7 +110,7 @@ __all__ = ["RoundMachine"]
 class RoundMachine:
     """One run's rounds. `first_round_id` must be larger than any id of an earlier process; `due`: the ids of the fragments that
     the advance from an outer step exchanges (`edit.schedule.fragments_due`), at least one; `stop_tokens`: the run ends when so
-    many are merged (0: no bound), `tokens`: so many were merged before."""
+    many are merged (0: no bound), `tokens`: so many were merged before; `overlap`: that of SyncConfig."""
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class RoundMachine:
         first_round_id: int,
         stop_tokens: int = 0,
         tokens: int = 0,
+        overlap: int = 0,
     ) -> None:
         if first_round_id < 1:
             raise LocalProtocolError(f"first_round_id = {first_round_id}: must be at least 1")
@@ -135,7 +137,7 @@ class RoundMachine:
         self._hand = InHand(config.max_staleness, first_round_id)
         self._ready = Readiness(outer_step, 1 + config.max_staleness)
         self.deadlines = Deadlines(config)
-        self._phases = Phases(self.deadlines, self._hand)
+        self._phases = Phases(self.deadlines, self._hand, overlap)
         self._taking = Taking(config, self._hand, self._phases)
 
     @property
@@ -198,7 +200,7 @@ class RoundMachine:
         """When a Tick can change something; None: only other events can."""
         if self._round is None or self.deadline is None:
             return None
-        return min(self._round.deadline, grace_over(self._round, self._config.grace_s))
+        return min(self._round.deadline, grace_over(self._round, self._config))
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now`; the effects are to be carried out in order.
@@ -341,13 +343,8 @@ class RoundMachine:
             current.open_with({peer_id: self.deadlines.expected_s(peer_id) for peer_id in self._ready.able})
         self._next_round_id += 1
         opened = RoundOpened(current.round_id, current.outer_step, frozenset(current.expected), current.deadline)
-        return [opened, *(self._take_up(current, now) if self._hand.carries else ())]
-
-    def _take_up(self, current: OpenRound, now: float) -> list[Effect]:
-        """What was carried over is in from the opening on."""
-        for peer_id, fragment_id in self._hand.arrived():
-            current.deliver(peer_id, fragment_id)
-        return self._settle(now)
+        self._taking.take_up(current)
+        return [opened, *(self._settle(now) if self._hand.carries else ())]
 
     def _close(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
         """The round is over; what comes then."""

@@ -54,8 +54,18 @@ class Taking:
             if under.whole:
                 self._phases.ended(peer_id, under, now)
         if run.collecting is not None:
-            run.collecting.deliver(peer_id, event.fragment_id)
+            self._deliver(run.collecting, peer_id, event.fragment_id)
         return None
+
+    def take_up(self, opened: OpenRound) -> None:
+        """What was carried over is in from the opening on."""
+        for peer_id, fragment_id in self._hand.arrived():
+            self._deliver(opened, peer_id, fragment_id)
+
+    def _deliver(self, collecting: OpenRound, peer_id: str, fragment_id: int) -> None:
+        collecting.deliver(peer_id, fragment_id)
+        if peer_id in collecting.complete:
+            collecting.free_until = min(collecting.free_until, self._phases.free_until(peer_id))
 
     def progress(self, event: Progress, run: Standing, now: float) -> None:
         """Bytes come in: as long as they do, and end before the ceiling at their rate, they are waited for."""

@@ -79,6 +79,11 @@ class SyncConfig:
         return self.every // self.groups
 
     @property
+    def overlap(self) -> int:
+        """Inner steps that a peer goes on training after it began to contribute, before it waits for the update."""
+        return self.delay if self.mode in ("delayed", "eager") else 0
+
+    @property
     def interval_s(self) -> float:
         """Seconds from an applied outcome to the next contribution, with schedule = "time"."""
         return self.time_s / self.groups
@@ -179,7 +184,10 @@ class RoundsConfig:
 
     start_peers: live peers before the first round opens; quorum: contributors without which a round never commits;
     floor_s, ceiling_s: bounds of the deadline; spread: k in median + k * MAD of each peer's measured times;
-    grace_s: with the quorum in and every peer that is still missing overdue, how much longer to wait.
+    wait: for whom a round still waits when the quorum is in: `times`: for each missing peer until it is overdue by its own
+    measured times, then grace_s longer; `slack`: for nobody beyond grace_s, or as long as that costs nobody anything, because
+    those who are in still train behind the exchange (sync.delay). So a slow peer never holds up a quorum of faster ones.
+    grace_s: how much longer.
     merging: `rounds`: as said; `arrivals`: each contribution is merged as soon as it is complete, nobody is waited for, and the
     settings above have no effect.
     max_staleness: a contribution against outer step s is merged at t as long as t - s does not exceed it, and refused after
@@ -191,6 +199,7 @@ class RoundsConfig:
     floor_s: float = 5.0
     ceiling_s: float = 600.0
     spread: float = 6.0
+    wait: str = "times"
     grace_s: float = 2.0
     merging: str = "rounds"
     max_staleness: int = 0
@@ -207,6 +216,7 @@ class RoundsConfig:
             f"must not exceed rounds.ceiling_s ({self.ceiling_s})",
         )
         within("rounds.spread", self.spread, 0, 1000)
+        one_of("rounds.wait", self.wait, ("times", "slack"))
         within("rounds.grace_s", self.grace_s, 0, 1e6)
         one_of("rounds.merging", self.merging, ("rounds", "arrivals"))
         within("rounds.max_staleness", self.max_staleness, 0, 1 << 20)

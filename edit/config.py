@@ -288,7 +288,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]
     yield outer.optimizer not in ("nesterov", "delayed_nesterov"), "outer", {"momentum"}, of_optimizer
     yield outer.optimizer not in ("adam", "yogi"), "outer", {"beta1", "beta2", "eps"}, of_optimizer
     yield outer.optimizer != "delayed_nesterov", "outer", {"period", "c"}, of_optimizer
-    of_rounds = {"start_peers", "quorum", "floor_s", "ceiling_s", "spread", "grace_s"}
+    of_rounds = {"start_peers", "quorum", "floor_s", "ceiling_s", "spread", "wait", "grace_s"}
     yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
     of_builtin = {"layers", "heads", "width"}
     yield not config.model.name.startswith("builtin:"), "model", of_builtin, f'model.name = "{config.model.name}"'

@@ -5,7 +5,7 @@ an empty line. After a wanted change of behaviour: `python tests/aggregator/test
 read the diff.
 
     machine KEY=VALUE ...  a new machine: RoundsConfig's keys, fragments, groups, and what the machine takes
-    TIME ready PEER STEP            TIME lost PEER REASON        TIME fault PEER REASON
+    TIME ready PEER STEP [step_s=N] TIME lost PEER REASON        TIME fault PEER REASON
     TIME offer PEER FRAGMENT        TIME arrive PEER FRAGMENT    TIME send PEER (offers and delivers all that is due)
     TIME progress PEER BYTES OF     TIME phases PEER ...
     TIME reduced [FRAGMENT]         TIME committed [tokens=N]    TIME failed REASON
@@ -95,7 +95,7 @@ class Transcript:
         step = options.get("step", machine.outer_step)
         name, rest = (arguments[0], " ".join(arguments[1:])) if arguments else ("", "")
         single: dict[str, Callable[[], Event]] = {
-            "ready": lambda: MemberReady(name, int(rest)),
+            "ready": lambda: MemberReady(name, int(rest), options.get("step_s", 0)),
             "lost": lambda: MemberLost(name, rest),
             "fault": lambda: Faulted(name, round_id, rest),
             "offer": lambda: Offered(name, round_id, step, int(rest)),

@@ -46,7 +46,7 @@ def due(outer_step: int, groups: int = 1) -> tuple[int, ...]:
     return fragments_due(outer_step, FRAGMENTS, groups, "strided")
 
 
-def machine(groups: int = 1, **settings: float) -> RoundMachine:
+def machine(groups: int = 1, **settings: object) -> RoundMachine:
     config = RoundsConfig(**settings)  # type: ignore[arg-type]
     return RoundMachine(config, due=lambda step: due(step, groups), outer_step=0, outer_steps=6, first_round_id=1_000_001)
 
@@ -54,8 +54,9 @@ def machine(groups: int = 1, **settings: float) -> RoundMachine:
 class Watched:
     """A machine, a shell that answers its effects when told to, and the invariants, checked after every event."""
 
-    def __init__(self, quorum: int, start_peers: int, groups: int = 1) -> None:
-        self.machine = machine(groups, quorum=quorum, start_peers=start_peers, floor_s=2, ceiling_s=40, grace_s=1)
+    def __init__(self, quorum: int, start_peers: int, groups: int = 1, **settings: object) -> None:
+        settings = {"floor_s": 2, "ceiling_s": 40, "grace_s": 1, **settings}
+        self.machine = machine(groups, quorum=quorum, start_peers=start_peers, **settings)
         self.quorum, self.groups = quorum, groups
         self.now = 0.0
         self.asked: deque[Reduce] = deque()
@@ -154,8 +155,10 @@ ACTIONS = st.lists(
 )
 
 
-def watched(actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int = 1) -> Watched:
-    run = Watched(quorum, start_peers, groups)
+def watched(
+    actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int = 1, **settings: object
+) -> Watched:
+    run = Watched(quorum, start_peers, groups, **settings)
     for action in actions:
         run.act(*action)
     return run
@@ -195,10 +198,24 @@ def test_a_collection_never_outlives_its_deadline(actions: list[tuple[str, str, 
         assert run.machine.phase is Phase.COMMITTING or run.machine.round_id != round_id
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=200)
 @given(ACTIONS, st.integers(1, 3))
-def test_a_wakeup_changes_something(actions: list[tuple[str, str, int, int]], quorum: int) -> None:
-    run = watched(actions, quorum, 1)
+def test_with_slack_only_grace_a_quorum_waits_for_nobody_beyond_it(
+    actions: list[tuple[str, str, int, int]], quorum: int
+) -> None:
+    run = watched(actions, quorum, 1, wait="slack")
+    if run.machine.phase is Phase.COLLECTING and len(run.machine.arrived) >= quorum:
+        wakeup = run.machine.next_wakeup()
+        assert wakeup is not None and wakeup <= run.now + 1
+        run.now = wakeup
+        run.feed(Tick())
+        assert run.machine.phase is Phase.COMMITTING
+
+
+@settings(deadline=None, max_examples=100)
+@given(ACTIONS, st.integers(1, 3), st.sampled_from(["times", "slack"]))
+def test_a_wakeup_changes_something(actions: list[tuple[str, str, int, int]], quorum: int, wait: str) -> None:
+    run = watched(actions, quorum, 1, wait=wait)
     round_id, wakeup = run.machine.round_id, run.machine.next_wakeup()
     if wakeup is not None:
         run.now = max(run.now, wakeup)

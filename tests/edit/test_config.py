@@ -118,6 +118,7 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
         ("rounds", "start_peers", 0),
         ("rounds", "floor_s", 0),
         ("rounds", "grace_s", -1),
+        ("rounds", "wait", "nobody"),
         ("membership", "heartbeat_s", 0),
         ("membership", "lease_s", 1.0),
         ("storage", "buffer_bytes", -1),
@@ -303,10 +304,13 @@ def test_contradicting_bounds_name_both_settings() -> None:
         ),
         *(
             (
-                {"rounds": {"merging": "arrivals", "max_staleness": 8, key: 10}},
+                {"rounds": {"merging": "arrivals", "max_staleness": 8, key: value}},
                 f'rounds.{key} has no effect with rounds.merging = "arrivals"; remove it',
             )
-            for key in ("start_peers", "quorum", "floor_s", "ceiling_s", "spread", "grace_s")
+            for key, value in (
+                *((key, 10) for key in ("start_peers", "quorum", "floor_s", "ceiling_s", "spread", "grace_s")),
+                ("wait", "slack"),
+            )
         ),
         (
             {"model": {"name": "entry:mine", "width": 64}},

@@ -128,6 +128,8 @@ def test_a_tenfold_slower_peer_holds_nobody_up_beyond_the_ceiling_and_its_work_s
     assert going_on.goodput > 0.75 > 0.2 > waiting.goodput
     assert 5 / 6 <= going_on.participation < 0.9
     assert sum(count for age, count in going_on.staleness.items() if int(age) > 5) >= 3  # the slow one's, all its steps in one
+    grace = run(*slow, "rounds.wait=slack")  # as far as the ceiling is
+    assert grace.seconds < 40 * 22 and grace.goodput > 0.95
 
 
 def test_the_aggregators_link_is_shared() -> None:

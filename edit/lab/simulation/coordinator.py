@@ -62,6 +62,7 @@ class Coordinator:
             outer_step=0,
             outer_steps=sync.outer_steps,
             first_round_id=1,
+            overlap=sync.overlap,
         )
         self._scenario, self._agenda, self._ledger, self._judge = scenario, agenda, ledger, judge
         self._round: _Round | None = None
