@@ -6,7 +6,8 @@
 Two real peers and a real coordinator; each peer dials through a link of its own (edit.lab.link) whose rate is chosen so that
 one exchange (contribution up, update down) takes `--share` of an inner phase, half by default: a peer that waits then reaches
 1 / (1 + share), 0.67. The reference is measured first in the same run: both peers train alone at the same time, on
-the same cores, with the same threads. One line of JSON per mode is appended to benchmarks/results/overlap.jsonl.
+the same cores, with the same threads. Nobody writes checkpoints: they are not the exchange's cost. One line of JSON per mode is
+appended to benchmarks/results/overlap.jsonl.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from peers.models import build
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
 COORDINATOR, PEER = [sys.executable, "-m", "aggregator"], [sys.executable, "-m", "peers"]
 ONE = ("--threads", "1")
+ALIKE = (*ONE, "--checkpoint-every", "0")
 PEERS = ("ada", "grace")
 GROUPS = 3
 WARM_UP = 2  # outer steps (of a whole model) that are not counted
@@ -110,7 +112,7 @@ def exchanging(folder: Path, data: Path, toml: Path, rate: float) -> tuple[float
             identity["endpoints"] = [f"127.0.0.1:{link.port}"]
             (home / "identity.json").write_text(json.dumps(identity))
             links.append(link)
-            command = [*PEER, "run", "--home", home, "--data", data, "--metrics", home / "metrics.jsonl", *ONE]
+            command = [*PEER, "run", "--home", home, "--data", data, "--metrics", home / "metrics.jsonl", *ALIKE]
             peers.append(subprocess.Popen(command, stderr=(folder / f"{name}.log").open("w")))
             stack.callback(_end, peers[-1])
         if any(process.wait() for process in peers):
