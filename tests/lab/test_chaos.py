@@ -17,7 +17,7 @@ from edit.lab.chaos.disk import BoundedFiles
 from edit.lab.chaos.faults import COORDINATOR, Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.harness import Report
 from edit.lab.chaos.history import Blow, History, Memory, Recovered
-from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs
+from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
 
@@ -137,6 +137,15 @@ def test_a_full_disk_may_swallow_lines() -> None:
     history.take(COORDINATOR, committed(23, t=23.0))
     struck(history, Kind.FULL_DISK, 20.5, 22.0)
     assert rules(history, 23.0) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "ended", "may"), [(Kind.FULL_DISK, None, True), (Kind.FULL_DISK, 22.0, False), (Kind.KILL_PEER, None, False)]
+)
+def test_nobody_can_start_on_a_full_disk(kind: Kind, ended: float | None, may: bool) -> None:
+    history = good()
+    struck(history, kind, 20.5, ended)
+    assert may_not_start(history.blows) is may
 
 
 def test_a_folder_that_lost_a_commit() -> None:

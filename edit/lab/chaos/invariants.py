@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from edit.lab.chaos.faults import COORDINATOR, Kind
 from edit.lab.chaos.history import Blow, Claim, Commit, History
 
-__all__ = ["Bounds", "Violation", "broken", "broken_at_end", "journal_differs"]
+__all__ = ["Bounds", "Violation", "broken", "broken_at_end", "journal_differs", "may_not_start"]
 
 _FLAT = 1.3  # the last third's largest size to the middle third's
 _FEW = 30  # samples of memory below which a third says nothing
@@ -70,6 +70,11 @@ def journal_differs(history: History, journalled: Mapping[int, int], t: float) -
     if journalled and max(journalled) < last:
         text = f"the journal ends at outer step {max(journalled)}, but {last} was told to be committed"
         yield Violation("no commit is lost", t, text, (COORDINATOR,))
+
+
+def may_not_start(blows: Sequence[Blow]) -> bool:
+    """Whether a coordinator that is started now may end with an error at once: its disk is full."""
+    return any(blow.fault.kind is Kind.FULL_DISK and blow.ended is None for blow in blows)
 
 
 def _one_line(history: History) -> Iterator[Violation]:

@@ -56,6 +56,7 @@ class Site:
         self._supervisor = Supervisor(self.folder.logs, patience_s=_PATIENCE_S)
         self._links: dict[str, Link] = {}
         self._open = contextlib.ExitStack()
+        self._log_begins = 0  # of the coordinator's present life
         self._mark = secrets.token_hex(8)
         self.left_behind: tuple[str, ...] = ()
 
@@ -119,6 +120,8 @@ class Site:
     def start(self, name: str) -> None:
         """Start the process called `name`, also again, with the same command line."""
         if name == COORDINATOR:
+            log = self.folder.logs / f"{name}.log"
+            self._log_begins = log.stat().st_size if log.exists() else 0
             self._supervisor.start(name, (*self._programs.coordinator, "serve", "--state", str(self.folder.state)))
             return
         home = self.folder.home(name)
@@ -201,6 +204,14 @@ class Site:
         """Of the coordinator; None while it is dead."""
         running = self._supervisor.running(COORDINATOR)
         return procfs.resident_bytes(self._supervisor.pid(COORDINATOR)) if running else None
+
+    def running(self, name: str) -> bool:
+        """Whether this process lives."""
+        return self._supervisor.running(name)
+
+    def served(self) -> bool:
+        """Whether the coordinator has come as far as serving since it was started last."""
+        return b" serving " in (self.folder.logs / f"{COORDINATOR}.log").read_bytes()[self._log_begins :]
 
     def surprises(self) -> list[Exit]:
         """Processes that ended though nobody had told them to."""
