@@ -1,7 +1,8 @@
 """Validation loss at equal tokens: data-parallel training against exchanging every H steps, and streaming.
 
-    .venv/bin/python benchmarks/quality.py                    # M = 2 and 4, 1200 steps: about 20 minutes on 2 idle cores
-    .venv/bin/python benchmarks/quality.py --steps 200 --peers 2
+    .venv/bin/python benchmarks/quality.py                    # M = 2 and 4, 1200 steps: about 45 minutes on 2 idle cores
+    .venv/bin/python benchmarks/quality.py --steps 300 --peers 2
+    .venv/bin/python benchmarks/quality.py --steps 4800 --peers 2 --settings "DiLoCo, H 30" "DiLoCo, H 100"
 
 M peers take N steps of B sequences each; data-parallel training takes N steps of M x B sequences. All see the same text (the
 standard library's source, every peer in an order of its own), start from the same parameters and follow the same
@@ -142,12 +143,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200, help="a multiple of 300, so that every H divides it")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--settings", nargs="+", help="only these, and data-parallel training, by their names in the table")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
         print(json.dumps(one(arguments.only, arguments.peers[0], arguments.steps, arguments.seed)))
         return
-    jobs = [(peers, setting.name) for peers in sorted(arguments.peers, reverse=True) for setting in settings(arguments.steps)]
+    known_names = [setting.name for setting in settings(arguments.steps)]
+    if unknown := set(arguments.settings or ()) - set(known_names):
+        parser.error(f"--settings {sorted(unknown)[0]!r}: known are {', '.join(map(repr, known_names))}")
+    names = [name for name in known_names if not arguments.settings or name in ("data-parallel", *arguments.settings)]
+    jobs = [(peers, name) for peers in sorted(arguments.peers, reverse=True) for name in names]
 
     def run(job: tuple[int, str]) -> dict[str, object]:
         peers, name = job
