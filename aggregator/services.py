@@ -23,7 +23,7 @@ from editpb import convert
 from editpb import data_pb2 as dpb
 from editpb.answering import answering
 from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
-from editpb.identity import Identity, from_auth_context
+from editpb.identity import Identity, admitted
 from editpb.messages import PROTOCOL, ContributionHeader, Expel, Goodbye, Heartbeat, Hello, Welcome
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ _HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
 def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
     """Who calls: a member of this run in a fitting role, neither evicted nor replaced. Raises RefusedError, EvictedError."""
     facts = context.auth_context()
-    identity = from_auth_context(facts)
-    if identity.run_id != engine.run_id:
-        raise RefusedError(f"the certificate is of run {identity.run_id}, this is {engine.run_id}")
-    if identity.role not in roles:
-        raise RefusedError(f"role {identity.role} may not do this; it needs {' or '.join(roles)}")
+    identity = admitted(facts, engine.run_id, roles)
     serial = x509.load_pem_x509_certificate(next(iter(facts["x509_pem_cert"]))).serial_number
     if (reason := engine.members.is_allowed(identity, serial)) is not None:
         raise EvictedError(reason) if engine.members.evicted(identity.peer_id) else RefusedError(reason)

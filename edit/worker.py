@@ -37,8 +37,9 @@ from edit.layout import is_sharded
 from edit.parts import Part, digest_of, founding, joined_state, refuse_small_parts, separate_states, shown
 from edit.ranks import ALONE, Ranks
 from edit.records import Commit, Snapshot
-from edit.replica import Replica
+from edit.replica import Outer, Replica
 from edit.resume import Checkpoint, go_on, skeleton, start, state_of
+from edit.schema import Schema
 from edit.worker_config import WorkerConfig
 
 __all__ = ["EditWorker", "WorkerConfig"]
@@ -157,6 +158,12 @@ class EditWorker:
     def parts(self) -> tuple[Part, ...]:
         """Where the fragments of each aggregator stand, by aggregator; before entering none."""
         return tuple(map(shown, self._entered))
+
+    def outer_of(self, part: int = 0) -> tuple[Schema, Outer]:
+        """theta of one aggregator's fragments as this rank holds it, and which they are. What was returned once stays as it is:
+        later commits replace it."""
+        replica = self._exchanges[part].replica
+        return replica.schema, replica.outer
 
     @property
     def finished(self) -> bool:

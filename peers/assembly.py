@@ -143,6 +143,10 @@ class SnapshotFragment:
         """Bytes so far: the offset from which to ask for more."""
         return self._bytes.received
 
+    @property
+    def complete(self) -> bool:
+        return self._bytes.complete
+
     def clear(self) -> None:
         """Trust nothing that arrived."""
         self._bytes = Reassembly(self._name, self._total, self._total)

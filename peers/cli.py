@@ -71,6 +71,10 @@ def run(
     checkpoint_every: Annotated[int, typer.Option(help="Outer steps between checkpoints; 0 neither keeps nor takes any.")] = 1,
     keep_checkpoints: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; leave the checkpoints that are there aside.")] = False,
+    serve_snapshots: Annotated[
+        str | None, typer.Option(help="HOST:PORT at which members that join may take snapshots from this peer.")
+    ] = None,
+    advertise: Annotated[str | None, typer.Option(help="The host that they dial, where it is not that HOST.")] = None,
 ) -> None:
     """Train in the run until it finishes. Ctrl-C finishes the step, saves and says goodbye; twice: at once.
 
@@ -103,6 +107,8 @@ def run(
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             fresh=fresh,
+            serve_snapshots=serve_snapshots,
+            advertise=advertise,
         )
     )
 

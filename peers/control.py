@@ -25,9 +25,10 @@ from editpb.messages import Expel, Goodbye, Heartbeat, Hello, View, Welcome
 from editpb.status import from_rpc
 from peers.bridge import Bridge
 from peers.dial import Dial, Traffic, handshake_refusal
+from peers.serving import SnapshotServer
 from peers.session import Session
 
-__all__ = ["Attendance", "Report"]
+__all__ = ["Attendance", "Report", "understood"]
 
 ANSWER_S = 10.0
 GOODBYE_S = 0.5
@@ -40,12 +41,13 @@ _Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb
 class Report:
     """What this peer says of itself: the main thread replaces `heartbeat`, the data plane counts `traffic`.
 
-    elsewhere: the traffic of the replica's other ranks, as far as it is known here.
+    elsewhere: the traffic of the replica's other ranks, as far as it is known here; server: of snapshots, if it serves any.
     """
 
     heartbeat: Heartbeat
     traffic: Traffic
     elsewhere: Traffic = field(default_factory=Traffic)
+    server: SnapshotServer | None = None
 
     def say(self, heartbeat: Heartbeat) -> bool:
         """Take what is to be said from now on; whether that is worth a heartbeat at once."""
@@ -55,7 +57,11 @@ class Report:
     def current(self) -> Heartbeat:
         """The heartbeat of this moment."""
         sent, received = self.traffic.sent + self.elsewhere.sent, self.traffic.received + self.elsewhere.received
-        return dataclasses.replace(self.heartbeat, bytes_sent=sent, bytes_received=received)
+        heartbeat, server = self.heartbeat, self.server
+        if server is None:
+            return dataclasses.replace(heartbeat, bytes_sent=sent, bytes_received=received)
+        serving = server.offer(heartbeat.outer_step) if heartbeat.digest else None
+        return dataclasses.replace(heartbeat, bytes_sent=sent + server.traffic.sent, bytes_received=received, serving=serving)
 
 
 class Attendance:
@@ -197,6 +203,14 @@ class Attendance:
         if line not in self._said:
             self._said.add(line)
             _log.info("%s", line)
+
+
+def understood(config_json: str) -> RunConfig:
+    """The run's configuration. Raises ConfigError when this software does not know it."""
+    try:
+        return RunConfig.from_json(config_json)
+    except ConfigError as error:
+        raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error
 
 
 async def _first(*waits: Coroutine[Any, Any, object], within_s: float) -> None:

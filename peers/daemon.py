@@ -22,10 +22,11 @@ from peers.bridge import Bridge, Interrupted
 from peers.dial import Dial
 from peers.environment import ALONE, Launch, launched
 from peers.grpc_collective import GrpcCollective
-from peers.home import Home
+from peers.home import Enrolled, Home
 from peers.metrics import Metrics
 from peers.options import PeerOptions
 from peers.replica import lay_out, process_group
+from peers.serving import SnapshotServer
 from peers.trainer import choose_device, use_threads
 from peers.training import Place, Training
 
@@ -45,18 +46,45 @@ def run_peer(options: PeerOptions) -> None:
     launch = launched()
     device = choose_device(options.device, launch)
     use_threads(options.threads)
+    server = _server(options, enrolled, launch)
     with process_group(launch, device):
-        attend(options, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch)
+        attend(options, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch, server)
 
 
-def attend(options: PeerOptions, dial: Dial, identity: Identity, device: torch.device, launch: Launch = ALONE) -> None:
+def _server(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> SnapshotServer | None:
+    """Of snapshots, where the operator wants one."""
+    if (listen := options.serve_snapshots) is None:
+        return None
+    if launch.size > 1:
+        raise ConfigError(f"--serve-snapshots: a rank of {launch.size} holds only its part of the parameters; leave it out")
+    if enrolled.serving is None:
+        raise ConfigError(
+            f"--serve-snapshots: the certificate in {options.home} is from before peers could serve; ask for a new invitation "
+            f"for {enrolled.identity.peer_id} and run: edit-peer join INVITATION --home {options.home}"
+        )
+    return SnapshotServer(enrolled.run_id, enrolled.serving, listen, options.serving_host)
+
+
+def attend(
+    options: PeerOptions,
+    dial: Dial,
+    identity: Identity,
+    device: torch.device,
+    launch: Launch = ALONE,
+    server: SnapshotServer | None = None,
+) -> None:
     """Train as `identity` in the run at the other end of `dial`; as `run_peer`, which looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
     """
     ranks = Ranks.world()
     ranks.same("the identity in --home", identity.uri)
-    with Bridge() as bridge, Metrics(options.metrics if ranks.leads else None) as metrics, _stopping(bridge):
+    with (
+        Bridge() as bridge,
+        Metrics(options.metrics if ranks.leads else None) as metrics,
+        _stopping(bridge),
+        _serving(bridge, server),
+    ):
         try:
             with _leaving(GrpcCollective(bridge, dial, identity, ranks=ranks)) as reader:
                 config = reader.configuration()
@@ -65,7 +93,9 @@ def attend(options: PeerOptions, dial: Dial, identity: Identity, device: torch.d
             place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
             lazy = config.sync.mode == "forward"
             with _leaving(GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy)) as collective:
-                Training(options, config, place, collective, bridge, metrics).run()
+                if server is not None:
+                    collective.serves(server)
+                Training(options, config, place, collective, bridge, metrics, server).run()
         except Interrupted:
             _log.info("stopping as told")
 
@@ -82,6 +112,20 @@ def _leaving(collective: GrpcCollective) -> Iterator[GrpcCollective]:
         raise
     finally:
         collective.close(goodbye)
+
+
+@contextlib.contextmanager
+def _serving(bridge: Bridge, server: SnapshotServer | None) -> Iterator[None]:
+    """Listens for those who read snapshots."""
+    if server is None:
+        yield
+        return
+    _log.info("serving snapshots at %s", bridge.call(server.start()))
+    try:
+        yield
+    finally:
+        bridge.resume()
+        bridge.call(server.close())
 
 
 @contextlib.contextmanager

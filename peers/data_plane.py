@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -36,11 +37,14 @@ from editpb.messages import ContributionHeader, FoundHeader, Received, SnapshotM
 from editpb.status import from_rpc
 from peers.assembly import SnapshotFragment, UpdateAssembly
 from peers.dial import Dial, Traffic
+from peers.donors import Donors, Origin, Patience
 
 __all__ = ["DataPlane", "Wanted"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
+AGGREGATOR = "the aggregator"
+_PATIENCE = Patience()
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Part = TypeVar("_Part", bound=Message)
@@ -50,14 +54,26 @@ Wanted = Callable[[], bool]
 class DataPlane:
     """The data calls of one peer, all on the loop's thread. `wanted` is asked before each further try.
 
+    draw: random numbers in [0, 1), for the choice among donors; patience: with each of them.
+
     All raise: TransportError once not `wanted`; RefusedError; RemoteProtocolError when the coordinator's bytes were wrong three
     times; StaleError when what was asked for is over (the round closed, the update no longer kept).
     """
 
-    def __init__(self, dial: Dial, run_id: str, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        dial: Dial,
+        run_id: str,
+        traffic: Traffic,
+        draw: Callable[[], float] = random.random,
+        patience: Patience = _PATIENCE,
+    ) -> None:
         self._dial = dial
         self._run_id = run_id
         self._traffic = traffic
+        self._draw = draw
+        self._patience = patience
+        self.origin: Origin | None = None  # of the last snapshot
         self._channel: grpc.aio.Channel | None = None
         self._endpoint = ""
         self._retired: list[grpc.aio.Channel] = []  # other endpoints' connections; calls may still use them
@@ -126,8 +142,17 @@ class DataPlane:
         return (await self.describe(schema, wanted)).outer_step
 
     async def snapshot(self, manifest: SnapshotManifest, regions: Sequence[Region], wanted: Wanted) -> Snapshot:
-        """The outer parameters of `manifest`: of each fragment this rank's region; whole ones are held against their hashes."""
-        fragments = [await self._snapshot_fragment(manifest, region, wanted) for region in regions]
+        """The outer parameters of `manifest`: of each fragment this rank's region; whole ones are held against their hashes.
+
+        Whole ones come from its donors as long as there are any, everything else from the aggregator.
+        """
+        donors = Donors(manifest, self._run_id, self._dial, self._traffic, self._draw, self._patience)
+        try:
+            fragments = [await self._snapshot_fragment(manifest, region, donors, wanted) for region in regions]
+        finally:
+            await donors.close()
+        self.origin = Origin(manifest.outer_step, manifest.digest, tuple(donors.sources))
+        _log.info("snapshot of outer step %d from %s", manifest.outer_step, ", ".join(donors.sources))
         return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
 
     async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
@@ -146,11 +171,14 @@ class DataPlane:
 
         await _retrying("founding", attempt, wanted)
 
-    async def _snapshot_fragment(self, manifest: SnapshotManifest, region: Region, wanted: Wanted) -> Tensor:
+    async def _snapshot_fragment(self, manifest: SnapshotManifest, region: Region, donors: Donors, wanted: Wanted) -> Tensor:
         fragment = region.fragment
         if region.numel == 0:
             return torch.empty(0)
         into = SnapshotFragment(region, manifest.fragment_hash[fragment.fragment_id])
+        if (theta := await donors.read(region, into)) is not None:
+            return theta
+        donors.sources[AGGREGATOR] = None
 
         async def attempt() -> Tensor:
             request = SnapshotRequest(

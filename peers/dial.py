@@ -1,4 +1,4 @@
-"""Connections to the coordinator: one per plane, never shared, mutual TLS unless a test says otherwise.
+"""Connections to the coordinator, one per plane, never shared, and to other members; mutual TLS unless a test says otherwise.
 
 Owns: channel options (size limit, keepalive, reconnection), the choice among several endpoints, and what a failed handshake
 means. Must not know: what is said on a channel.
@@ -65,6 +65,13 @@ class Dial:
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.endpoint, options=OPTIONS)
         return grpc.aio.secure_channel(self.endpoint, self.credentials, options=OPTIONS)
+
+    def member(self, endpoint: str, server_name: str) -> grpc.aio.Channel:
+        """As `channel`, to another member, whose certificate must say `server_name` (see `editpb.identity.Identity`)."""
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
+        options = [*OPTIONS, ("grpc.ssl_target_name_override", server_name)]
+        return grpc.aio.secure_channel(endpoint, self.credentials, options=options)
 
 
 def handshake_refusal(details: str) -> str | None:

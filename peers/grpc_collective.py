@@ -19,8 +19,6 @@ from torch import Tensor
 from edit.boxes import Region
 from edit.config import RunConfig
 from edit.errors import (
-    ConfigError,
-    EditError,
     EvictedError,
     LocalProtocolError,
     RefusedError,
@@ -35,11 +33,13 @@ from editpb.identity import Identity
 from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
 from peers.agreement import Agreement
 from peers.bridge import Bridge
-from peers.control import Attendance, Report
+from peers.control import Attendance, Report, understood
 from peers.data_plane import DataPlane
 from peers.dial import Dial, Traffic
+from peers.donors import Origin
 from peers.downlink import Downlink
 from peers.founding import found_or_wait
+from peers.serving import SnapshotServer
 from peers.session import Decision, Session
 from peers.uplink import ATTEMPTS, Uplink, headers
 
@@ -76,7 +76,7 @@ class GrpcCollective:
     All ranks of a replica make the same calls in the same order, but for `report`, `traffic`, `connected`, `interrupt` and
     `close`. What rank 0 hears decides; what every rank must have is taken by all or by none.
     lazy: commits come with their payloads still arriving; clock: monotonic seconds; draw: random numbers in [0, 1), for the
-    spread of reconnections.
+    spread of reconnections and the choice among donors.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GrpcCollective:
         self._session = Session(draw, clock())
         self._agreement = Agreement(bridge, ranks, lambda: bridge.read(self._trouble))
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic())
-        self._data = DataPlane(dial, identity.run_id, self._report.traffic)
+        self._data = DataPlane(dial, identity.run_id, self._report.traffic, draw)
         self._entered: _Entered | None = None
         self._carries = False  # whether contributions outlive their rounds
         self._position = 0  # the outer step that the caller last asked about
@@ -118,12 +118,12 @@ class GrpcCollective:
         Raises RefusedError, EvictedError, ConfigError when this software does not understand the configuration.
         """
         session = Session(self._draw, self._clock())
-        agreement = Agreement(self._bridge, self._ranks, lambda: self._bridge.trouble or _expulsion(session))
+        agreement = Agreement(self._bridge, self._ranks, lambda: self._bridge.trouble or session.expulsion)
         if self._ranks.leads:
             attendance = self._attend(session, None, lambda: None)
         welcome = agreement.decide(lambda: session.welcome)
         agreement.led(lambda: attendance.goodbye("the configuration is read"))
-        return _understood(welcome.config_json)
+        return understood(welcome.config_json)
 
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.
@@ -139,7 +139,7 @@ class GrpcCollective:
         self._entered = _Entered(attendance=attendance, uplink=uplink, downlink=downlink)
         found_or_wait(self._agreement, self._session, self._data, schema, found, self._online)
         welcome = self._agreement.decide(lambda: self._session.welcome)
-        self._configure(self._entered, _understood(welcome.config_json))
+        self._configure(self._entered, understood(welcome.config_json))
         snapshot = self._first_snapshot()
         self.report(Heartbeat(state=PeerState.TRAINING, outer_step=snapshot.outer_step, digest=snapshot.digest))
         self._agreement.decide(lambda: self._session.under_way or None)
@@ -321,6 +321,15 @@ class GrpcCollective:
         if self._report.say(heartbeat) and self._entered is not None:
             self._bridge.post(self._entered.attendance.nudge)
 
+    def serves(self, server: SnapshotServer) -> None:
+        """Tell of this server in heartbeats, from now on."""
+        self._report.server = server
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the last snapshot came from."""
+        return self._data.origin
+
     @property
     def connected(self) -> bool:
         """Whether the coordinator is heard at present."""
@@ -374,7 +383,7 @@ class GrpcCollective:
 
     def _trouble(self) -> BaseException | None:
         refused = None if self._entered is None else self._entered.uplink.refused
-        return self._bridge.trouble or _expulsion(self._session) or refused
+        return self._bridge.trouble or self._session.expulsion or refused
 
     def _stands_at(self, outer_step: int) -> None:
         """A caller that reports nothing itself is where its contribution says it is; or nobody would wait for it."""
@@ -383,17 +392,3 @@ class GrpcCollective:
 
     def _set_state(self, state: PeerState) -> None:
         self.report(dataclasses.replace(self._report.heartbeat, state=state))
-
-
-def _expulsion(session: Session) -> EditError | None:
-    """Why the coordinator has done with this rank, if it has."""
-    if (expel := session.expel) is None:
-        return None
-    return (EvictedError if expel.evicted else RefusedError)(expel.reason)
-
-
-def _understood(config_json: str) -> RunConfig:
-    try:
-        return RunConfig.from_json(config_json)
-    except ConfigError as error:
-        raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error

@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from edit.errors import ConfigError, RefusedError, StorageError
 from editpb.identity import Identity, from_certificate
@@ -28,11 +29,15 @@ __all__ = ["Enrolled", "Home", "certificate_fault"]
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """What a peer needs to dial: who it is, HOST:PORT of control and data, and its credentials (mutual TLS)."""
+    """What a peer needs to dial: who it is, HOST:PORT of control and data, and its credentials (mutual TLS).
+
+    serving: its credentials for serving other members; None when its certificate does not allow that.
+    """
 
     identity: Identity
     endpoints: tuple[str, ...]
     credentials: grpc.ChannelCredentials
+    serving: grpc.ServerCredentials | None
 
     @property
     def run_id(self) -> str:
@@ -72,7 +77,8 @@ class Home:
         if now is not None and own.not_valid_after_utc.timestamp() <= now:
             day = own.not_valid_after_utc.date().isoformat()
             raise ConfigError(f"{self._certificate}: expired on {day}; {mend}")
-        return Enrolled(identity, endpoints, grpc.ssl_channel_credentials(ca, key, certificate))
+        serving = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True) if _may_serve(own) else None
+        return Enrolled(identity, endpoints, grpc.ssl_channel_credentials(ca, key, certificate), serving)
 
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """This folder's key: the one that is there, so that joining can be retried, else a new one (P-256, 0600).
@@ -138,6 +144,14 @@ def certificate_fault(
     if public != key.public_key():
         return "the certificate is for another key than peer.key"
     return None
+
+
+def _may_serve(certificate: x509.Certificate) -> bool:
+    """Whether other members will take this certificate for a server's; those of peers enrolled by older versions are not."""
+    try:
+        return ExtendedKeyUsageOID.SERVER_AUTH in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return False
 
 
 def _load_key(path: Path, pem: bytes) -> ec.EllipticCurvePrivateKey:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -24,7 +24,8 @@ class Metrics:
     """Context manager; without a path nothing is written. A file that is there is continued. clock: unix seconds.
 
     Lines: {"kind": "step", "t", "step", "loss", "tokens_per_s", "outer_step"} every tenth step, a loss that is not finite as
-    null; {"kind": "outer", "t", "outer_step", "digest", "reason"} whenever the outer parameters or the reason changed.
+    null; {"kind": "outer", "t", "outer_step", "digest", "reason"} whenever the outer parameters or the reason changed;
+    {"kind": "snapshot", "t", "outer_step", "digest", "sources"} for each snapshot taken: the names of those it came from.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -54,6 +55,10 @@ class Metrics:
     def outer(self, outer_step: int, digest: str, reason: str) -> None:
         """The outer parameters moved, or an attempt to move them was lost."""
         self._write("outer", {"outer_step": outer_step, "digest": digest, "reason": reason})
+
+    def snapshot(self, outer_step: int, digest: str, sources: Sequence[str]) -> None:
+        """The outer parameters were fetched whole."""
+        self._write("snapshot", {"outer_step": outer_step, "digest": digest, "sources": list(sources)})
 
     def _write(self, kind: str, values: dict[str, object]) -> None:
         if self._file is not None:

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from edit.errors import LocalProtocolError
+from edit.errors import EditError, EvictedError, LocalProtocolError, RefusedError
 from editpb.messages import Expel, RunPhase, View, Welcome
 
 __all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
@@ -158,6 +158,13 @@ class Session:
     @property
     def expel(self) -> Expel | None:
         return self._expel
+
+    @property
+    def expulsion(self) -> EditError | None:
+        """Why the coordinator has done with this peer, if it has."""
+        if (expel := self._expel) is None:
+            return None
+        return (EvictedError if expel.evicted else RefusedError)(expel.reason)
 
     @property
     def under_way(self) -> bool:

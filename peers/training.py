@@ -17,6 +17,7 @@ from blake3 import blake3
 from edit.config import RunConfig
 from edit.errors import ConfigError
 from edit.ranks import Ranks
+from edit.replica import Outer
 from edit.schema import plan_fragments
 from edit.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
@@ -24,6 +25,7 @@ from editpb.messages import Heartbeat, PeerState
 from peers.bridge import Bridge, Interrupted
 from peers.checkpoint import Checkpoints, Owner
 from peers.data import Batches, Tokens, open_tokens, stream_seed
+from peers.donors import Origin
 from peers.faults import FaultInjector
 from peers.grpc_collective import GrpcCollective
 from peers.metrics import Metrics
@@ -32,6 +34,7 @@ from peers.options import PeerOptions
 from peers.pace import Pace
 from peers.replica import Layout, shard
 from peers.resume import Autosave, Resumable
+from peers.serving import SnapshotServer
 from peers.trainer import Trainer
 
 __all__ = ["Place", "Training"]
@@ -61,6 +64,7 @@ class Training:
         collective: GrpcCollective,
         bridge: Bridge,
         metrics: Metrics,
+        server: SnapshotServer | None = None,
     ) -> None:
         self._options = options
         self._config = config
@@ -68,6 +72,9 @@ class Training:
         self._collective = collective
         self._bridge = bridge
         self._metrics = metrics
+        self._server = server
+        self._shown: Outer | None = None
+        self._origin: Origin | None = None
         self._pace = Pace(options.throttle)
         self._told = ""
 
@@ -91,6 +98,7 @@ class Training:
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
             self._report(worker)  # a peer that is where the run is, is waited for
             saving.begin(worker.outer_step)
+            self._show(worker)
             self._loop(trainer, worker, saving)
         saving.last()
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
@@ -168,6 +176,7 @@ class Training:
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
         result = trainer.step()
         self._pace.add(result)
+        self._show(worker)
         self._report(worker)
         if worker.outer_step != before or worker.last_reason != self._told:
             self._tell(worker)
@@ -175,6 +184,17 @@ class Training:
         if self._options.throttle > 1:
             with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
                 self._bridge.wait(lambda: None, timeout=self._pace.rest_s)
+
+    def _show(self, worker: EditWorker) -> None:
+        """Where the outer parameters came from, and that others may have them."""
+        if (origin := self._collective.origin) is not None and origin is not self._origin:
+            self._origin = origin
+            self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
+        if (server := self._server) is not None:
+            schema, outer = worker.outer_of()
+            if outer is not self._shown:
+                self._shown = outer
+                self._bridge.post(lambda: server.show(schema, outer))
 
     def _report(self, worker: EditWorker) -> None:
         self._collective.report(

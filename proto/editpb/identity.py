@@ -7,7 +7,7 @@ serves. Must not know: keys, files, who is still a member.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from cryptography import x509
@@ -15,7 +15,7 @@ from cryptography import x509
 from edit.errors import ConfigError, RefusedError
 from editpb.limits import is_id
 
-__all__ = ["ROLES", "Identity", "from_auth_context", "from_certificate", "from_uri"]
+__all__ = ["ROLES", "Identity", "admitted", "from_auth_context", "from_certificate", "from_uri"]
 
 ROLES = ("peer", "region", "observer", "operator", "coordinator")
 _SCHEME = "edit://"
@@ -64,6 +64,16 @@ def from_auth_context(context: Mapping[str, Iterable[bytes]]) -> Identity:
     """The identity of the caller, from `grpc.ServicerContext.auth_context()`. Raises RefusedError without exactly one."""
     names = [name.decode("utf-8", "replace") for name in context.get(_SAN, ())]
     return _only([name for name in names if name.startswith(_SCHEME)])
+
+
+def admitted(context: Mapping[str, Iterable[bytes]], run_id: str, roles: Collection[str]) -> Identity:
+    """The identity of the caller, of this run and in one of `roles`. Raises RefusedError."""
+    identity = from_auth_context(context)
+    if identity.run_id != run_id:
+        raise RefusedError(f"the certificate is of run {identity.run_id}, this is {run_id}")
+    if identity.role not in roles:
+        raise RefusedError(f"role {identity.role} may not do this; it needs {' or '.join(roles)}")
+    return identity
 
 
 def from_certificate(certificate: x509.Certificate) -> Identity:

@@ -31,6 +31,9 @@ class Shelf:
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def known(self, outer_step: int, now: float) -> SnapshotManifest | None:
         """The manifest of this step, if it is here; it then stays for another while. Forgets what nobody reads."""
         self._kept = {step: kept for step, kept in self._kept.items() if kept.until > now}

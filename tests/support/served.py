@@ -38,6 +38,7 @@ from editpb.messages import (
     Heartbeat,
     Hello,
     PeerState,
+    Serving,
     SnapshotRequest,
     UpdateRequest,
     View,
@@ -127,14 +128,21 @@ class Served:
 
     def credentials(self, peer_id: str, role: str = "peer", authority: Authority | None = None) -> grpc.ChannelCredentials:
         """A certificate without the detour over an invitation; authority: another one, for an impostor."""
+        return grpc.ssl_channel_credentials(self.ca, *self.certificate(peer_id, role, authority))
+
+    @property
+    def ca(self) -> bytes:
+        return (self.folder.path / "ca.pem").read_bytes()
+
+    def certificate(self, peer_id: str, role: str = "peer", authority: Authority | None = None) -> tuple[bytes, bytes]:
+        """(key, certificate) in PEM. Each one replaces the member's last."""
         own = self.coordinator.authority
         issuer = authority or own
         identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
         certificate = issuer.issue(identity, key.public_key(), lifetime_s=3600, now=time.time())
         if authority is None:
             own.members.admit(identity, certificate, time.time())
-        pem = certificate.public_bytes(serialization.Encoding.PEM)
-        return grpc.ssl_channel_credentials((self.folder.path / "ca.pem").read_bytes(), key_pem(key), pem)
+        return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
 
     @asynccontextmanager
     async def channel(
@@ -232,8 +240,14 @@ class BarePeer:
     async def hear(self, kind: type) -> object:
         return await self._until(lambda m: isinstance(m, kind))
 
-    async def report(self, outer_step: int, digest_: str = "", state: PeerState = PeerState.TRAINING) -> None:
-        beat = Heartbeat(state=state, outer_step=outer_step, digest=digest_)
+    async def report(
+        self,
+        outer_step: int,
+        digest_: str = "",
+        state: PeerState = PeerState.TRAINING,
+        serving: Serving | None = None,
+    ) -> None:
+        beat = Heartbeat(state=state, outer_step=outer_step, digest=digest_, serving=serving)
         await self._call.write(convert.peer_message_to_pb(beat))
 
     async def goodbye(self) -> None:

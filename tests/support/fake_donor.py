@@ -1,0 +1,118 @@
+"""Members that serve snapshots in every way that one may: well, and otherwise. Plaintext, on the loop of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from torch import Tensor
+
+from edit.boxes import Region
+from edit.schema import Schema
+from editpb import data_pb2, data_pb2_grpc, tensors_pb2
+from editpb.convert import make_chunks, snapshot_request_from_pb
+from editpb.messages import Donor, Serving, SnapshotRequest
+
+PIECE = 1024  # bytes of a chunk
+Answer = Callable[[SnapshotRequest, bytes], AsyncIterator[tensors_pb2.Chunk]]
+
+
+async def honest(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    for chunk in make_chunks(data, PIECE, start=wanted.offset):
+        yield chunk
+
+
+def breaking(after: int, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> Answer:
+    """Sends so many chunks, then breaks off."""
+
+    async def answer(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+        for i, chunk in enumerate(make_chunks(data, PIECE, start=wanted.offset)):
+            if i == after:
+                break
+            yield chunk
+        raise Break(code)
+
+    return answer
+
+
+async def lying(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    async for chunk in honest(wanted, bytes(byte ^ 1 for byte in data)):
+        yield chunk
+
+
+async def short(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    async for chunk in honest(wanted, data[:PIECE]):
+        yield chunk
+
+
+async def too_much(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    """One chunk that goes beyond the end."""
+    more = data[wanted.offset :] + b"more"
+    yield tensors_pb2.Chunk(offset=wanted.offset, data=more, crc32=zlib.crc32(more))
+
+
+async def damaged(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    async for chunk in honest(wanted, data):
+        yield tensors_pb2.Chunk(offset=chunk.offset, data=chunk.data, crc32=chunk.crc32 ^ 1)
+
+
+async def silent(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    await asyncio.Event().wait()
+    yield tensors_pb2.Chunk()
+
+
+async def dripping(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    """A byte at a time, and never more than a reader waits between two."""
+    for chunk in make_chunks(data, 1, start=wanted.offset):
+        yield chunk
+        await asyncio.sleep(0.001)
+
+
+class Break(Exception):
+    """The stream ends with this status."""
+
+
+@dataclass
+class FakeDonor(data_pb2_grpc.DataServicer):
+    """asked: (fragment_id, offset, ticket) of every request."""
+
+    schema: Schema
+    theta: Sequence[Tensor]
+    answer: Answer = honest
+    asked: list[tuple[int, int, str]] = field(default_factory=list)
+    address: str = ""
+
+    def named(self, peer_id: str) -> Donor:
+        return Donor(peer_id, Serving(self.address, f"ticket-of-{peer_id}"))
+
+    async def FetchSnapshot(
+        self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[tensors_pb2.Chunk]:
+        wanted = snapshot_request_from_pb(request, self.schema)
+        self.asked.append((wanted.fragment_id, wanted.offset, wanted.ticket))
+        part = Region(self.schema.fragments[wanted.fragment_id], wanted.boxes).take(self.theta[wanted.fragment_id])
+        try:
+            async for chunk in self.answer(wanted, part.numpy().tobytes()):
+                yield chunk
+        except Break as broken:
+            await context.abort(broken.args[0], "told to")
+
+
+@asynccontextmanager
+async def listening(*donors: FakeDonor) -> AsyncIterator[None]:
+    servers = []
+    for donor in donors:
+        server = grpc.aio.server()
+        data_pb2_grpc.add_DataServicer_to_server(donor, server)
+        donor.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+    try:
+        yield
+    finally:
+        for server in servers:
+            await server.stop(None)
