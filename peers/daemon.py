@@ -30,7 +30,7 @@ from peers.serving import SnapshotServer
 from peers.trainer import choose_device, use_threads
 from peers.training import Place, Training
 
-__all__ = ["PeerOptions", "attend", "run_peer"]
+__all__ = ["PeerOptions", "attend", "run_peer", "server_of"]
 
 _log = logging.getLogger("peers")
 
@@ -46,13 +46,13 @@ def run_peer(options: PeerOptions) -> None:
     launch = launched()
     device = choose_device(options.device, launch)
     use_threads(options.threads)
-    server = _server(options, enrolled, launch)
+    server = server_of(options, enrolled, launch)
     with process_group(launch, device):
         attend(options, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch, server)
 
 
-def _server(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> SnapshotServer | None:
-    """Of snapshots, where the operator wants one."""
+def server_of(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> SnapshotServer | None:
+    """The server of snapshots, where the operator wants one. Raises ConfigError where there can be none."""
     if (listen := options.serve_snapshots) is None:
         return None
     if launch.size > 1:

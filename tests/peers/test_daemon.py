@@ -23,10 +23,12 @@ from edit.worker import EditWorker
 from editpb.identity import Identity
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.bridge import Interrupted
-from peers.daemon import PeerOptions, attend, run_peer
+from peers.daemon import PeerOptions, attend, run_peer, server_of
 from peers.dial import Dial
+from peers.environment import Launch
 from peers.faults import Fault, FaultInjector, parse_faults
 from peers.grpc_collective import GrpcCollective
+from peers.home import Enrolled
 from peers.metrics import Metrics
 from peers.models import build
 from peers.training import Training
@@ -267,9 +269,29 @@ def test_options_name_what_is_wrong(tmp_path: Path) -> None:
         ({"data": tmp_path / "x"}, "--data"),
         ({"checkpoint_every": -1}, "--checkpoint-every"),
         ({"keep_checkpoints": 0}, "--keep-checkpoints"),
+        ({"serve_snapshots": "7801"}, "--serve-snapshots 7801: must be HOST:PORT"),
+        ({"serve_snapshots": "host:70000"}, "--serve-snapshots host:70000: must be HOST:PORT"),
+        ({"serve_snapshots": "0.0.0.0:0"}, "others cannot dial 0.0.0.0; .* --advertise"),
+        ({"serve_snapshots": "[::]:7801"}, "--advertise"),
+        ({"serve_snapshots": "0.0.0.0:0", "advertise": "host:1"}, "--advertise host:1: .* without a port"),
+        ({"advertise": "host"}, "--advertise host: .* --serve-snapshots"),
     ):
         with pytest.raises(ConfigError, match=word):
             PeerOptions(**{"home": tmp_path, "data": tmp_path, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "host"),
+    [("127.0.0.1:0", None, "127.0.0.1"), ("[::1]:7801", None, "[::1]"), ("0.0.0.0:10", "peer.example", "peer.example")],
+)
+def test_where_snapshots_are_dialled(tmp_path: Path, listen: str, advertise: str | None, host: str) -> None:
+    assert PeerOptions(home=tmp_path, data=tmp_path, serve_snapshots=listen, advertise=advertise).serving_host == host
+
+
+def test_a_rank_of_several_serves_no_snapshots(tmp_path: Path) -> None:
+    options = PeerOptions(home=tmp_path, data=tmp_path, serve_snapshots="127.0.0.1:0")
+    with pytest.raises(ConfigError, match="a rank of 2 holds only its part of the parameters; leave it out"):
+        server_of(options, cast(Enrolled, None), Launch(rank=1, size=2, local_rank=1, local_size=2))
 
 
 def test_a_folder_that_is_not_enrolled_is_named(tmp_path: Path) -> None:
@@ -283,6 +305,10 @@ def test_metrics_are_flushed_line_by_line_and_know_no_nan(tmp_path: Path) -> Non
         metrics.step(9, 1.0, 2.0, 3)
         metrics.step(10, float("nan"), 2.0, 3)
         line = json.loads(path.read_text())
+        metrics.snapshot(3, "abcd", ("b", "the aggregator"))
+    taken = json.loads(path.read_text().splitlines()[-1])
+    sources = ["b", "the aggregator"]
+    assert taken == {"kind": "snapshot", "t": 12.5, "outer_step": 3, "digest": "abcd", "sources": sources}
     assert line == {"kind": "step", "t": 12.5, "step": 10, "loss": None, "tokens_per_s": 2.0, "outer_step": 3}
 
 

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from aggregator.authority import Authority
 from aggregator.certificates import new_key
@@ -22,7 +24,9 @@ from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity, from_auth_context
 from editpb.invitation import Invitation
+from peers.daemon import PeerOptions, server_of
 from peers.enrolment import join
+from peers.environment import ALONE
 from peers.home import Home
 
 NOW = time.time()  # TLS reads the real clock; everything else is told this one
@@ -147,9 +151,11 @@ def test_an_invitation_of_another_run_does_not_trust_this_server(run: Run, tmp_p
     assert "certificate is not from this run's authority" in str(error) and "other-1" in str(error)
 
 
-def test_a_member_cannot_pose_as_the_coordinator(run: Run, tmp_path: Path) -> None:
-    mallory = run.issue(Identity(RUN, "peer", "mallory"))
-    error = serving(mallory, run.service(), lambda port: refused(run.invite(port).encode(), tmp_path / "home"))
+@pytest.mark.parametrize(("peer_id", "host"), [("mallory", "127.0.0.1"), ("localhost", "localhost")])
+def test_a_member_cannot_pose_as_the_coordinator(run: Run, tmp_path: Path, peer_id: str, host: str) -> None:
+    """Although a peer's certificate may serve: it names no host, not even by its peer_id."""
+    mallory = run.issue(Identity(RUN, "peer", peer_id))
+    error = serving(mallory, run.service(), lambda port: refused(run.invite(port, host=host).encode(), tmp_path / "home"))
     assert isinstance(error, (RefusedError, TransportError))
     assert run.authority.members.get("alice") is None
 
@@ -263,6 +269,29 @@ def test_joining_again_renews_the_certificate_with_the_same_key(run: Run, home: 
     serving(run.pair(), run.service(NOW + 30), lambda port: join(run.invite(port).encode(), home, NOW))
     assert (home / "peer.key").read_bytes() == key and (home / "peer.pem").read_bytes() != certificate
     assert Home(home).load(NOW).identity == ALICE
+
+
+def test_a_certificate_from_before_peers_could_serve_still_trains_but_serves_nothing(run: Run, home: Path) -> None:
+    assert Home(home).load(NOW).serving is not None
+    text = home / "text.txt"
+    text.write_text("to be or not to be")
+    with pytest.raises(ConfigError, match=r"ask for a new invitation for alice and run: edit-peer join INVITATION --home"):
+        make_old(run, home)
+        server_of(PeerOptions(home=home, data=text, serve_snapshots="127.0.0.1:0"), Home(home).load(NOW), ALONE)
+    assert Home(home).load(NOW).serving is None
+    assert who_am_i(run, Home(home).load(NOW).credentials) == ALICE.uri.encode()
+
+
+def make_old(run: Run, home: Path) -> None:
+    """Alice's certificate as older versions issued it: for a client, without a name to serve under."""
+    own = x509.load_pem_x509_certificate((home / "peer.pem").read_bytes())
+    builder = x509.CertificateBuilder(own.issuer, own.subject, own.public_key(), own.serial_number)  # type: ignore[arg-type]
+    builder = builder.not_valid_before(own.not_valid_before_utc).not_valid_after(own.not_valid_after_utc)
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(ALICE.uri)]), critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=True)
+    key = serialization.load_pem_private_key((run.folder / "ca.key").read_bytes(), None)
+    certificate = builder.sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def test_a_folder_that_never_joined_says_what_to_do(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_user_mistakes_are_one_line_and_exit_code_2(
         ("run", "--data", there, "--home", home): "edit-peer join",
         ("run", "--data", there, "--home", home, "--fault", "zero@1"): "--fault",
         ("run", "--data", there, "--home", home, "--throttle", "0"): "--throttle",
+        ("run", "--data", there, "--home", home, "--serve-snapshots", "0.0.0.0:0"): "--advertise",
         ("join", "nonsense", "--home", home): "invitation",
         ("alone", "--run", str(tmp_path / "run.toml"), "--data", there, "--steps", "1", "--out", there): "run.toml",
     }
@@ -114,6 +115,7 @@ def test_options_reach_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr("peers.daemon.run_peer", seen.append)
     arguments = ["--data", str(tmp_path), "--home", "h", "--device", "cpu", "--threads", "3", "--metrics", "m.jsonl"]
     arguments += ["--tensor-parallel", "2", "--checkpoints", "c", "--checkpoint-every", "5", "--keep-checkpoints", "7"]
+    arguments += ["--serve-snapshots", "0.0.0.0:7801", "--advertise", "peer.example"]
     run(monkeypatch, "run", *arguments, "--throttle", "2", "--fault", "nan@3", "--allow-model", "x", "--allow-model", "y")
     options = seen[0]
     assert (options.home, options.threads, options.throttle) == (Path("h"), 3, 2.0)
@@ -121,6 +123,7 @@ def test_options_reach_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert options.allowed_models == {"x", "y"}
     assert (options.tensor_parallel, options.checkpoint_every, options.keep_checkpoints, options.fresh) == (2, 5, 7, False)
     assert options.checkpoint_folder == Path("c")
+    assert (options.serve_snapshots, options.advertise) == ("0.0.0.0:7801", "peer.example")
     run(monkeypatch, "run", "--data", str(tmp_path), "--home", "h", "--fresh")
     assert seen[1].fresh and seen[1].checkpoint_folder == Path("h/checkpoints")
 
