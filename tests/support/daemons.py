@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import aggregator.cli
 import peers.cli
+from edit.lab.link import Link, LinkShape
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -75,6 +76,7 @@ class Site:
         self.folder = folder
         self.state = folder / "state"
         self.daemons: list[Daemon] = []
+        self._links = contextlib.ExitStack()
         folder.mkdir(exist_ok=True)
         (folder / "run.toml").write_text(toml)
         (folder / "text.py").write_bytes(Path(json.__file__).read_bytes())
@@ -91,6 +93,7 @@ class Site:
                 daemon.finish()
             if kind is not None:
                 print(f"---- {daemon.process.args}\n{''.join(daemon.lines)}")  # what a failing test is judged by
+        self._links.close()
 
     def start(self, *arguments: object) -> Daemon:
         self.daemons.append(Daemon(*arguments))
@@ -108,6 +111,14 @@ class Site:
             invitation = call(aggregator.cli.app, "invite", "--state", self.state, name).splitlines()[0]
             call(peers.cli.app, "join", invitation, "--home", self.folder / name)
 
+    def link(self, name: str) -> Link:
+        """From now on this peer dials the coordinator through a link of its own. It is enrolled, and the coordinator serves."""
+        host, port = json.loads((self.state / "addresses.json").read_text())["listen"].split(":")
+        link = self._links.enter_context(Link((host, int(port)), LinkShape()))
+        path = self.folder / name / "identity.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
+        return link
+
     def peer(self, name: str, *options: object, ranks: int = 1) -> Daemon:
         """`edit-peer run`; of several ranks under torchrun."""
         command = ["peers", "run", "--home", self.folder / name, "--data", self.folder / "text.py", "--threads", 1, *options]
@@ -117,7 +128,7 @@ class Site:
         return self.start(*torchrun, "--nproc-per-node", ranks, "-m", *command)
 
     def operate(self, command: str) -> str:
-        """One command of the coordinator's operator: status, pause, resume."""
+        """One command of the coordinator's operator: status, pause, resume, drain."""
         arguments = ["--json"] if command == "status" else []
         return call(aggregator.cli.app, command, "--state", self.state, *arguments)
 
