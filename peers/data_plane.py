@@ -8,6 +8,7 @@ control connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -147,9 +148,12 @@ class DataPlane:
         Whole ones come from its donors as long as there are any, everything else from the aggregator.
         """
         donors = Donors(manifest, self._run_id, self._dial, self._traffic, self._draw, self._patience)
+        reminder = asyncio.create_task(self._remind(manifest))
         try:
             fragments = [await self._snapshot_fragment(manifest, region, donors, wanted) for region in regions]
         finally:
+            reminder.cancel()
+            await asyncio.wait([reminder])
             await donors.close()
         self.origin = Origin(manifest.outer_step, manifest.digest, tuple(donors.sources))
         _log.info("snapshot of outer step %d from %s", manifest.outer_step, ", ".join(donors.sources))
@@ -170,6 +174,21 @@ class DataPlane:
             self._down(await self._stub().Found(parts()))
 
         await _retrying("founding", attempt, wanted)
+
+    async def _remind(self, manifest: SnapshotManifest) -> None:
+        """Ask the aggregator for the empty end of a fragment now and then: it keeps the snapshot for those who ask, and would
+        else have forgotten it when the last donor breaks off."""
+        end = SnapshotRequest(
+            run_id=self._run_id,
+            outer_step=manifest.outer_step,
+            fragment_id=0,
+            offset=4 * manifest.schema.fragments[0].numel,
+        )
+        while True:
+            await asyncio.sleep(self._patience.remind_s)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(end))):
+                    pass
 
     async def _snapshot_fragment(self, manifest: SnapshotManifest, region: Region, donors: Donors, wanted: Wanted) -> Tensor:
         fragment = region.fragment

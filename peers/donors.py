@@ -22,6 +22,7 @@ from editpb.convert import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import Donor, SnapshotManifest, SnapshotRequest
+from editpb.shelf import KEPT_S
 from editpb.status import from_rpc
 from peers.assembly import SnapshotFragment
 from peers.dial import Dial, Traffic
@@ -43,11 +44,15 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """With one donor: seconds between two of its chunks, seconds beyond what its bytes may take, bytes per second."""
+    """With one donor: seconds between two of its chunks, seconds beyond what its bytes may take, bytes per second.
+
+    remind_s: how often the aggregator is reminded to keep the snapshot meanwhile, seconds.
+    """
 
     chunk_s: float = 15.0
     grace_s: float = 15.0
     bytes_per_s: float = 256 * 1024.0
+    remind_s: float = KEPT_S / 3
 
 
 class Donors:

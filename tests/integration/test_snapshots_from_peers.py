@@ -75,7 +75,7 @@ async def named(run: Served, *donors: str, at: Serving | None = None) -> None:
         while True:
             manifest = await data.describe(SCHEMA, lambda: True)
             who, where = [donor.peer_id for donor in manifest.donors], [donor.serving for donor in manifest.donors]
-            if who == list(donors) and (at is None or where == [at]):
+            if sorted(who) == sorted(donors) and (at is None or where == [at]):
                 return
 
 
@@ -143,6 +143,23 @@ def test_a_server_that_is_not_the_peer_that_was_named_is_not_believed(tmp_path: 
             await named(run, "a", at=place)
             assert await take(run) == (digest(theta()), ("the aggregator",))
             assert other.traffic.sent == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_lies_about_its_parameters_is_left_and_the_run_never_hears_of_them(tmp_path: Path) -> None:
+    """It says the right digest, and serves other bytes."""
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, donating(run) as (a, server):
+            poisoned = [theta()[0], theta()[1].clone()]
+            poisoned[1][7] += 1e-3
+            truth = outer(0, theta())
+            server.show(SCHEMA, Outer(0, truth.digest, tuple(poisoned), truth.hashes))
+            await a.report(0, truth.digest, serving=server.offer(0))
+            await named(run, "a", at=server.offer(0))
+            assert await take(run) == (truth.digest, ("a", "the aggregator")), "its first fragment was right"
+            assert server.traffic.sent > 4 * SCHEMA.numel
 
     asyncio.run(scenario())
 

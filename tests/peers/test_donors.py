@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
@@ -14,7 +14,8 @@ from edit.boxes import Box, Region
 from edit.errors import GoneError
 from edit.outer import combine, fragment_hash
 from edit.records import Snapshot
-from editpb.messages import Donor, Serving, SnapshotManifest
+from editpb import data_pb2, tensors_pb2
+from editpb.messages import Donor, Serving, SnapshotManifest, SnapshotRequest
 from peers.data_plane import DataPlane
 from peers.dial import Dial, Traffic
 from peers.donors import Origin, Patience
@@ -166,6 +167,28 @@ def test_a_part_of_a_fragment_comes_from_the_aggregator_for_it_cannot_be_checked
     assert torch.equal(snapshot.fragments[1], THETA[1][100:150])
     assert origin.sources == ("b", "the aggregator")
     assert [i for i, _, _ in one.asked] == [0]
+
+
+def test_the_aggregator_is_reminded_to_keep_the_snapshot_while_a_donor_is_read() -> None:
+    reminded = asyncio.Event()
+
+    class Keeper(FakeDonor):
+        async def FetchSnapshot(
+            self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[tensors_pb2.Chunk]:
+            async for chunk in super().FetchSnapshot(request, context):
+                yield chunk
+            reminded.set()
+
+    async def when_reminded(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+        await reminded.wait()
+        async for chunk in honest(wanted, data):
+            yield chunk
+
+    aggregator = Keeper(SCHEMA, THETA)
+    snapshot, origin, _ = read(donor(when_reminded), aggregator=aggregator, patience=Patience(remind_s=0.0))
+    assert same(snapshot) and origin.sources == ("b",)
+    assert set(aggregator.asked) == {(0, 4 * SIZES[0], "")}
 
 
 def test_where_all_fail_the_error_is_the_aggregators() -> None:
