@@ -74,7 +74,7 @@ def serve(state: State = Path("edit-run")) -> None:
 def invite(
     name: Annotated[str, typer.Argument(help="The new member's peer_id.")],
     state: State = Path("edit-run"),
-    role: Annotated[str, typer.Option(help="peer | observer | operator")] = "peer",
+    role: Annotated[str, typer.Option(help="peer | region | observer | operator")] = "peer",
     hours: Annotated[float, typer.Option(help="Valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation (first line of stdout); send it to the member's operator by a channel you trust.

@@ -19,6 +19,7 @@ from aggregator.store import Store
 from edit.boxes import Region
 from edit.codecs import cut
 from edit.errors import GoneError
+from edit.injection import Injected
 from edit.outer_state import OuterState
 from edit.records import Commit, EncodedTensor
 from edit.schema import Schema
@@ -30,10 +31,11 @@ __all__ = ["Downlink", "Head"]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """theta as last committed, and its manifest."""
+    """theta as last committed, its manifest, and what of a run above is in it."""
 
     manifest: SnapshotManifest
     theta: tuple[Tensor, ...]
+    injected: Injected | None
 
     @classmethod
     def of(cls, outer: OuterState) -> Head:
@@ -41,7 +43,7 @@ class Head:
         manifest = SnapshotManifest(
             outer_step=outer.outer_step, digest=outer.digest, schema=outer.schema, fragment_hash=outer.fragment_hashes
         )
-        return cls(manifest, tuple(outer.theta))
+        return cls(manifest, tuple(outer.theta), outer.injected)
 
 
 class Downlink:
@@ -65,6 +67,11 @@ class Downlink:
     def digest(self) -> str:
         """Of theta at `outer_step`."""
         return self._head.manifest.digest
+
+    @property
+    def injected(self) -> Injected | None:
+        """What of a run above is in theta at `outer_step`."""
+        return self._head.injected
 
     @property
     def oldest_update(self) -> int:

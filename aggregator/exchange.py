@@ -20,6 +20,7 @@ from typing import Protocol
 from aggregator import round_events as events
 from aggregator.contributions import Contributions
 from aggregator.downlink import Downlink, Head
+from aggregator.injections import check_bytes
 from aggregator.intake import Slot
 from aggregator.metrics import RoundReport
 from aggregator.resources import Resources
@@ -27,6 +28,7 @@ from aggregator.rounds import RoundMachine
 from aggregator.state_folder import write_atomic
 from edit.config import RunConfig
 from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError
+from edit.injection import Injected, Injection, check_order, check_run
 from edit.merge import measure
 from edit.outer_state import OuterState, Staged
 from edit.records import Commit
@@ -60,6 +62,7 @@ class _Round:
     """What belongs to the open round. A new round gets a new object, so late results of an old one land nowhere.
 
     tokens: behind the contributions that were merged with a weight, by fragment; bytes_in: that came while it was open.
+    injection: what its commit brings of a run above; fixed when its first fragment is reduced.
     """
 
     round_id: int
@@ -67,6 +70,14 @@ class _Round:
     tokens: dict[int, int] = field(default_factory=dict)
     bytes_in: int = 0
     commit: Commit | None = None
+    injection: Injection | None = None
+    fixed: bool = False
+
+    def fix(self, injection: Injection | None) -> Injection | None:
+        """What all its fragments bring: what the first one to be reduced was given."""
+        if not self.fixed:
+            self.injection, self.fixed = injection, True
+        return self.injection
 
 
 class Exchange:
@@ -162,6 +173,31 @@ class Exchange:
         _log.warning("%s: %s", peer_id, reason)
         self.feed(events.Faulted(peer_id, round_id, reason))
 
+    # ---- what a run above brings ---------------------------------------------------------------------------------------
+
+    @property
+    def accepted(self) -> Injected | None:
+        """What is on disk of it and comes in with the next commit."""
+        pending = self._store.injections.pending
+        return pending.brings if pending is not None else None
+
+    def may_bring(self, brings: Injected, base: Injected | None, replaces: bool) -> None:
+        """Whether this run takes it as it stands. Raises as `edit.injection` says."""
+        check_run(self._outer.config)
+        check_order(brings, base, replaces, self._downlink.injected, self._downlink.outer_step)
+
+    async def inject(self, injection: Injection, claimed_digest: str) -> None:
+        """It is on disk when this returns, and comes in with the next commit. Raises as `may_bring`, StorageError."""
+
+        def work() -> None:
+            check_bytes(injection, self._outer.schema, claimed_digest)
+            self._store.injections.save(injection)
+
+        await self._background.in_worker(work)
+        self.may_bring(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
+        self._store.injections.promise(injection)
+        _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
+
     # ---- rounds --------------------------------------------------------------------------------------------------------
 
     def feed(self, event: events.Event) -> events.Refused | None:
@@ -207,12 +243,15 @@ class Exchange:
         step = self.machine.outer_step
         contributions = [one.whole(effect.fragment_id, step) for _, one in held if one is not None]
         tokens = {one.peer_id: one.tokens for one in contributions}
+        injection = current.fix(self._store.injections.pending)
 
         def work() -> Staged:
             merged = outer.reduce(effect.fragment_id, contributions)
+            merged = merged if injection is None else injection.into(merged)
             staged = outer.stage(merged)
             self._store.append_fragment(effect.round_id, outer.outer_step + 1, merged)
-            return replace(staged, merged=replace(merged, merged=None))  # D is on disk and in the step: free its memory
+            merged = replace(merged, merged=None, injection=None)  # both are on disk and in the step: free their memory
+            return replace(staged, merged=merged)
 
         try:
             staged = current.staged[effect.fragment_id] = await self._background.in_worker(work)
@@ -228,10 +267,11 @@ class Exchange:
             return
         staged = [current.staged[i] for i in sorted(current.staged)]
         tokens = self._tokens(current)
+        brings = current.injection.brings if current.injection is not None else None
 
         def work() -> tuple[Commit, Head]:
-            self._store.append_commit(effect.round_id, outer.outer_step + 1, effect.reason, tokens)
-            commit = outer.commit(effect.round_id, effect.reason, staged)
+            self._store.append_commit(effect.round_id, outer.outer_step + 1, effect.reason, tokens, brings)
+            commit = outer.commit(effect.round_id, effect.reason, staged, brings)
             self._store.publish(commit)
             return commit, Head.of(outer)
 
@@ -242,6 +282,7 @@ class Exchange:
             return
         current.commit = commit
         self._downlink.show(head)
+        self._store.injections.committed(head.injected)
         self._observer.round_committed(commit, effect.missing)
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
         if commit.outer_step % self._checkpoint_every == 0:

@@ -29,6 +29,7 @@ from aggregator.journal_records import (
     records,
 )
 from edit.errors import LocalProtocolError, StorageError
+from edit.injection import Injected
 from edit.merge import Merged
 
 __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "replay", "replay_segments"]
@@ -38,13 +39,17 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """One committed round: what advanced the run TO `outer_step`; fragments in fragment order; tokens: merged so far in all."""
+    """One committed round: what advanced the run TO `outer_step`; fragments in fragment order; tokens: merged so far in all.
+
+    injected: what the injection in the fragments, if there is one, brings.
+    """
 
     round_id: int
     outer_step: int
     reason: str
     fragments: tuple[Merged, ...]
     tokens: int
+    injected: Injected | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +136,13 @@ class Journal:
         self._check_step(outer_step)
         if round_id != self._round_id:
             self._give_up_round()
-        self._append(fragment_header(round_id, outer_step, merged), body_of(merged.merged))
+        self._append(fragment_header(round_id, outer_step, merged), body_of(merged))
         self._round_id = round_id
         self._fragments.add(merged.fragment_id)
 
-    def append_commit(self, round_id: int, outer_step: int, reason: str, tokens: int = 0) -> None:
+    def append_commit(
+        self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
+    ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
         Raises StorageError.
@@ -144,6 +151,7 @@ class Journal:
         if round_id != self._round_id or not self._fragments:
             raise LocalProtocolError(f"journal: commit of round {round_id} without its fragments")
         header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
+        header["injected"] = injected.to_json() if injected is not None else None
         self._append({**header, "fragments": sorted(self._fragments)}, b"")
         self._make_durable()
         self._outer_step, self._round_id = outer_step, 0
@@ -224,10 +232,19 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
             pending[merged.fragment_id] = merged
         elif header["kind"] == "commit":
             fragments = tuple(pending[fragment_id] for fragment_id in sorted(pending))
-            yield CommittedRound(round_id, header["outer_step"], header["reason"], fragments, header["tokens"])
+            yield _committed(path, record, fragments)
             pending = {}
         if record.end >= end:
             return
+
+
+def _committed(path: Path, record: Record, fragments: tuple[Merged, ...]) -> CommittedRound:
+    header = record.header
+    try:
+        injected = Injected.from_json(header["injected"])
+        return CommittedRound(header["round_id"], header["outer_step"], header["reason"], fragments, header["tokens"], injected)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{path}: the record at byte {record.offset} is not a commit ({error!r})") from error
 
 
 def replay_segments(segments: Iterable[tuple[int, Path]], outer_step: int, at_least: int = 0) -> Iterator[CommittedRound]:

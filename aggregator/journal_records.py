@@ -4,7 +4,8 @@ Owns: the layout of one record. Must not know: the order of records, files' name
 
     magic b"EdJ1" | u32 length of the JSON header | u64 length of the body | u32 crc32 of all but itself | header | body
 
-little-endian; the body of a fragment is its merged pseudo-gradient, raw fp32.
+little-endian; the body of a fragment is its merged pseudo-gradient, raw fp32, and after it what was injected with it, if
+anything was.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ def fragment_header(round_id: int, outer_step: int, merged: Merged) -> dict[str,
         "outer_step": outer_step,
         "fragment_id": merged.fragment_id,
         "rollback": merged.merged is None,
+        "injected": merged.injection is not None,
+        "replaces": merged.replaces,
         "verdicts": verdicts_written(merged.verdicts),
         "statistics": {peer: [number(s.mean), number(s.variance), s.count] for peer, s in merged.statistics.items()},
         "merged_norm": number(merged.merged_norm),
@@ -159,9 +162,12 @@ def merged_of(path: Path, record: Record) -> Merged:
 
 def _merged(record: Record) -> Merged:
     header = record.header
+    parts = _parts(record.body, (not header["rollback"]) + header["injected"])
     return Merged(
         fragment_id=header["fragment_id"],
-        merged=None if header["rollback"] else torch.frombuffer(record.body, dtype=torch.float32),
+        merged=None if header["rollback"] else next(parts),
+        injection=next(parts) if header["injected"] else None,
+        replaces=header["replaces"],
         verdicts=verdicts_from(header["verdicts"]),
         statistics={
             peer_id: NormStatistics(mean=float(mean), variance=float(variance), count=count)
@@ -190,10 +196,19 @@ def number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def body_of(merged: Tensor | None) -> Buffer:
-    """The raw part of a merged fragment: fp32, not copied; empty for a rollback."""
-    if merged is None:
-        return b""
-    if sys.byteorder != "little" or merged.dtype is not torch.float32 or merged.dim() != 1:
+def _parts(body: bytearray, count: int) -> Iterator[Tensor]:
+    """The equally long vectors in the body of a fragment; they share its memory."""
+    if count == 0:
+        return
+    vector = torch.frombuffer(body, dtype=torch.float32)
+    yield from vector.view(count, -1)
+
+
+def body_of(merged: Merged) -> Buffer:
+    """The raw part of a merged fragment: fp32; empty for a rollback. Not copied, unless something was injected with it."""
+    parts = [part for part in (merged.merged, merged.injection) if part is not None]
+    if sys.byteorder != "little" or any(part.dtype is not torch.float32 or part.dim() != 1 for part in parts):
         raise LocalProtocolError("journal: a merged fragment must be one flat fp32 tensor of a little-endian machine")
-    return merged.detach().contiguous().numpy().view("uint8").data
+    if not parts:
+        return b""
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).detach().contiguous().numpy().view("uint8").data

@@ -18,6 +18,7 @@ from aggregator.donors import donors_of
 from aggregator.engine import Attendance, Engine
 from aggregator.status import status_reply
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
+from edit.injection import Injection
 from editpb import control_pb2 as cpb
 from editpb import convert
 from editpb import data_pb2 as dpb
@@ -58,8 +59,12 @@ class ControlService:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with answering(context):
             try:
-                identity = _admit(self._engine, context, "peer")
+                identity = _admit(self._engine, context, "peer", "region")
                 hello = await self._hello(messages)
+                if identity.role == "region" and hello.schema is not None:
+                    raise RefusedError(
+                        "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
+                    )
                 attendance = self._attendance(identity, hello)
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
@@ -231,7 +236,7 @@ class DataService:
 
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         async with answering(context):
-            identity = _admit(self._engine, context, "peer", "observer", "operator")
+            identity = _admit(self._engine, context, "peer", "region", "observer", "operator")
             self._engine.same_run(request.run_id)
             manifest = self._engine.downlink.describe_snapshot()
             donors = donors_of(manifest, self._engine.membership.members.values(), identity.peer_id)
@@ -240,7 +245,7 @@ class DataService:
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
         async with answering(context):
-            _admit(self._engine, context, "peer", "observer", "operator")
+            _admit(self._engine, context, "peer", "region", "observer", "operator")
             wanted = convert.snapshot_request_from_pb(request, self._engine.downlink.schema)
             self._engine.same_run(wanted.run_id)
             fragment = await self._engine.downlink.snapshot_fragment(wanted)
@@ -265,6 +270,38 @@ class DataService:
             theta = [_fp32(buffer.finish()) for buffer in buffers]
             await self._engine.found(identity.peer_id, schema, theta, header.digest)
         return dpb.FoundReply()
+
+    async def Inject(self, parts: AsyncIterator[dpb.InjectPart], context: Context) -> dpb.InjectReply:
+        """What the run above has decided, by the regional aggregator alone."""
+        async with answering(context):
+            _admit(self._engine, context, "region")
+            first = await anext(parts, None)
+            if first is None or first.WhichOneof("kind") != "header":
+                raise RemoteProtocolError("an injection begins with its header")
+            exchange, schema = self._engine.exchange, self._engine.downlink.schema
+            header = convert.inject_header_from_pb(first.header, schema)
+            self._engine.same_run(header.run_id)
+            if header.schema_hash != schema.schema_hash:
+                raise RefusedError("another model: the injection's schema_hash is not the run's")
+            exchange.may_bring(header.brings, header.base, header.replaces)
+            fragments = [schema.fragments[i] for i in header.fragments]
+            buffers = {f.fragment_id: Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in fragments}
+            async for part in parts:
+                if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id not in buffers:
+                    raise RemoteProtocolError("after the header only chunks of the fragments that it names follow")
+                buffers[part.chunk.fragment_id].take(part.chunk.chunk)
+            tensors = {i: _fp32(buffers[i].finish()) for i in header.fragments}
+            injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
+            await exchange.inject(injection, header.digest)
+        return dpb.InjectReply()
+
+    async def DescribeInjection(self, request: dpb.InjectionStateRequest, context: Context) -> dpb.InjectionState:
+        """The run as its regional aggregator sees it. Raises StaleError before the founding."""
+        async with answering(context):
+            _admit(self._engine, context, "region", "observer", "operator")
+            self._engine.same_run(request.run_id)
+            return convert.injection_state_to_pb(self._engine.injection_state())
+        raise AssertionError("unreachable: abort raises")
 
 
 def _fp32(data: bytearray) -> Tensor:

@@ -20,10 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aggregator import checkpoint, updates
+from aggregator.injections import Injections
 from aggregator.journal import CommittedRound, Disk, Journal, replay_segments
 from aggregator.state_folder import StateFolder
 from edit.config import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
+from edit.injection import Injected
 from edit.merge import Merged
 from edit.outer_state import OuterState
 from edit.records import Commit
@@ -39,6 +41,7 @@ class Store:
 
     def __init__(self, folder: Path, config: RunConfig, run_id: str, disk: Disk | None = None) -> None:
         self.tokens = 0
+        self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
         self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
@@ -69,9 +72,14 @@ class Store:
         """One merged fragment of the round that advances TO outer_step. Raises StorageError."""
         self._open_journal().append_fragment(round_id, outer_step, merged)
 
-    def append_commit(self, round_id: int, outer_step: int, reason: str, tokens: int = 0) -> None:
-        """The round is committed when this returns; it is on disk. tokens: merged with it. Raises StorageError."""
-        self._open_journal().append_commit(round_id, outer_step, reason, self.tokens + tokens)
+    def append_commit(
+        self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
+    ) -> None:
+        """The round is committed when this returns; it is on disk. tokens: merged with it; injected: see `OuterState.commit`.
+
+        Raises StorageError.
+        """
+        self._open_journal().append_commit(round_id, outer_step, reason, self.tokens + tokens, injected)
         self.tokens += tokens
 
     def checkpoint(self, outer: OuterState) -> None:
@@ -114,6 +122,7 @@ class Store:
         if loaded is None:
             return None
         self.tokens = loaded.tokens
+        self.injections.recover(loaded.outer.injected)
         for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
         self._journal = self._go_on(loaded.base)
@@ -181,7 +190,8 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
     """Replay one journalled round through the same code that committed it."""
     try:
-        return outer.commit(committed.round_id, committed.reason, [outer.stage(merged) for merged in committed.fragments])
+        staged = [outer.stage(merged) for merged in committed.fragments]
+        return outer.commit(committed.round_id, committed.reason, staged, committed.injected)
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error
 

@@ -48,7 +48,10 @@ def join(
 
     identity = redeem(invitation, home, time.time())
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
-    typer.echo(f"next: edit-peer run --home {home} --data PATH")
+    if identity.role == "region":
+        typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")
+    else:
+        typer.echo(f"next: edit-peer run --home {home} --data PATH")
 
 
 @app.command()
@@ -111,6 +114,26 @@ def run(
             advertise=advertise,
         )
     )
+
+
+@app.command()
+def region(
+    below: Annotated[Path, typer.Option(help="Folder of this region's identity in the run below it (--role region).")],
+    home: HomeOption = Path("edit-peer"),
+) -> None:
+    """Let a whole run, of one model, be one peer of a run above it: the second level between sites.
+
+    --home is this region's peer of the run above. The run below is served and joined as any other; what it reaches goes up as
+    one contribution, what the run above decides comes down with its next commit. A run below that is new takes the parameters
+    of the run above. Started again at any time it goes on. Exit codes: 0 one of the runs has finished, or stopped, 2
+    configuration, 3 refused, 4 evicted.
+
+    Example: edit-peer region --home europe-above --below europe-below
+    """
+    from peers.region import run_region
+
+    _log_lines()
+    run_region(home, below)
 
 
 @app.command()

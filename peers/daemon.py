@@ -30,7 +30,7 @@ from peers.serving import SnapshotServer
 from peers.trainer import choose_device, use_threads
 from peers.training import Place, Training
 
-__all__ = ["PeerOptions", "attend", "run_peer", "server_of"]
+__all__ = ["PeerOptions", "attend", "leaving", "run_peer", "server_of", "stopping"]
 
 _log = logging.getLogger("peers")
 
@@ -82,17 +82,17 @@ def attend(
     with (
         Bridge() as bridge,
         Metrics(options.metrics if ranks.leads else None) as metrics,
-        _stopping(bridge),
+        stopping(bridge),
         _serving(bridge, server),
     ):
         try:
-            with _leaving(GrpcCollective(bridge, dial, identity, ranks=ranks)) as reader:
+            with leaving(GrpcCollective(bridge, dial, identity, ranks=ranks)) as reader:
                 config = reader.configuration()
             _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
             layout = lay_out(launch, options.tensor_parallel, config.inner.batch_size, device)
             place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
             lazy = config.sync.mode == "forward"
-            with _leaving(GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy)) as collective:
+            with leaving(GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy)) as collective:
                 if server is not None:
                     collective.serves(server)
                 Training(options, config, place, collective, bridge, metrics, server).run()
@@ -101,7 +101,7 @@ def attend(
 
 
 @contextlib.contextmanager
-def _leaving(collective: GrpcCollective) -> Iterator[GrpcCollective]:
+def leaving(collective: GrpcCollective) -> Iterator[GrpcCollective]:
     """Says goodbye at the end, and why."""
     goodbye = "the peer failed"
     try:
@@ -129,7 +129,7 @@ def _serving(bridge: Bridge, server: SnapshotServer | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stopping(bridge: Bridge) -> Iterator[None]:
+def stopping(bridge: Bridge) -> Iterator[None]:
     """The first signal ends waits and, after it, the loop; then the default action is back, so a second one kills."""
 
     def stop(number: int, _: object) -> None:

@@ -126,8 +126,8 @@ class DataPlane:
 
         await _retrying(f"update {assembly.outer_step}", attempt, wanted)
 
-    async def describe(self, schema: Schema, wanted: Wanted) -> SnapshotManifest:
-        """What the snapshot of the latest commit consists of."""
+    async def describe(self, schema: Schema | None, wanted: Wanted) -> SnapshotManifest:
+        """What the snapshot of the latest commit consists of. schema: None for whoever does not know it yet."""
 
         async def attempt() -> SnapshotManifest:
             request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
