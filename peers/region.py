@@ -127,7 +127,7 @@ class _Regional:
     def _bring(self, region: RegionalPeer, schema: Schema, state: InjectionState) -> bool:
         """Hand down what is new above. True when there is nothing (more) to bring."""
         injection = region.injection()
-        if injection is None or state.accepted == injection.brings:
+        if injection is None or injection.brings in (state.accepted, state.injected):
             return True
         if state.injected != injection.base or not self._below.inject(injection, schema):
             return False
