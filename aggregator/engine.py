@@ -33,7 +33,7 @@ from edit.outer_state import OuterState
 from edit.records import Commit
 from edit.schedule import fragments_due
 from edit.schema import Schema
-from editpb.messages import FoundHeader, Heartbeat, InjectionState, PeerState, RunPhase, View
+from editpb.messages import FoundHeader, Heartbeat, PeerState, RunPhase, View
 
 __all__ = ["Attendance", "Engine"]
 
@@ -386,17 +386,6 @@ class Engine:
         if self._downlink is None:
             raise StaleError("the run has no parameters yet")
         return self._downlink
-
-    def injection_state(self) -> InjectionState:
-        """The run as its regional aggregator sees it. Raises StaleError before the founding."""
-        exchange, downlink = self.exchange, self.downlink
-        return InjectionState(
-            outer_step=downlink.outer_step,
-            phase=_PHASES[exchange.machine.phase],
-            tokens=exchange.machine.tokens,
-            injected=downlink.injected,
-            accepted=exchange.accepted,
-        )
 
     def same_run(self, run_id: str) -> None:
         """Raises RefusedError for another run."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aggregator.donors import donors_of
 from aggregator.engine import Attendance, Engine
-from aggregator.status import status_reply
+from aggregator.status import injection_state, status_reply
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 from edit.injection import Injection
 from editpb import control_pb2 as cpb
@@ -300,7 +300,7 @@ class DataService:
         async with answering(context):
             _admit(self._engine, context, "region", "observer", "operator")
             self._engine.same_run(request.run_id)
-            return convert.injection_state_to_pb(self._engine.injection_state())
+            return convert.injection_state_to_pb(injection_state(self._engine))
         raise AssertionError("unreachable: abort raises")
 
 

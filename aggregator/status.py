@@ -1,4 +1,4 @@
-"""What an operator sees: the engine's state as a StatusReply. Owns the mapping; decides and changes nothing."""
+"""What an operator sees, and a regional aggregator: the engine's state as a value. Owns the mapping; decides and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from aggregator.membership import Member
 from aggregator.metrics import RoundReport
 from editpb import control_pb2 as pb
 from editpb import convert
+from editpb.messages import InjectionState
 
-__all__ = ["peak_memory_bytes", "status_reply"]
+__all__ = ["injection_state", "peak_memory_bytes", "status_reply"]
 
 
 def peak_memory_bytes() -> int:
@@ -27,6 +28,18 @@ def peak_memory_bytes() -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return int(line.split()[1]) * 1024
+
+
+def injection_state(engine: Engine) -> InjectionState:
+    """The run as its regional aggregator sees it. Raises StaleError before the founding."""
+    exchange, downlink = engine.exchange, engine.downlink
+    return InjectionState(
+        outer_step=downlink.outer_step,
+        phase=engine.view(None).phase,
+        tokens=exchange.machine.tokens,
+        injected=downlink.injected,
+        accepted=exchange.accepted,
+    )
 
 
 def status_reply(engine: Engine, rounds_after: int) -> pb.StatusReply:
