@@ -1,4 +1,4 @@
-"""What an operator sees, or a regional aggregator: the engine's state as a value. Owns the mapping; decides, changes nothing."""
+"""What an operator sees, or a regional aggregator: the engine's state as a value. Owns the mapping; changes nothing."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class SnapshotServer:
 
     async def _fetch(self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with answering(context):
-            admitted(context.auth_context(), self._run_id, ("peer", "observer"))
+            admitted(context.auth_context(), self._run_id, ("peer", "region", "observer"))
             if self._readers >= MAX_READERS:
                 raise TransportError(f"{self._readers} others read here already; ask another")
             wanted, fragment = self._wanted(request)
