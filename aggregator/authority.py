@@ -33,7 +33,7 @@ from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
 from editpb.limits import one_line
 
-__all__ = ["MEMBER_LIFETIME_S", "Authority", "MemberRecord", "Members"]
+__all__ = ["MEMBER_LIFETIME_S", "Authority", "MemberRecord", "Members", "check_equipped"]
 
 MEMBER_LIFETIME_S = 365 * 86400.0
 OPERATOR_ID = "operator"
@@ -54,10 +54,14 @@ class MemberRecord:
 
 
 class Members:
-    """members.json: everybody who was ever enrolled. Raises StorageError when the file is damaged or cannot be written."""
+    """members.json: everybody who was ever enrolled. Raises StorageError when the file is damaged or cannot be written.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    enrols: False at a further aggregator, which is not told who was enrolled: whoever has a certificate of the run's authority
+    is a member, until evicted here, or until a certificate of the same name that was issued later has been seen.
+    """
+
+    def __init__(self, path: Path, *, enrols: bool = True) -> None:
+        self._path, self._enrols = path, enrols
         try:
             rows = json.loads(path.read_text()) if path.exists() else []
             self._records = {row["peer_id"]: MemberRecord(**row) for row in rows}
@@ -90,6 +94,14 @@ class Members:
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
         return None
 
+    def see(self, identity: Identity, certificate: x509.Certificate) -> None:
+        """A caller whose certificate is of the run's authority, before `is_allowed`; of use only where nobody is enrolled."""
+        record = self._records.get(identity.peer_id)
+        issued = certificate.not_valid_before_utc.timestamp()
+        if self._enrols or (record is not None and (record.evicted is not None or record.issued >= issued)):
+            return
+        self.admit(identity, certificate, issued)
+
     def evicted(self, peer_id: str) -> bool:
         """Whether the operator shut this member out."""
         record = self._records.get(peer_id)
@@ -102,11 +114,13 @@ class Members:
 
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut a member out for good. Raises RefusedError for one that was never enrolled, and for the run's own operator."""
-        record = self._records.get(peer_id)
-        if record is None:
-            raise RefusedError(f"{one_line(peer_id, 64)} is not a member of this run")
         if peer_id == OPERATOR_ID:
             raise RefusedError(f"{OPERATOR_ID} is this folder's own identity and cannot be evicted")
+        record = self._records.get(peer_id)
+        if record is None and not self._enrols:
+            record = MemberRecord(peer_id=peer_id, role="peer", serial="", issued=0.0)
+        if record is None:
+            raise RefusedError(f"{one_line(peer_id, 64)} is not a member of this run")
         reason = one_line(reason) or "evicted by the operator"
         self._save({**self._records, peer_id: dataclasses.replace(record, evicted=reason)})
 
@@ -181,6 +195,17 @@ class Authority:
     ) -> x509.Certificate:
         """See `aggregator.certificates.Issuer.issue`."""
         return self._issuer.issue(identity, public_key, lifetime_s=lifetime_s, now=now, server_names=server_names)
+
+    def equip(self, path: Path, aggregator: int, name: str, *, now: float) -> None:
+        """Give the folder of a further aggregator its key, a certificate to serve as host `name`, and the authority's own.
+
+        The authority's key stays here, so nobody can be enrolled with what is there. Raises ConfigError (name), StorageError.
+        """
+        identity, key = _aggregator(self.run_id, aggregator), new_key()
+        certificate = self._issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=(name,))
+        write_atomic(path / "ca.pem", _pem(self._issuer.certificate))
+        write_atomic(path / "server.key", key_pem(key), 0o600)
+        write_atomic(path / "server.pem", _pem(certificate))
 
     def renew_server(self, advertise: Sequence[str], *, now: float) -> bool:
         """Issue the server's certificate anew when server.advertise changed or it soon expires; says whether it did."""
@@ -265,6 +290,22 @@ class Authority:
         write_atomic(self._path / f"{name}.key", key_pem(key), 0o600)
         write_atomic(self._path / f"{name}.pem", _pem(certificate))
         return certificate
+
+
+def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: float) -> None:
+    """Raise ConfigError unless the folder of a further aggregator has what `Authority.equip` gives, for that host name."""
+    for needed in ("ca.pem", "server.key", "server.pem"):
+        if not (path / needed).is_file():
+            raise ConfigError(f"{path / needed}: is missing; {_EQUIP}")
+    if not _still_good(path / "server.pem", set(names_of(_aggregator(run_id, aggregator), (name,))), now):
+        raise ConfigError(f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, or has expired; {_EQUIP}")
+
+
+_EQUIP = "make it with `edit-coordinator new-aggregator` on the coordinator's machine, and copy the folder"
+
+
+def _aggregator(run_id: str, number: int) -> Identity:
+    return Identity(run_id, "coordinator", f"aggregator-{number}")
 
 
 def _hash(data: bytes) -> str:

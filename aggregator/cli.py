@@ -9,16 +9,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from aggregator.authority import Authority
-from aggregator.operator import call_operator, drain_run, pause_run, read_status, resume_run
+from aggregator.operator import call_every, call_operator, drain_run, pause_run, read_status, resume_run
 from aggregator.operator import evict_peer as evict_remote
-from aggregator.state_folder import RUN_TOML, StateFolder
+from aggregator.state_folder import RUN_TOML, StateFolder, address_of
 from edit.errors import ConfigError
 from edit.exits import run_command
 
@@ -54,6 +54,27 @@ def init(
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")
     typer.echo(f"next        edit-coordinator serve --state {state}")
+
+
+@app.command()
+def new_aggregator(
+    number: Annotated[int, typer.Argument(help="1 for the first of aggregators.addresses in run.toml, 2 for the second, ...")],
+    folder: Annotated[Path, typer.Argument(help="The state folder to make, or to bring up to the present run.toml.")],
+    state: State = Path("edit-run"),
+) -> None:
+    """Make the folder of a further aggregator, with its key and certificate; copy it to its machine and serve it there.
+
+    Example: edit-coordinator new-aggregator 1 my-run-1 --state my-run
+    """
+    coordinator = StateFolder(state)
+    authority = Authority.load(coordinator.path, coordinator.run_id)
+    further = StateFolder.create_further(folder, coordinator, number)
+    address = address_of(further.config(), number, further.run_toml)
+    authority.equip(further.path, number, address.rpartition(":")[0], now=time.time())
+    typer.echo(
+        f"aggregator {number} of run {coordinator.run_id} at {address}: {folder} (it holds a key: copy it by a way you trust)"
+    )
+    typer.echo(f"next        edit-coordinator serve --state {folder}, on that machine")
 
 
 @app.command()
@@ -109,18 +130,22 @@ def status(
 
     Example: edit-coordinator status --state my-run
     """
-    reply = call_operator(StateFolder(state), read_status)
+    answers = call_every(StateFolder(state), read_status)
+    further = [{"aggregator": number, **reply} for number, reply in answers.said.items() if number > 0]
+    if 0 not in answers.said:
+        answers.check()
+    reply = answers.said[0]
     if as_json:
-        typer.echo(json.dumps(reply, indent=2))
-        return
-    console = Console()
-    console.print(
-        f"[bold]{reply['run_id']}[/]  {reply['phase']}  outer step {reply['outer_step']} of {reply['outer_steps']}  "
-        f"{reply['parameters']:,} parameters  digest {reply['digest'][:12]}"
-        f"{'  draining' if reply['draining'] and reply['phase'] != 'finished' else ''}"
-    )
-    if reply["reason"]:
-        console.print(f"[yellow]{reply['reason']}[/]", highlight=False, soft_wrap=True)
+        typer.echo(json.dumps({**reply, "aggregators": further}, indent=2))
+    else:
+        _print_status(Console(), reply, further, rounds)
+    answers.check()
+
+
+def _print_status(console: Console, reply: dict[str, Any], further: list[dict[str, Any]], rounds: int) -> None:
+    _print_headline(console, f"[bold]{reply['run_id']}[/]", reply)
+    for one in further:
+        _print_headline(console, f"aggregator {one['aggregator']}", one)
     _print_members(console, reply["members"])
     table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
     for line in reply["rounds"][-rounds:] if rounds else []:
@@ -136,6 +161,16 @@ def status(
             f"{size_out:.2f}",
         )
     console.print(table)
+
+
+def _print_headline(console: Console, who: str, reply: dict[str, Any]) -> None:
+    console.print(
+        f"{who}  {reply['phase']}  outer step {reply['outer_step']} of {reply['outer_steps']}  "
+        f"{reply['parameters']:,} parameters  digest {reply['digest'][:12]}"
+        f"{'  draining' if reply['draining'] and reply['phase'] != 'finished' else ''}"
+    )
+    if reply["reason"]:
+        console.print(f"[yellow]{reply['reason']}[/]", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -194,7 +229,7 @@ def evict(
 
     Example: edit-coordinator evict --state my-run university-a --reason "key lost"
     """
-    call_operator(StateFolder(state), evict_remote(name, reason))
+    call_every(StateFolder(state), evict_remote(name, reason)).check()
     typer.echo(f"{name} is evicted")
 
 
@@ -204,7 +239,7 @@ def pause(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator pause --state my-run
     """
-    call_operator(StateFolder(state), pause_run)
+    call_every(StateFolder(state), pause_run).check()
     typer.echo("paused")
 
 
@@ -214,7 +249,7 @@ def resume(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator resume --state my-run
     """
-    call_operator(StateFolder(state), resume_run)
+    call_every(StateFolder(state), resume_run).check()
     typer.echo("resumed")
 
 
@@ -224,14 +259,17 @@ def drain(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator drain --state my-run
     """
-    call_operator(StateFolder(state), drain_run)
+    call_every(StateFolder(state), drain_run).check()
     typer.echo("draining; `status` says finished when it is done")
 
 
 @app.command()
 def export(
     out: Annotated[Path, typer.Option(help="The .safetensors file to write, or with --format hf the folder.")],
-    state: State = Path("edit-run"),
+    state: Annotated[
+        list[Path] | None,
+        typer.Option("--state", help="The run's folder; of several aggregators each one's, one after the other."),
+    ] = None,
     form: Annotated[
         str, typer.Option("--format", help="safetensors: by tensor name | hf: a folder for from_pretrained, of an hf: model.")
     ] = "safetensors",
@@ -240,14 +278,13 @@ def export(
 
     Example: edit-coordinator export --state my-run --out model.safetensors
     """
-    from aggregator.pretrained import export_pretrained
-    from aggregator.store import export_parameters
+    from aggregator.export import export_parameters, export_pretrained
 
     writers = {"safetensors": export_parameters, "hf": export_pretrained}
     if form not in writers:
         raise ConfigError(f"--format {form}: must be {' or '.join(writers)}")
-    outer_step, digest = writers[form](StateFolder(state), out)
-    typer.echo(f"{out}: outer step {outer_step}, digest {digest[:12]}")
+    exported = writers[form]([StateFolder(path) for path in state or [Path("edit-run")]], out)
+    typer.echo(f"{out}: outer step {exported.shown}, digest {exported.digest[:12]}")
 
 
 def main() -> None:

@@ -6,18 +6,31 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from aggregator.state_folder import StateFolder
-from edit.errors import ConfigError, TransportError
+from edit.errors import ConfigError, EditError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.status import from_status
 
-__all__ = ["call_operator", "connect", "drain_run", "evict_peer", "pause_run", "read_status", "resume_run", "status_as_json"]
+__all__ = [
+    "Answers",
+    "call_every",
+    "call_operator",
+    "connect",
+    "drain_run",
+    "evict_peer",
+    "pause_run",
+    "read_status",
+    "resume_run",
+    "status_as_json",
+]
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 20.0
@@ -42,16 +55,59 @@ def _credentials(path: Path) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
+def _connect_further(folder: StateFolder, address: str) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, _credentials(folder.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[_T]):
+    """What each aggregator said, by number; 0 is the coordinator. failures: why one did not do it, one line each."""
+
+    said: dict[int, _T]
+    failures: list[str]
+
+    def check(self) -> None:
+        """Raises TransportError that names those that did not do it."""
+        if self.failures:
+            raise TransportError(f"{'; '.join(self.failures)}; repeat the command when they are back, the others have done it")
+
+
+def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
+    """As `call_operator`, at every aggregator of the run; the coordinator's refusal ends it.
+
+    With one aggregator it raises what `call_operator` raises.
+    """
+    addresses = folder.config().aggregators.addresses
+    answers: Answers[_T] = Answers({}, [])
+    try:
+        answers.said[0] = call_operator(folder, call)
+    except TransportError as error:
+        if not addresses:
+            raise
+        answers.failures.append(str(error))
+    for number, address in enumerate(addresses, start=1):
+        try:
+            answers.said[number] = _run(partial(_connect_further, folder, address), call, f"aggregator {number} ({address})")
+        except TransportError as error:
+            answers.failures.append(str(error))
+        except EditError as error:
+            answers.failures.append(f"aggregator {number} ({address}): {error}")
+    return answers
+
+
 def call_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
     """Run one call against the running coordinator. Raises TransportError when it does not answer."""
+    return _run(lambda: connect(folder), call, f"{folder.path}: the coordinator")
 
+
+def _run(dial: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_T]], who: str) -> _T:
     async def run() -> _T:
-        async with connect(folder) as channel:
+        async with dial() as channel:
             try:
                 return await call(control_pb2_grpc.ControlStub(channel))
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNAVAILABLE:
-                    raise TransportError(f"{folder.path}: the coordinator does not answer; is `serve` running?") from error
+                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise TransportError(f"{who} does not answer; is `serve` running?") from error
                 raise from_status(error.code(), error.details() or "") from error
 
     return asyncio.run(run())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from aggregator.authority import Authority
+from aggregator.authority import Authority, Members, check_equipped
 from aggregator.background import Background
 from aggregator.engine import Engine
 from aggregator.enrolment import EnrolmentService
@@ -51,14 +51,15 @@ _STOP_GRACE_S = 1.0
 
 @dataclass(slots=True)
 class Coordinator:
-    """A served run. `start` binds and recovers, `close` ends it; between them everything happens by itself."""
+    """A served run, or the part of it that a further aggregator has; members are enrolled by the coordinator only (authority,
+    _enrol: None elsewhere). `start` binds and recovers, `close` ends it; between them everything happens by itself."""
 
     folder: StateFolder
     config: RunConfig
     engine: Engine
-    authority: Authority
+    authority: Authority | None
     _main: grpc.aio.Server
-    _enrol: grpc.aio.Server
+    _enrol: grpc.aio.Server | None
     _worker: ThreadPoolExecutor
     listen: str = ""
     enrol_listen: str = ""
@@ -73,13 +74,12 @@ class Coordinator:
         """
         config = folder.config()
         clock = clock or Clock()
-        authority = Authority.load(folder.path, folder.run_id)
-        authority.renew_server(config.server.advertise, now=clock.unix())
+        authority = _authority(folder, config, clock.unix())
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
             intake=Intake(config.storage.buffer_bytes, folder.spill),
-            members=authority.members,
+            members=authority.members if authority else Members(folder.path / "members.json", enrols=False),
             orders=Orders(folder.orders),
             background=Background(worker),
             metrics=MetricsLog(folder.metrics),
@@ -88,13 +88,13 @@ class Coordinator:
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         engine = Engine(folder.run_id, config, resources, first_round_id=first_round_id)
-        coordinator = cls(
-            folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), grpc.aio.server(options=_OPTIONS), worker
-        )
+        enrol = grpc.aio.server(options=_OPTIONS) if authority else None
+        coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), enrol, worker)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
-        service = EnrolmentService(authority, clock.unix, coordinator.endpoints)
-        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, coordinator._enrol)
+        if authority and enrol:
+            service = EnrolmentService(authority, clock.unix, coordinator.endpoints)
+            enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
         return coordinator
 
     def endpoints(self) -> tuple[str, ...]:
@@ -109,21 +109,34 @@ class Coordinator:
         server = self.config.server
         before = json.loads(self.folder.addresses.read_text()) if self.folder.addresses.exists() else {}
         self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), tls.mutual())
-        self.enrol_listen = _bind(
-            self._enrol, "server.enrol_listen", _same_port(server.enrol_listen, before.get("enrol_listen")), tls.server_only()
-        )
+        if self._enrol is not None:
+            address = _same_port(server.enrol_listen, before.get("enrol_listen"))
+            self.enrol_listen = _bind(self._enrol, "server.enrol_listen", address, tls.server_only())
+            await self._enrol.start()
         await self._main.start()
-        await self._enrol.start()
         addresses = {"listen": self.listen, "enrol_listen": self.enrol_listen}
         write_atomic(self.folder.addresses, json.dumps(addresses).encode())
-        _log.info("serving %s on %s, invitations on %s", self.folder.run_id, self.listen, self.enrol_listen)
+        if self._enrol is not None:
+            _log.info("serving %s on %s, invitations on %s", self.folder.run_id, self.listen, self.enrol_listen)
+        else:
+            _log.info("serving aggregator %d of %s on %s", self.folder.aggregator, self.folder.run_id, self.listen)
 
     async def close(self) -> None:
         """Stop listening, checkpoint, end the worker."""
         self.engine.hang_up()
-        await asyncio.gather(self._main.stop(_STOP_GRACE_S), self._enrol.stop(_STOP_GRACE_S))
+        await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in (self._main, self._enrol) if server is not None))
         await self.engine.close()
         self._worker.shutdown()
+
+
+def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority | None:
+    """The run's; None at a further aggregator, which has only the certificate that the coordinator's operator gave it."""
+    if folder.aggregator:
+        check_equipped(folder.path, folder.run_id, folder.aggregator, config.server.advertise[0], now=now)
+        return None
+    authority = Authority.load(folder.path, folder.run_id)
+    authority.renew_server(config.server.advertise, now=now)
+    return authority
 
 
 class _Certificates:

@@ -43,8 +43,9 @@ def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
     """Who calls: a member of this run in a fitting role, neither evicted nor replaced. Raises RefusedError, EvictedError."""
     facts = context.auth_context()
     identity = admitted(facts, engine.run_id, roles)
-    serial = x509.load_pem_x509_certificate(next(iter(facts["x509_pem_cert"]))).serial_number
-    if (reason := engine.members.is_allowed(identity, serial)) is not None:
+    certificate = x509.load_pem_x509_certificate(next(iter(facts["x509_pem_cert"])))
+    engine.members.see(identity, certificate)
+    if (reason := engine.members.is_allowed(identity, certificate.serial_number)) is not None:
         raise EvictedError(reason) if engine.members.evicted(identity.peer_id) else RefusedError(reason)
     return identity
 
@@ -59,8 +60,8 @@ class ControlService:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with answering(context):
             try:
-                hello = await self._hello(messages)  # also of whoever is refused: or its write might fail before it hears why
                 identity = _admit(self._engine, context, "peer", "region")
+                hello = await self._hello(messages)
                 if identity.role == "region" and hello.schema is not None:
                     raise RefusedError(
                         "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"

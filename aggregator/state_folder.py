@@ -2,20 +2,23 @@
 
 Owns: names of files, the exclusive lock, run.json, the incarnation counter, atomic small writes. Must not know: what the
 journal, the checkpoints or the certificates contain.
+
+A run that is spread over several aggregators has a folder for each; aggregator 0's is the coordinator's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
 import secrets
 from pathlib import Path
 
-from edit.config import RunConfig
+from edit.config import RunConfig, ServerConfig
 from edit.errors import ConfigError, StorageError
 
-__all__ = ["RUN_TOML", "StateFolder", "write_atomic"]
+__all__ = ["RUN_TOML", "StateFolder", "address_of", "write_atomic"]
 
 RUN_TOML = """\
 # One run. Peers receive these settings when they join. Every key is optional; `edit-coordinator serve --help` says more.
@@ -63,6 +66,23 @@ advertise = ["127.0.0.1", "localhost"]  # the names that peers dial; they stand 
 """
 
 
+def address_of(config: RunConfig, aggregator: int, run_toml: Path) -> str:
+    """HOST:PORT of a further aggregator. Raises ConfigError when the run has no such one."""
+    addresses = config.aggregators.addresses
+    if not 1 <= aggregator <= len(addresses):
+        raise ConfigError(
+            f"{run_toml}: aggregators.addresses has {len(addresses)} entries; there is no aggregator {aggregator}"
+        )
+    return addresses[aggregator - 1]
+
+
+def _interface(host: str) -> str:
+    """Where an aggregator listens that is dialled as `host`: a loopback address stays one."""
+    if host in ("127.0.0.1", "localhost", "[::1]"):
+        return host
+    return "[::]" if host.startswith("[") else "0.0.0.0"  # every certificate is checked, whatever it comes in by
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` so that a reader or a crash sees the old or the new bytes, never a mixture. Raises StorageError."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -90,7 +110,8 @@ class StateFolder:
         if not self.run_json.is_file():
             raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
         try:
-            self.run_id = str(json.loads(self.run_json.read_text())["run_id"])
+            values = json.loads(self.run_json.read_text())
+            self.run_id, self.aggregator = str(values["run_id"]), int(values.get("aggregator", 0))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.run_json}: is damaged; restore it from a copy ({error})") from error
 
@@ -108,6 +129,26 @@ class StateFolder:
         config = RunConfig.from_toml(path / "run.toml")
         run_id = f"{config.name}-{secrets.token_hex(4)}"
         write_atomic(path / "run.json", json.dumps({"run_id": run_id}).encode())
+        return cls(path)
+
+    @classmethod
+    def create_further(cls, path: Path, coordinator: StateFolder, aggregator: int) -> StateFolder:
+        """The folder of a further aggregator of the coordinator's run, made or brought up to its settings.
+
+        Raises ConfigError when `path` holds something else, or run.toml does not name so many.
+        """
+        if (path / "run.json").exists():
+            there = cls(path)
+            if (there.run_id, there.aggregator) != (coordinator.run_id, aggregator):
+                raise ConfigError(f"{path}: is of aggregator {there.aggregator} of run {there.run_id}; choose another folder")
+        address_of(coordinator.config(), aggregator, coordinator.run_toml)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be created ({error.strerror})") from error
+        write_atomic(path / "run.toml", coordinator.run_toml.read_bytes())
+        write_atomic(path / "run.json", json.dumps({"run_id": coordinator.run_id, "aggregator": aggregator}).encode())
         return cls(path)
 
     @property
@@ -147,7 +188,13 @@ class StateFolder:
         return self.path / "spill"
 
     def config(self) -> RunConfig:
-        return RunConfig.from_toml(self.run_toml)
+        """The run's; a further aggregator's own addresses, too, are in it as those of the server."""
+        config = RunConfig.from_toml(self.run_toml)
+        if self.aggregator == 0:
+            return config
+        host, _, port = address_of(config, self.aggregator, self.run_toml).rpartition(":")
+        server = ServerConfig(listen=f"{_interface(host)}:{port}", advertise=(host,))
+        return dataclasses.replace(config, server=server)
 
     def lock(self) -> int:
         """Take the folder for this process until it ends; returns the descriptor that holds it.

@@ -15,10 +15,6 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from aggregator import checkpoint, updates
 from aggregator.injections import Injections
 from aggregator.journal import CommittedRound, Disk, Journal, replay_segments
@@ -31,7 +27,7 @@ from edit.outer_state import OuterState
 from edit.records import Commit
 from edit.schema import Schema
 
-__all__ = ["Store", "export_parameters", "load_outer", "named_parameters", "origin"]
+__all__ = ["Store", "load_outer"]
 
 _log = logging.getLogger(__name__)
 
@@ -194,29 +190,3 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
         return outer.commit(committed.round_id, committed.reason, staged, committed.injected)
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error
-
-
-def export_parameters(folder: StateFolder, out: Path) -> tuple[int, str]:
-    """Write theta by tensor name to a safetensors file; returns (outer step, digest). Raises ConfigError, StorageError."""
-    outer = load_outer(folder)
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        save_file(named_parameters(outer), temporary, origin(folder, outer))
-        temporary.replace(out)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
-    return outer.outer_step, outer.digest
-
-
-def named_parameters(outer: OuterState) -> dict[str, Tensor]:
-    """theta by tensor name: fp32 copies in full shape."""
-    named: dict[str, Tensor] = {}
-    for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
-        parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
-        named |= {t.name: part.view(t.shape).clone() for t, part in zip(fragment.tensors, parts, strict=True)}
-    return named
-
-
-def origin(folder: StateFolder, outer: OuterState) -> dict[str, str]:
-    """What an export says of where it comes from."""
-    return {"run_id": folder.run_id, "outer_step": str(outer.outer_step), "digest": outer.digest}

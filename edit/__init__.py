@@ -10,6 +10,7 @@ import typing
 
 from edit.collective import Collective
 from edit.config import (
+    AggregatorsConfig,
     CodecConfig,
     InnerConfig,
     MembershipConfig,
@@ -59,6 +60,7 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "Aborted",
+    "AggregatorsConfig",
     "Behind",
     "CodecConfig",
     "Collective",

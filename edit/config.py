@@ -22,6 +22,7 @@ from edit.settings import build, positive, require, within
 
 __all__ = [
     "CODECS",
+    "AggregatorsConfig",
     "CodecConfig",
     "InnerConfig",
     "MembershipConfig",
@@ -162,6 +163,32 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorsConfig:
+    """Over which aggregators the model's fragments are spread.
+
+    addresses: HOST:PORT of each further one, as peers dial it and its certificate names it; aggregator 0 is the coordinator
+    itself. They have about equal shares of the parameters, in this order; which it is, is fixed once the run is founded. One
+    listens on the port of its address (on a loopback address only there) and has no use for the section `server`.
+    """
+
+    addresses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            known = bool(host) and port.isdigit() and 0 < int(port) < 65536
+            require(known, "aggregators.addresses", address, "must be HOST:PORT, and the port not 0")
+        twice = next((each for each in self.addresses if self.addresses.count(each) > 1), None)
+        require(twice is None, "aggregators.addresses", twice, "must not be named twice")
+        within("aggregators.addresses (their number)", len(self.addresses), 0, 255)
+
+    @property
+    def count(self) -> int:
+        """How many there are, the coordinator included."""
+        return 1 + len(self.addresses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that all peers of one run share. `name` becomes part of the run_id; `seed` seeds the initial parameters."""
 
@@ -176,6 +203,7 @@ class RunConfig:
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
@@ -188,6 +216,9 @@ class RunConfig:
         within("seed", self.seed, 0, 2**63 - 1)
         _check_eager(self)
         _check_carried(self)
+        if self.aggregators.addresses:
+            rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
+            require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
         for applies, because in _without_promise(self):
             require(not (self.sync.strict and applies), "sync.strict", True, f"cannot be kept with {because}: leave it out")
 

@@ -16,17 +16,18 @@ from edit.config import RunConfig
 from edit.errors import ConfigError
 from edit.ranks import Ranks
 from peers.bridge import Bridge
+from peers.collectives import Collectives, agreed_configuration
 from peers.dial import Dial
 from peers.environment import launched
-from peers.grpc_collective import GrpcCollective
 from peers.home import Home
 
 __all__ = ["connect"]
 
 
 @contextmanager
-def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[GrpcCollective, RunConfig]]:
-    """The run that `home` is enrolled in: (collective, configuration). Leaving says goodbye and closes the connections.
+def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[Collectives, RunConfig]]:
+    """The run that `home` is enrolled in: (what `EditWorker` and the callbacks take as collective, configuration). Leaving says
+    goodbye and closes the connections.
 
     home: a folder that `edit-peer join` has made. ranks: of this replica; by itself all processes of the initialised
     torch.distributed world, or this one alone; under torchrun initialise torch.distributed first. Waits for a coordinator that
@@ -38,13 +39,8 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[Grpc
     ranks = _world() if ranks is None else ranks
     dial = Dial(enrolled.endpoints, enrolled.credentials)
     with Bridge() as bridge:
-        asking = GrpcCollective(bridge, dial, enrolled.identity, ranks=ranks)
-        try:
-            config = asking.configuration()
-        finally:
-            asking.close()
-        lazy = config.sync.mode == "forward"
-        collective = GrpcCollective(bridge, dial, enrolled.identity, ranks=ranks, lazy=lazy)
+        config = agreed_configuration(bridge, dial, enrolled.identity, ranks)
+        collective = Collectives(bridge, dial, enrolled.identity, config, ranks)
         goodbye = "the training failed"
         try:
             yield collective, config

@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from edit.errors import ConfigError
 from edit.ranks import Ranks
 from editpb.identity import Identity
 from peers.bridge import Bridge, Interrupted
+from peers.collectives import Collectives, agreed_configuration
 from peers.dial import Dial
 from peers.environment import ALONE, Launch, launched
 from peers.grpc_collective import GrpcCollective
@@ -33,6 +35,7 @@ from peers.training import Place, Training
 __all__ = ["PeerOptions", "attend", "leaving", "run_peer", "server_of", "stopping"]
 
 _log = logging.getLogger("peers")
+_Connected = TypeVar("_Connected", GrpcCollective, Collectives)
 
 
 def run_peer(options: PeerOptions) -> None:
@@ -86,32 +89,33 @@ def attend(
         _serving(bridge, server),
     ):
         try:
-            with leaving(GrpcCollective(bridge, dial, identity, ranks=ranks)) as reader:
-                config = reader.configuration()
+            config = agreed_configuration(bridge, dial, identity, ranks)
             _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
             layout = lay_out(launch, options.tensor_parallel, config.inner.batch_size, device)
             place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
-            lazy = config.sync.mode == "forward"
-            with leaving(GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy)) as collective:
+            if server is not None and config.aggregators.addresses:
+                count = config.aggregators.count
+                raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
+            with leaving(Collectives(bridge, dial, identity, config, ranks)) as collectives:
                 if server is not None:
-                    collective.serves(server)
-                Training(options, config, place, collective, bridge, metrics, server).run()
+                    collectives[0].serves(server)
+                Training(options, config, place, collectives, bridge, metrics, server).run()
         except Interrupted:
             _log.info("stopping as told")
 
 
 @contextlib.contextmanager
-def leaving(collective: GrpcCollective) -> Iterator[GrpcCollective]:
+def leaving(collectives: _Connected) -> Iterator[_Connected]:
     """Says goodbye at the end, and why."""
     goodbye = "the peer failed"
     try:
-        yield collective
+        yield collectives
         goodbye = "the run has finished"
     except Interrupted:
         goodbye = "the peer was told to stop"
         raise
     finally:
-        collective.close(goodbye)
+        collectives.close(goodbye)
 
 
 @contextlib.contextmanager

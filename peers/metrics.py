@@ -24,7 +24,8 @@ class Metrics:
     """Context manager; without a path nothing is written. A file that is there is continued. clock: unix seconds.
 
     Lines: {"kind": "step", "t", "step", "loss", "tokens_per_s", "outer_step"} every tenth step, a loss that is not finite as
-    null; {"kind": "outer", "t", "outer_step", "digest", "reason"} whenever the outer parameters or the reason changed;
+    null; {"kind": "outer", "t", "outer_step", "digest", "reason", "aggregator"} whenever the outer parameters or the reason
+    changed, of the fragments of that aggregator;
     {"kind": "snapshot", "t", "outer_step", "digest", "sources"} for each snapshot taken: the names of those it came from.
     """
 
@@ -52,9 +53,10 @@ class Metrics:
             shown = loss if math.isfinite(loss) else None
             self._write("step", {"step": step, "loss": shown, "tokens_per_s": round(tokens_per_s, 1), "outer_step": outer_step})
 
-    def outer(self, outer_step: int, digest: str, reason: str) -> None:
-        """The outer parameters moved, or an attempt to move them was lost."""
-        self._write("outer", {"outer_step": outer_step, "digest": digest, "reason": reason})
+    def outer(self, outer_step: int, digest: str, reason: str, aggregator: int = 0) -> None:
+        """The outer parameters of this aggregator's fragments moved, or an attempt to move them was lost."""
+        values = {"outer_step": outer_step, "digest": digest, "reason": reason, "aggregator": aggregator}
+        self._write("outer", values)
 
     def snapshot(self, outer_step: int, digest: str, sources: Sequence[str]) -> None:
         """The outer parameters were fetched whole."""

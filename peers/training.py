@@ -24,10 +24,10 @@ from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState
 from peers.bridge import Bridge, Interrupted
 from peers.checkpoint import Checkpoints, Owner
+from peers.collectives import Collectives
 from peers.data import Batches, Tokens, open_tokens, stream_seed
 from peers.donors import Origin
 from peers.faults import FaultInjector
-from peers.grpc_collective import GrpcCollective
 from peers.metrics import Metrics
 from peers.models import build
 from peers.options import PeerOptions
@@ -61,7 +61,7 @@ class Training:
         options: PeerOptions,
         config: RunConfig,
         place: Place,
-        collective: GrpcCollective,
+        collectives: Collectives,
         bridge: Bridge,
         metrics: Metrics,
         server: SnapshotServer | None = None,
@@ -69,14 +69,14 @@ class Training:
         self._options = options
         self._config = config
         self._place = place
-        self._collective = collective
+        self._collectives = collectives
         self._bridge = bridge
         self._metrics = metrics
         self._server = server
         self._shown: Outer | None = None
-        self._origin: Origin | None = None
+        self._origins: dict[int, Origin] = {}  # by aggregator
         self._pace = Pace(options.throttle)
-        self._told = ""
+        self._told: dict[int, tuple[int, str]] = {}  # by aggregator: its part's outer step and reason
 
     def run(self) -> None:
         """Train until the run is over. Raises Interrupted, EvictedError, RefusedError, ConfigError."""
@@ -84,7 +84,7 @@ class Training:
         batches = self._batches()
         trainer = self._trainer(batches)
         settings = WorkerConfig.of(config)
-        worker = EditWorker(trainer.model, trainer.optimizer, self._collective, settings, place.ranks, time.monotonic)
+        worker = EditWorker(trainer.model, trainer.optimizer, self._collectives, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         trainer.position = lambda: self._position(worker)
@@ -96,11 +96,15 @@ class Training:
             except ConfigError as error:
                 raise saving.explain(error) from error
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
+            self._told = {number: (part.outer_step, "") for number, part in enumerate(worker.parts)}
             self._report(worker)  # a peer that is where the run is, is waited for
             saving.begin(worker.outer_step)
             self._show(worker)
             self._loop(trainer, worker, saving)
         saving.last()
+        for number, part in enumerate(worker.parts):
+            if len(worker.parts) > 1:
+                _log.info("aggregator %d: outer step %d, digest %s", number, part.outer_step, part.digest[:12])
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
 
     def _batches(self) -> Batches:
@@ -108,13 +112,13 @@ class Training:
         config = self._config
         tokens = open_tokens(self._options.data, context=config.model.context, vocabulary=config.model.vocabulary)
         self._place.ranks.same("the data in --data", _fingerprint(tokens))
-        seed = stream_seed(config.seed, self._collective.peer_id)
+        seed = stream_seed(config.seed, self._collectives.peer_id)
         return Batches(tokens, config.model.context, config.inner.batch_size, seed)
 
     def _trainer(self, batches: Batches) -> Trainer:
         config, layout = self._config, self._place.layout
         # ranks that compute the same rows draw the same random numbers
-        torch.manual_seed(stream_seed(config.seed, f"{self._collective.peer_id} {layout.data_rank}"))
+        torch.manual_seed(stream_seed(config.seed, f"{self._collectives.peer_id} {layout.data_rank}"))
         model = build(config.model, config.seed, self._options.allowed_models, folder=self._options.model_folder)
         return Trainer(
             shard(model, layout),
@@ -138,14 +142,17 @@ class Training:
         return Autosave(resumable, checkpoints, options.checkpoint_every, patient=self._config.sync.strict)
 
     def _position(self, worker: EditWorker) -> int:
-        """The run's global inner step; what is contributed counts as exchanged, and an outer step as `interval` inner ones."""
+        """The run's global inner step; what is contributed counts as exchanged, and an outer step as `interval` inner ones.
+
+        Of several parts the furthest counts: the others lack outer steps, not training.
+        """
         interval = self._config.sync.interval
-        return (worker.outer_step + worker.pending) * interval + min(worker.round_inner_steps, interval)
+        return max((part.outer_step + part.pending) * interval + min(part.round_inner_steps, interval) for part in worker.parts)
 
     def _loop(self, trainer: Trainer, worker: EditWorker, saving: Autosave) -> None:
         while not self._over(worker):
             try:
-                self._collective.check()
+                self._collectives.check()
             except Interrupted:
                 saving.last()
                 raise
@@ -156,30 +163,31 @@ class Training:
 
     def _over(self, worker: EditWorker) -> bool:
         """Whether there is nothing more to do; a run that has ended is caught up with first, unless cut off."""
-        if worker.finished or worker.outer_step >= self._config.sync.outer_steps:
+        last = self._config.sync.outer_steps
+        if all(part.finished or part.outer_step >= last for part in worker.parts):
             return True
-        if not self._collective.ended:
+        if not self._collectives.ended:
             return False
-        if self._collective.cut_off:
-            return True
-        worker.synchronize()
-        return worker.finished
+        cut_off = [collective.cut_off for collective in self._collectives]
+        if not all(cut_off):
+            worker.synchronize()
+        return all(part.finished or cut for part, cut in zip(worker.parts, cut_off, strict=True))
 
     def _ending(self) -> str:
-        sync, view = self._config.sync, self._collective.last_view
-        if view is not None and view.outer_step < sync.outer_steps:
-            return "its operator drained it" if view.draining else f"sync.tokens = {sync.tokens} are merged"
-        return f"all {sync.outer_steps} outer steps are taken"
+        sync, views = self._config.sync, [collective.last_view for collective in self._collectives]
+        view = next((view for view in views if view is not None and view.outer_step < sync.outer_steps), None)
+        if view is None:
+            return f"all {sync.outer_steps} outer steps are taken"
+        return "its operator drained it" if view.draining else f"sync.tokens = {sync.tokens} are merged"
 
     def _step(self, trainer: Trainer, worker: EditWorker) -> None:
-        inner, before = self._config.inner, worker.outer_step
+        inner = self._config.inner
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
         result = trainer.step()
         self._pace.add(result)
         self._show(worker)
         self._report(worker)
-        if worker.outer_step != before or worker.last_reason != self._told:
-            self._tell(worker)
+        self._tell(worker)
         self._metrics.step(worker.inner_steps, result.loss, self._pace.tokens_per_s, worker.outer_step)
         if self._options.throttle > 1:
             with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
@@ -187,9 +195,10 @@ class Training:
 
     def _show(self, worker: EditWorker) -> None:
         """Where the outer parameters came from, and that others may have them."""
-        if (origin := self._collective.origin) is not None and origin is not self._origin:
-            self._origin = origin
-            self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
+        for number, collective in enumerate(self._collectives):
+            if (origin := collective.origin) is not None and origin is not self._origins.get(number):
+                self._origins[number] = origin
+                self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
         if (server := self._server) is not None:
             schema, outer = worker.outer_of()
             if outer is not self._shown:
@@ -197,23 +206,29 @@ class Training:
                 self._bridge.post(lambda: server.show(schema, outer))
 
     def _report(self, worker: EditWorker) -> None:
-        self._collective.report(
-            Heartbeat(
-                state=PeerState.EXCHANGING if worker.pending else PeerState.TRAINING,
-                outer_step=worker.outer_step,
-                digest=worker.digest,
-                inner_steps=worker.inner_steps,
-                round_inner_steps=worker.round_inner_steps,
-                loss=self._pace.loss,
-                tokens_per_s=self._pace.tokens_per_s,
-                step_s=self._pace.step_s,
+        for part, collective in zip(worker.parts, self._collectives, strict=True):
+            collective.report(
+                Heartbeat(
+                    state=PeerState.EXCHANGING if part.pending else PeerState.TRAINING,
+                    outer_step=part.outer_step,
+                    digest=part.digest,
+                    inner_steps=worker.inner_steps,
+                    round_inner_steps=part.round_inner_steps,
+                    loss=self._pace.loss,
+                    tokens_per_s=self._pace.tokens_per_s,
+                    step_s=self._pace.step_s,
+                )
             )
-        )
 
     def _tell(self, worker: EditWorker) -> None:
-        self._told = worker.last_reason
-        _log.info("outer step %d, loss %.4f: %s", worker.outer_step, self._pace.loss, worker.last_reason)
-        self._metrics.outer(worker.outer_step, worker.digest, worker.last_reason)
+        """Say of each part whose outer step or reason has changed where it is, and why."""
+        for number, part in enumerate(worker.parts):
+            if self._told.get(number) == (part.outer_step, part.reason):
+                continue
+            self._told[number] = part.outer_step, part.reason
+            of = f"aggregator {number}: " if len(self._collectives) > 1 else ""
+            _log.info("%souter step %d, loss %.4f: %s", of, part.outer_step, self._pace.loss, part.reason)
+            self._metrics.outer(part.outer_step, part.digest, part.reason, number)
 
 
 def _fingerprint(tokens: Tokens) -> str:

@@ -6,6 +6,7 @@ parameters. Must not know: any framework, carriers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -28,7 +29,9 @@ class Attachment:
     of one replica, sharded or not. Raises as `EditWorker.__enter__`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: object, collective: Collective, config: WorkerConfig) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: object, collective: Collective | Sequence[Collective], config: WorkerConfig
+    ) -> None:
         self._model = model
         self._config = config
         self._inside, self._shown = ExitStack(), ExitStack()

@@ -5,7 +5,7 @@ Owns: what happens at which of Lightning's events. Must not know: carriers, what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,7 +33,7 @@ class EditCallback(Callback):
 
     def __init__(
         self,
-        collective: Collective,
+        collective: Collective | Sequence[Collective],
         config: WorkerConfig,
         *,
         evaluate_outer: bool = False,

@@ -5,6 +5,7 @@ Owns: what happens at which of the Trainer's events. Must not know: carriers, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class EditCallback(TrainerCallback):
     One training per callback. Raises ConfigError for settings of the Trainer that cannot work with it.
     """
 
-    def __init__(self, collective: Collective, config: WorkerConfig, *, evaluate_outer: bool = False) -> None:
+    def __init__(
+        self, collective: Collective | Sequence[Collective], config: WorkerConfig, *, evaluate_outer: bool = False
+    ) -> None:
         self._collective = collective
         self._config = config
         self._evaluate_outer = evaluate_outer

@@ -127,6 +127,10 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
         ("server", "listen", "host:99999"),
         ("server", "enrol_listen", ":1"),
         ("server", "advertise", []),
+        ("aggregators", "addresses", ["host-b"]),
+        ("aggregators", "addresses", ["host-b:0"]),
+        ("aggregators", "addresses", [":7700"]),
+        ("aggregators", "addresses", ["host-b:7700", "host-b:7700"]),
         ("model", "name", "gpt2"),
         ("model", "name", "entry:os.system"),
         ("model", "layers", 0),
@@ -184,6 +188,10 @@ ARRIVALS = {"merging": "arrivals", "max_staleness": 8}
         ({"sync": {"mode": "eager"}, "outer": {"direction": "rda"}}, "outer.direction = 'rda': must be mean"),
         ({"sync": {"mode": "eager"}, "outer": {"correct": "heloco"}}, "outer.correct = 'heloco': must be none"),
         ({"outer": {"optimizer": "sgd", "correct": "heloco"}}, "outer.optimizer = 'sgd': must be one of nesterov, delayed"),
+        (
+            {"sync": {"tokens": 9}, "aggregators": {"addresses": ["b:1"]}},
+            "sync.tokens = 9: must be 0 with aggregators.addresses",
+        ),
         *(
             ({"sync": {"strict": True, **sync}, "rounds": rounds}, "sync.strict = True: cannot be kept with ")
             for sync, rounds in (

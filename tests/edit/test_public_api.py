@@ -14,6 +14,7 @@ EXAMPLE = ROOT / "examples" / "bring_your_own_loop.py"
 
 PROMISED = [
     "Aborted",
+    "AggregatorsConfig",
     "Behind",
     "CodecConfig",
     "Collective",

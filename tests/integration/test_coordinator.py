@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from aggregator.authority import Authority
+from aggregator.export import export_parameters
 from aggregator.operator import status_as_json
 from aggregator.orders import Orders
 from aggregator.server import Coordinator
-from aggregator.store import export_parameters, load_outer
+from aggregator.store import load_outer
 from edit.codecs import encode
 from edit.errors import ConfigError, StorageError
 from edit.outer import digest
@@ -499,8 +500,8 @@ def test_export_writes_the_outer_parameters_by_name(tmp_path: Path) -> None:
         async with served(folder) as run, run.peer("a") as a:
             await found_run(a)
             await commit_one([a], 0, [1])
-            step, _ = export_parameters(folder, tmp_path / "out.safetensors")
-        assert step == 1
+            exported = export_parameters([folder], tmp_path / "out.safetensors")
+        assert exported.outer_steps == (1,)
         named = load_file(tmp_path / "out.safetensors")
         expected = [t - d for t, d in zip(theta(), delta(1), strict=True)]
         assert torch.equal(named["layer0.weight"], expected[0])

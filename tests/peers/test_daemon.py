@@ -123,8 +123,10 @@ def test_the_position_in_the_schedule_is_bounded_by_the_outer_step() -> None:
         (2, False, 9 * H, 3 * H),
         (2, True, 1, 3 * H + 1),
     ):
-        worker = SimpleNamespace(outer_step=outer_step, pending=pending, round_inner_steps=round_inner_steps)
-        assert training._position(cast(EditWorker, worker)) == position
+        furthest = SimpleNamespace(outer_step=outer_step, pending=pending, round_inner_steps=round_inner_steps)
+        behind = SimpleNamespace(outer_step=0, pending=False, round_inner_steps=2)  # its aggregator was away
+        for parts in ([furthest], [behind, furthest]):
+            assert training._position(cast(EditWorker, SimpleNamespace(parts=parts))) == position
 
 
 def test_sigterm_ends_the_wait_for_a_round_with_a_goodbye(tmp_path: Path) -> None:

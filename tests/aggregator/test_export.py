@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from aggregator.authority import Authority
 from aggregator.cli import app
-from aggregator.pretrained import export_pretrained
+from aggregator.export import export_pretrained
 from aggregator.state_folder import StateFolder
 from aggregator.store import Store
 from edit.config import ModelConfig
@@ -86,7 +86,7 @@ def test_only_hf_models(tmp_path: Path) -> None:
     schema = Schema((FragmentSpec(fragment_id=0, name="a", tensors=(TensorSpec(name="a.weight", shape=(3,)),)),))
     write(folder, schema, [torch.zeros(3)])
     with pytest.raises(ConfigError, match=r'only for runs whose model\.name is hf:MODEL_TYPE; this one trains "builtin:gpt"'):
-        export_pretrained(folder, tmp_path / "out")
+        export_pretrained([folder], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, ["export", "--state", str(folder.path), "--format", "gguf", "--out", "x"])
     assert isinstance(result.exception, ConfigError)
@@ -99,7 +99,7 @@ def test_a_run_of_adapters_is_told_what_to_do(tmp_path: Path) -> None:
     schema = Schema((FragmentSpec(fragment_id=0, name="h.0", tensors=(TensorSpec(name=name, shape=(2, 16)),)),))
     write(adapters, schema, [torch.zeros(32)])
     with pytest.raises(ConfigError, match=r"see base_model.*lora_A.*--format safetensors"):
-        export_pretrained(adapters, tmp_path / "out")
+        export_pretrained([adapters], tmp_path / "out")
     assert folder.path.exists()
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_froze_weights_is_no_whole_model(tmp_path: Path) -> None:
     module.transformer.wte.weight.requires_grad_(False)
     found(folder, module)
     with pytest.raises(ConfigError, match=r"see transformer\.wte\.weight"):
-        export_pretrained(folder, tmp_path / "out")
+        export_pretrained([folder], tmp_path / "out")
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not an empty folder"):
-        export_pretrained(folder, tmp_path / "out")
+        export_pretrained([folder], tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 

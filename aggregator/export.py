@@ -1,0 +1,115 @@
+"""The run's outer parameters as files for others: by tensor name, or as a folder that transformers' `from_pretrained` loads.
+
+Owns: putting the parts of all aggregators together, what an export says of its origin, and that it comes to be whole or not at
+all. Must not know: rounds, peers; what is in a `from_pretrained` folder is `edit.hf`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aggregator.state_folder import StateFolder
+from aggregator.store import load_outer
+from edit import hf
+from edit.errors import ConfigError
+from edit.outer import combine
+from edit.outer_state import OuterState
+
+__all__ = ["Exported", "export_parameters", "export_pretrained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written. outer_steps: by aggregator, each at its last committed one; digest: of all of theta."""
+
+    run_id: str
+    outer_steps: tuple[int, ...]
+    digest: str
+
+    def origin(self) -> dict[str, str]:
+        """What the export itself says of where it comes from."""
+        return {"run_id": self.run_id, "outer_step": self.shown, "digest": self.digest}
+
+    @property
+    def shown(self) -> str:
+        """`40`, or where the aggregators are not at the same outer step `40, 38`."""
+        return ", ".join(map(str, self.outer_steps if len(set(self.outer_steps)) > 1 else self.outer_steps[:1]))
+
+
+def export_parameters(folders: Sequence[StateFolder], out: Path) -> Exported:
+    """Write theta by tensor name to a safetensors file. folders: of every aggregator of one run, in any order.
+
+    Raises ConfigError (also when they are not that), StorageError.
+    """
+    named, exported = _load(folders)
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        save_file(named, temporary, exported.origin())
+        temporary.replace(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    return exported
+
+
+def export_pretrained(folders: Sequence[StateFolder], out: Path) -> Exported:
+    """Write theta of an `hf:` run as the new folder `out`. run.json in it names its origin. folders: as `export_parameters`.
+
+    Raises ConfigError (also for another kind of model, and when `out` is not empty), StorageError.
+    """
+    named, exported = _load(folders)
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"--out {out}: exists and is not an empty folder; give a new one")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        hf.save(folders[0].config().model, named, temporary)
+        (temporary / "run.json").write_text(json.dumps(exported.origin(), indent=1), encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return exported
+
+
+def _load(folders: Sequence[StateFolder]) -> tuple[dict[str, Tensor], Exported]:
+    ordered = _of_one_run(folders)
+    outers = [load_outer(folder) for folder in ordered]
+    named = {name: tensor for outer in outers for name, tensor in _named(outer).items()}
+    digest = combine(one for outer in outers for one in outer.fragment_hashes)
+    return named, Exported(ordered[0].run_id, tuple(outer.outer_step for outer in outers), digest)
+
+
+def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:
+    """The folders by aggregator. Raises ConfigError unless each aggregator of one run is there once."""
+    ordered = sorted(folders, key=lambda folder: folder.aggregator)
+    other = next((folder for folder in ordered if folder.run_id != ordered[0].run_id), None)
+    if other is not None:
+        raise ConfigError(f"--state {other.path}: is of run {other.run_id}, {ordered[0].path} of {ordered[0].run_id}")
+    count, found = ordered[0].config().aggregators.count, [folder.aggregator for folder in ordered]
+    missing = [number for number in range(count) if number not in found]
+    if missing:
+        raise ConfigError(
+            f"--state {ordered[0].path}: the run has {count} aggregators; give the folder of aggregator {missing[0]}, too"
+        )
+    if len(found) > count:
+        raise ConfigError(f"--state: {len(found)} folders of a run with {count} aggregators; give each one once")
+    return ordered
+
+
+def _named(outer: OuterState) -> dict[str, Tensor]:
+    """theta by tensor name: fp32 copies in full shape."""
+    named: dict[str, Tensor] = {}
+    for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
+        parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
+        named |= {t.name: part.view(t.shape).clone() for t, part in zip(fragment.tensors, parts, strict=True)}
+    return named
