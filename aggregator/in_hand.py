@@ -42,18 +42,14 @@ class Underway:
 
 
 class InHand:
-    """See the module's text. first_round_id: of this start of the coordinator."""
+    """See the module's text. first_round_id: of this start of the coordinator; `carries`: what comes may outlive its round."""
 
     def __init__(self, max_staleness: int, first_round_id: int) -> None:
+        self.carries = max_staleness > 0
         self._max = max_staleness
         self._first = first_round_id
         self._of: dict[str, Underway] = {}
         self._merged: dict[str, tuple[int, int]] = {}  # peer_id -> the round it named, the outer step it became part of
-
-    @property
-    def carries(self) -> bool:
-        """Whether contributions outlive their rounds."""
-        return self._max > 0
 
     def get(self, peer_id: str, round_id: int | None = None) -> Underway | None:
         """What is in hand of this peer, or None; round_id: only when it names that round."""

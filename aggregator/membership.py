@@ -17,7 +17,7 @@ Words of an attendance that counts no more are refused (heartbeat) or have no ef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -125,8 +125,11 @@ class Membership:
         member = self._counting(peer_id, attendance)
         if member is None:
             raise RefusedError(REPLACED)
-        reason = "heard again" if member.state is MemberState.LOST else "heartbeat"
+        known, lost = member.heartbeat, member.state is MemberState.LOST
         member.last_seen, member.heartbeat = now, heartbeat
+        if known is not None and known.state is heartbeat.state and not lost:
+            return []
+        reason = "heard again" if lost else "heartbeat"
         return _change(member, MemberState[heartbeat.state.name], reason)
 
     def progress(self, peer_id: str, now: float) -> list[Change]:
@@ -150,10 +153,10 @@ class Membership:
             return _change(member, MemberState.LEFT, reason)
         return _change(member, MemberState.LOST, reason) if member.live else []
 
-    def tick(self, now: float) -> list[Change]:
-        """Time has passed: who was silent for longer than the lease is lost."""
+    def tick(self, now: float, among: Iterable[str] | None = None) -> list[Change]:
+        """Time has passed: who was silent for longer than the lease is lost. among: who may have been; None: anybody."""
         changes = []
-        for member in self._members.values():
+        for member in self._members.values() if among is None else [self._members[peer_id] for peer_id in among]:
             silent = now - member.last_seen
             if silent > self._config.lease_s and member.live:
                 changes += _change(member, MemberState.LOST, f"no heartbeat for {silent:.1f} s")
@@ -169,10 +172,15 @@ class Membership:
 
     def count(self, *, merged: Iterable[str] = (), rejected: Iterable[str] = (), absent: Iterable[str] = ()) -> None:
         """Count one committed round: contributions, rejections, absences. Unknown identities are passed over."""
-        for peers, counter in ((merged, "contributions"), (rejected, "rejections"), (absent, "absences")):
-            for peer_id in peers:
-                if (member := self._members.get(peer_id)) is not None:
-                    setattr(member, counter, getattr(member, counter) + 1)
+        for member in self._known(merged):
+            member.contributions += 1
+        for member in self._known(rejected):
+            member.rejections += 1
+        for member in self._known(absent):
+            member.absences += 1
+
+    def _known(self, peers: Iterable[str]) -> Iterator[Member]:
+        return (self._members[peer_id] for peer_id in peers if peer_id in self._members)
 
     def _counting(self, peer_id: str, attendance: int) -> Member | None:
         member = self._members.get(peer_id)

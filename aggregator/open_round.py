@@ -49,7 +49,7 @@ class OpenRound:
     close_reason: str = ""  # not empty: the collection is closed
     commit_asked: bool = False
     due: tuple[int, ...] = ()  # its fragments, ascending
-    _in: Counter[str] = field(default_factory=Counter)  # how many fragments of each peer are in
+    _in: dict[str, int] = field(default_factory=dict)  # how many fragments of each peer are in
     _lacking: Counter[int] = field(default_factory=Counter)  # per fragment, how many expected peers it is not in from
     _slowest: list[tuple[float, str]] = field(default_factory=list)  # heap: -seconds; also what no longer holds
     _allowed: dict[str, float] = field(default_factory=dict)  # seconds, as last said of each peer
@@ -77,10 +77,14 @@ class OpenRound:
         return {peer_id for peer_id in self.missing if now >= self.counted_from + self._allowed[peer_id]}
 
     def open_with(self, ready: Mapping[str, float]) -> None:
-        """Wait for all of these from the opening on; values: seconds."""
-        self.punctual.update(ready)
-        for peer_id, seconds in ready.items():
-            self.expect(peer_id, seconds)
+        """Wait for all of these from the opening on, when nothing is in yet; values: seconds."""
+        for peers in (self.punctual, self.expected, self.wanted, self.missing):
+            peers.update(ready)
+        self._lacking.update(dict.fromkeys(self.delivered, len(ready)))
+        self._allowed.update(ready)
+        self._slowest = [(-seconds, peer_id) for peer_id, seconds in ready.items()]
+        heapq.heapify(self._slowest)
+        self.deadline = max(self.deadline, self.counted_from + max(ready.values(), default=0.0))
 
     def expect(self, peer_id: str, seconds: float) -> None:
         """Wait for this peer, too, so many seconds from counted_from on; not for one whose bytes were bad."""
@@ -118,8 +122,8 @@ class OpenRound:
             return
         self.delivered[fragment_id].add(peer_id)
         self._lacking[fragment_id] -= peer_id in self.expected
-        self._in[peer_id] += 1
-        if self._in[peer_id] == len(self.delivered):
+        self._in[peer_id] = count = self._in.get(peer_id, 0) + 1
+        if count == len(self.delivered):
             self.complete.add(peer_id)
             self.missing.discard(peer_id)
 
@@ -131,12 +135,13 @@ class OpenRound:
 
     def withdraw(self, peer_id: str) -> None:
         """Nothing of it is in any more; it is waited for as long as it was before."""
+        if self._in.pop(peer_id, None) is None:
+            return
         for fragment_id, peers in self.delivered.items():
             if peer_id in peers:
                 peers.remove(peer_id)
                 self._lacking[fragment_id] += peer_id in self.expected
         self.complete.discard(peer_id)
-        del self._in[peer_id]
 
     def close(self, reason: str) -> list[Reduce]:
         """End the collection, and ask for the fragments that are not reduced yet, with whoever has them in."""

@@ -1,9 +1,14 @@
-"""What the round machine is told and what it answers: plain frozen values. See `aggregator.rounds` for the rules."""
+"""What the round machine is told and what it answers: plain frozen values. See `aggregator.rounds` for the rules.
+
+Those of which every contribution makes some are named tuples: they are made in a third of the time, and a simulation makes
+many millions.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = [
     "Arrived",
@@ -34,6 +39,8 @@ __all__ = [
 class Phase(Enum):
     """What the machine is doing (see the table)."""
 
+    __hash__ = object.__hash__  # an Enum's own takes longer than what is done with it
+
     GATHERING = "gathering"
     COLLECTING = "collecting"
     COMMITTING = "committing"
@@ -41,8 +48,7 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class MemberReady:
+class MemberReady(NamedTuple):
     """A live peer says that its outer parameters are at `outer_step`. Sent whenever that changes.
 
     step_s: seconds per inner step as it measured them, 0 when it has not.
@@ -61,8 +67,7 @@ class MemberLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(NamedTuple):
     """The header of a contribution came; without a Refused in the answer its bytes are welcome."""
 
     peer_id: str
@@ -71,8 +76,7 @@ class Offered:
     fragment_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(NamedTuple):
     """A fragment of a contribution is here: whole, checked and measured."""
 
     peer_id: str

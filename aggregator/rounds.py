@@ -134,6 +134,7 @@ class RoundMachine:
         self._next_round_id = first_round_id
         self._round: OpenRound | None = None
         self._pausing = self._draining = False
+        self._waits = config.merging == "rounds"  # whether a round waits for anybody (rule 12)
         self._hand = InHand(config.max_staleness, first_round_id)
         self._ready = Readiness(outer_step, 1 + config.max_staleness)
         self.deadlines = Deadlines(config)
@@ -143,14 +144,15 @@ class RoundMachine:
     @property
     def phase(self) -> Phase:
         """See the table."""
+        current = self._round
+        if current is not None:
+            if current.close_reason:
+                return Phase.COMMITTING
+            return Phase.GATHERING if self._abandoned(current) else Phase.COLLECTING
         reached = self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
-        if reached or (self._draining and self._round is None):
+        if reached or self._draining:
             return Phase.FINISHED
-        if self._round is None:
-            return Phase.PAUSED if self._pausing else Phase.GATHERING
-        if self._round.close_reason:
-            return Phase.COMMITTING
-        return Phase.GATHERING if self._abandoned(self._round) else Phase.COLLECTING
+        return Phase.PAUSED if self._pausing else Phase.GATHERING
 
     @property
     def round_id(self) -> int:
@@ -198,9 +200,10 @@ class RoundMachine:
 
     def next_wakeup(self) -> float | None:
         """When a Tick can change something; None: only other events can."""
-        if self._round is None or self.deadline is None:
+        current = self._round
+        if current is None or self.deadline is None:
             return None
-        return min(self._round.deadline, grace_over(self._round, self._config))
+        return current.deadline if current.quorum_at is None else min(current.deadline, grace_over(current, self._config))
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now`; the effects are to be carried out in order.
@@ -208,12 +211,12 @@ class RoundMachine:
         Raises LocalProtocolError for a result nobody asked for and a fragment of the open round that is not due.
         """
         match event:
+            case Offered() | Arrived():
+                return self._taken(event, now)
             case MemberReady():
                 return self._reported(event, now)
             case MemberLost():
                 self._lost(event)
-            case Offered() | Arrived():
-                return self._taken(event, now)
             case Progress():
                 self._taking.progress(event, self._standing(), now)
             case Faulted():
@@ -340,7 +343,7 @@ class RoundMachine:
             whole=self._hand.carries,
         )
         if self._waits:
-            current.open_with({peer_id: self.deadlines.expected_s(peer_id) for peer_id in self._ready.able})
+            current.open_with(self.deadlines.expected_of(self._ready.able))
         self._next_round_id += 1
         opened = RoundOpened(current.round_id, current.outer_step, frozenset(current.expected), current.deadline)
         self._taking.take_up(current)
@@ -373,7 +376,7 @@ class RoundMachine:
         if reason := giving_up_reason(current, self._config, self._ready.able, now):
             self._phases.left_out(current, now)
             return self._close(current, now, committed=False, reason=reason)
-        return [] if self._hand.carries else [*current.reduce(current.in_from_all())]
+        return [] if self._hand.carries or not (whole := current.in_from_all()) else [*current.reduce(whole)]
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):
@@ -383,14 +386,9 @@ class RoundMachine:
 
     # -- questions --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _waits(self) -> bool:
-        """Whether a round waits for anybody (rule 12)."""
-        return self._config.merging == "rounds"
-
     def _abandoned(self, current: OpenRound) -> bool:
         """Nobody can contribute and what is in does not suffice (rule 8)."""
-        return len(current.complete) < current.quorum and not self._ready.able
+        return not self._ready.able and len(current.complete) < current.quorum
 
     def _standing(self) -> Standing:
         idle = None if self._round else self.phase

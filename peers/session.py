@@ -97,6 +97,7 @@ class Sent:
         return self.refused_at is not None and self.refused_at <= outer_step
 
 
+_WAITING = {phase: f"the run is {phase.value}" for phase in RunPhase}
 NEVER = Asked(-1, 0)
 HAS_PARAMETERS = Asked(1 << 64, 0)
 
@@ -107,6 +108,11 @@ class Session:
     random: draws from [0, 1); spreads the reconnections of many peers. heartbeat_s, max_staleness: until `configure` says what
     the run uses.
     """
+
+    __slots__ = (
+        "_attempts", "_connections", "_expel", "_healed_at", "_heartbeat_s", "_link", "_max_staleness", "_offline_since",
+        "_random", "_view", "_welcome"
+    )  # fmt: skip
 
     def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0, max_staleness: int = 0) -> None:
         self._random = random
@@ -275,7 +281,7 @@ class Session:
         """What became of the attempt to advance from `outer_step`. sent: what this peer contributed to it, if anything."""
         if self._expel is not None:
             return (Decision.EVICTED if self._expel.evicted else Decision.REFUSED), self._expel.reason
-        view = self.view
+        view = self._view if self._link is Link.ATTENDING else None
         if view is None:
             if self.cut_off(now):
                 return Decision.CUT_OFF, "no connection to the coordinator"
@@ -284,7 +290,7 @@ class Session:
             return known
         if sent is not None and (lost := self._lost(view, sent)):
             return Decision.ABORTED, lost
-        return Decision.WAIT, f"the run is {view.phase.value}"
+        return Decision.WAIT, _WAITING[view.phase]
 
     def carried_past(self, outer_step: int, sent: Sent | None) -> bool:
         """Whether a contribution that the commit TO `outer_step` does not have may be part of a later one."""
@@ -312,7 +318,7 @@ def _heal_due(view: View, healed_at: int) -> bool:
 
 def _of_the_run(view: View, outer_step: int, healed_at: int) -> tuple[Decision, str] | None:
     """What the view says of `outer_step` whatever this peer has sent; None: nothing."""
-    if _heal_due(view, healed_at):
+    if view.heal and _heal_due(view, healed_at):
         return Decision.BEHIND, view.heal
     if view.outer_step < outer_step:
         return Decision.BEHIND, f"the run is at outer step {view.outer_step}, this peer at {outer_step}"

@@ -54,6 +54,8 @@ class PeerState(Enum):
 class RunPhase(Enum):
     """What the coordinator is doing."""
 
+    __hash__ = object.__hash__  # an Enum's own takes longer than what is done with it
+
     FOUNDING = "founding"
     GATHERING = "gathering"
     COLLECTING = "collecting"

@@ -37,6 +37,13 @@ def test_the_states_follow_the_heartbeats_and_only_changes_are_told(members: Mem
     assert members.live() == {"a"}
 
 
+def test_only_those_are_looked_at_who_may_have_been_silent(members: Membership) -> None:
+    for peer_id in "ab":
+        members.attended(peer_id, 0.0)
+    assert said(members.tick(7.0, ["b"])) == [("b", "lost", "no heartbeat for 7.0 s")]
+    assert said(members.tick(7.0)) == [("a", "lost", "no heartbeat for 7.0 s")]
+
+
 def test_silence_longer_than_the_lease_is_loss_and_a_heartbeat_brings_it_back(members: Membership) -> None:
     number, _ = members.attended("a", 0.0)
     members.heartbeat("a", number, TRAINING, 1.0)

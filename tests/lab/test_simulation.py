@@ -149,21 +149,27 @@ def test_merging_for_real_rejects_the_damaged_and_their_steps_do_not_count() -> 
 
 def test_a_step_that_counts_twice_is_a_bug() -> None:
     ledger = Ledger()
-    ledger.count("a", 0, Share(0, 10, 0), rejected=False)
-    ledger.count("a", 1, Share(5, 10, 0), rejected=True)
+    ledger.count(0, {"a": Share(0, 10, 0)}, frozenset())
+    ledger.count(1, {"a": Share(5, 10, 0)}, {"a"})
     with pytest.raises(LocalProtocolError, match="count twice"):
-        ledger.count("a", 0, Share(9, 20, 0), rejected=False)
+        ledger.count(0, {"a": Share(9, 20, 0)}, frozenset())
     assert (ledger.fragment_steps, ledger.rejected) == (10, 1)
 
 
 def test_time_never_goes_back() -> None:
     agenda, seen = Agenda(), []
-    agenda.at(2.0, lambda: seen.append("b"))
-    agenda.at(2.0, lambda: seen.append("c"))
+    agenda.all_at(2.0, [lambda: seen.append("b"), lambda: seen.append("c")])
+    agenda.at(2.0, lambda: seen.append("d"))
     agenda.at(1.0, lambda: seen.append("a"))
-    while agenda.step(5.0):
-        pass
-    assert seen == ["a", "b", "c"]
+    agenda.at(6.0, lambda: seen.append("e"))
+    assert agenda.run(5.0, 2) and seen == ["a", "b", "c"]
+    assert not agenda.run(5.0, 2)
+    assert seen == ["a", "b", "c", "d"] and agenda.events == 4
+    agenda.end()
+    assert not agenda.run(7.0, 2)
+    agenda.end(False)
+    agenda.run(7.0, 2)
+    assert seen[-1] == "e"
     with pytest.raises(LocalProtocolError, match="nothing can happen"):
         agenda.at(1.0, lambda: None)
 
@@ -225,7 +231,7 @@ def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> N
     sync = {"every": 10, "outer_steps": 12, "mode": mode} | ({"groups": groups} if groups == 2 else {})
     simulation = Simulation(Scenario.from_mapping({**drawn, "sync": sync | ({"delay": 2} if mode == "delayed" else {})}))
     coordinator, agenda = simulation.coordinator, simulation.agenda
-    carry_out, step = coordinator._carry_out, agenda.step
+    carry_out, go_on = coordinator._carry_out, agenda.run
     committed: list[int] = []
     times = [0.0]
 
@@ -236,13 +242,13 @@ def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> N
             committed.append(effect.outer_step)
         carry_out(effect)
 
-    def tick(until: float) -> bool:
-        happened = step(until)
+    def one_event(until: float, count: int) -> bool:
+        happened = go_on(until, 1)
         times.append(simulation.agenda.now)
         return happened
 
     coordinator._carry_out = watch  # type: ignore[method-assign]
-    agenda.step = tick  # type: ignore[method-assign]
+    agenda.run = one_event  # type: ignore[method-assign]
     outcome = simulation.run()
     assert committed == list(range(1, len(committed) + 1)) and outcome.commits == len(committed)
     assert times == sorted(times)

@@ -6,7 +6,8 @@ Two events of the same time happen in the order in which they were put down, so 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from edit.errors import LocalProtocolError
 
@@ -21,6 +22,7 @@ class Agenda:
         self.events = 0
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._put = 0
+        self._ended = False
 
     def at(self, when: float, action: Callable[[], object]) -> None:
         """Let `action` happen at `when`. Raises LocalProtocolError for a time that is over."""
@@ -29,11 +31,26 @@ class Agenda:
         self._put += 1
         heapq.heappush(self._heap, (when, self._put, action))
 
-    def step(self, until: float) -> bool:
-        """The next event; False, and nothing happens, when there is none up to `until`."""
-        if not self._heap or self._heap[0][0] > until:
-            return False
-        self.now, _, action = heapq.heappop(self._heap)
-        self.events += 1
-        action()
-        return True
+    def all_at(self, when: float, actions: Sequence[Callable[[], object]]) -> None:
+        """Let all of these happen at `when`, one after the other, with nothing between them."""
+        self.at(when, partial(self._each, actions) if len(actions) > 1 else actions[0])
+
+    def run(self, until: float, count: int) -> bool:
+        """The next `count` events or a few more; False when there are none left up to `until`, or after `end`."""
+        heap, last = self._heap, self.events + count
+        while not self._ended and heap and heap[0][0] <= until:
+            if self.events >= last:
+                return True
+            self.now, _, action = heapq.heappop(heap)
+            self.events += 1
+            action()
+        return False
+
+    def end(self, ended: bool = True) -> None:
+        """No further event happens in `run`, until this is taken back."""
+        self._ended = ended
+
+    def _each(self, actions: Sequence[Callable[[], object]]) -> None:
+        self.events += len(actions) - 1
+        for action in actions:
+            action()

@@ -21,6 +21,7 @@ from aggregator import round_events as events
 from aggregator.membership import Change, Membership
 from aggregator.round_events import Phase
 from aggregator.rounds import RoundMachine
+from edit.errors import RefusedError
 from edit.lab.simulation.agenda import Agenda
 from edit.lab.simulation.judge import Judge
 from edit.lab.simulation.ledger import Ledger, Share
@@ -34,31 +35,34 @@ TICK_S = 0.25  # as `aggregator.engine`
 KEPT_VIEWS = 64  # the oldest are older than any latency
 _PHASES = {phase: RunPhase[phase.name] for phase in Phase}
 _HASTEN = (events.Arrived, events.MemberLost, events.Tick)  # after others no deadline is nearer than before
-Listener = Callable[[float], None]  # told when a new view was published, at what time
+Listener = tuple[float, Callable[[], None]]  # seconds until a view reaches it, what it does then
 
 
 @dataclass(slots=True)
 class _Round:
-    """shares: what is in, by peer and fragment; merging: by fragment, of whom its Reduce consists."""
+    """shares: what is in, by fragment and peer; merging: by fragment, of whom its Reduce consists."""
 
     round_id: int
     outer_step: int
-    shares: dict[tuple[str, int], Share] = field(default_factory=dict)
+    shares: dict[int, dict[str, Share]] = field(default_factory=dict)
     merging: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Coordinator:
-    """listeners: whom a new view concerns, in the order in which they began; finished_at: None until the last commit."""
+    """listeners: whom a new view concerns, in the order in which they began; newest: view, and when it was published;
+    finished_at: None until the last commit; due: by group, the fragments that it exchanges."""
 
     def __init__(self, scenario: Scenario, agenda: Agenda, ledger: Ledger, judge: Judge | None) -> None:
-        sync = scenario.run.sync
+        sync, fragments = scenario.run.sync, scenario.size.fragments
+        self.due = [fragments_due(group, fragments, sync.groups, sync.pattern) for group in range(sync.groups)]
         self.listeners: dict[str, Listener] = {}
-        self._here: dict[str, float | None] = {}
+        self._here: set[str] = set()
+        self._vanished: dict[str, float] = {}
         self.finished_at: float | None = None
         self.membership = Membership(scenario.run.membership)
         self.machine = RoundMachine(
             scenario.run.rounds,
-            due=lambda step: fragments_due(step, scenario.size.fragments, sync.groups, sync.pattern),
+            due=lambda step: self.due[step % sync.groups],
             outer_step=0,
             outer_steps=sync.outer_steps,
             first_round_id=1,
@@ -71,14 +75,11 @@ class Coordinator:
         self._busy_until = 0.0
         self._tick_at = math.inf
         self._report = Heartbeat(state=PeerState.TRAINING)
-        self._views: deque[tuple[float, View]] = deque([(0.0, self._view(0))], maxlen=KEPT_VIEWS)
+        self._round_id, self._phase = self.machine.round_id, self.machine.phase
+        self.newest = 0.0, self._view(0)
+        self._views: deque[tuple[float, View]] = deque([self.newest], maxlen=KEPT_VIEWS)
 
     # -- what peers see ----------------------------------------------------------------------------------------------------
-
-    @property
-    def newest(self) -> tuple[float, View]:
-        """The newest view, and when it was published."""
-        return self._views[-1]
 
     def seen_at(self, when: float) -> View:
         """The newest view published up to `when`."""
@@ -105,11 +106,13 @@ class Coordinator:
 
     def heartbeat(self, peer_id: str, attendance: int, outer_step: int) -> None:
         """A report of a peer that trains; with another outer step than the last one. Too late when the peer is gone."""
-        if self.membership.members[peer_id].attendance != attendance:
-            return
         if self._report.outer_step != outer_step:
             self._report = Heartbeat(state=PeerState.TRAINING, outer_step=outer_step)
-        self._changed(self.membership.heartbeat(peer_id, attendance, self._report, self._agenda.now))
+        try:
+            changes = self.membership.heartbeat(peer_id, attendance, self._report, self._agenda.now)
+        except RefusedError:
+            return
+        self._changed(changes)
         self._feed(events.MemberReady(peer_id, outer_step))
 
     def hung_up(self, peer_id: str, attendance: int, reason: str, polite: bool) -> None:
@@ -118,11 +121,12 @@ class Coordinator:
 
     def here(self, peer_id: str) -> None:
         """This peer attends and reports from now on."""
-        self._here[peer_id] = None
+        self._here.add(peer_id)
+        self._vanished.pop(peer_id, None)
 
     def vanished(self, peer_id: str, last_heartbeat: float) -> None:
         """A peer is silent from now on: leases have to be looked at when its own is over."""
-        self._here[peer_id] = last_heartbeat
+        self._vanished[peer_id] = last_heartbeat
         over = last_heartbeat + self._scenario.run.membership.lease_s
         self._agenda.at(max(_next_tick(over), self._agenda.now), self._look_at_leases)
 
@@ -133,10 +137,13 @@ class Coordinator:
     def arrived(self, peer_id: str, round_id: int, fragment_id: int, share: Share) -> None:
         """A fragment of a contribution is in; what a round has from this peer already stays (as in the engine)."""
         current = self._round
-        if current is None or current.round_id != round_id or (peer_id, fragment_id) in current.shares:
-            self._ledger.late += current is None or current.round_id != round_id
+        if current is None or current.round_id != round_id:
+            self._ledger.late += 1
             return
-        current.shares[peer_id, fragment_id] = share
+        shares = current.shares.setdefault(fragment_id, {})
+        if peer_id in shares:
+            return
+        shares[peer_id] = share
         self._ledger.bytes_up += self._scenario.up_bytes
         self._feed(events.Arrived(peer_id, round_id, fragment_id))
 
@@ -145,15 +152,15 @@ class Coordinator:
     def _changed(self, changes: list[Change]) -> None:
         for change in changes:
             if not change.live:
-                self._here.pop(change.peer_id, None)
+                self._here.discard(change.peer_id)
+                self._vanished.pop(change.peer_id, None)
                 self._feed(events.MemberLost(change.peer_id, change.reason))
 
     def _look_at_leases(self) -> None:
-        """Who is here was heard less than a heartbeat ago, which is less than a lease."""
-        now, heard = self._agenda.now, self.membership.progress
-        for peer_id, last_heartbeat in self._here.items():
-            heard(peer_id, now if last_heartbeat is None else last_heartbeat)
-        self._changed(self.membership.tick(now))
+        """Of those only that have vanished: who is here was heard less than a heartbeat ago, which is less than a lease."""
+        for peer_id, last_heartbeat in self._vanished.items():
+            self.membership.progress(peer_id, last_heartbeat)
+        self._changed(self.membership.tick(self._agenda.now, self._vanished))
 
     def _tick(self) -> None:
         self._tick_at = math.inf
@@ -167,16 +174,16 @@ class Coordinator:
                 taken = False
             else:
                 self._carry_out(effect)
-        phase, known = machine.phase, self._views[-1][1]
-        changed = machine.round_id != known.round_id or _PHASES[phase] is not known.phase
-        if changed:
+        round_id, phase = machine.round_id, machine.phase
+        if changed := phase is not self._phase or round_id != self._round_id:
+            self._phase, self._round_id = phase, round_id
             self._publish()
         if changed or isinstance(event, _HASTEN):
-            self._watch_deadlines()
+            self._watch_deadlines(machine)
         return taken
 
-    def _watch_deadlines(self) -> None:
-        wakeup = self.machine.next_wakeup()
+    def _watch_deadlines(self, machine: RoundMachine) -> None:
+        wakeup = machine.next_wakeup()
         if wakeup is not None and wakeup < self._tick_at and (at := _next_tick(wakeup)) < self._tick_at:
             self._tick_at = at
             self._agenda.at(max(at, self._agenda.now), self._tick)
@@ -196,6 +203,7 @@ class Coordinator:
                     self._ledger.close(committed=False)
             case events.RunFinished():
                 self.finished_at = self._agenda.now
+                self._agenda.end()
 
     def _reduce(self, effect: events.Reduce) -> None:
         if self._round is not None:
@@ -215,10 +223,9 @@ class Coordinator:
         takers: set[str] = set()
         merged: set[str] = set()
         for fragment_id, peers in current.merging.items():
-            shares = {peer_id: current.shares[peer_id, fragment_id] for peer_id in peers}
+            shares = {peer_id: current.shares[fragment_id][peer_id] for peer_id in peers}
             bad = self._judge.rejected(fragment_id, shares) if self._judge is not None else frozenset()
-            for peer_id, share in shares.items():
-                self._ledger.count(peer_id, fragment_id, share, rejected=peer_id in bad)
+            self._ledger.count(fragment_id, shares, bad)
             takers.update(peers)
             merged.update(set(peers) - bad)
         self._takers[effect.outer_step] = frozenset(takers)
@@ -229,11 +236,15 @@ class Coordinator:
 
     def _publish(self) -> None:
         now, view = self._agenda.now, self._view(self._views[-1][1].sequence + 1)
-        self._views.append((now, view))
+        self.newest = now, view
+        self._views.append(self.newest)
         if view.phase is RunPhase.COMMITTING:
             return  # nobody decides anything else than before because of it
-        for told in list(self.listeners.values()):
-            told(now)
+        together: dict[float, list[Callable[[], None]]] = {}
+        for latency_s, see in self.listeners.values():
+            together.setdefault(latency_s, []).append(see)
+        for latency_s, all_see in together.items():
+            self._agenda.all_at(now + latency_s, all_see)
 
     def _view(self, sequence: int) -> View:
         machine = self.machine

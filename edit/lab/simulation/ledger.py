@@ -7,15 +7,16 @@ fragments it exchanged, so that steps cannot be counted whole there.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from edit.errors import LocalProtocolError
 
 __all__ = ["Ledger", "Share"]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What one contribution brings for one fragment: inner steps `after` + 1 to `until` of the peer's own count, the first of
     them made `stale` exchanges of this fragment ago."""
 
@@ -46,19 +47,19 @@ class Ledger:
     snapshots: int = 0
     late: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    _until: dict[tuple[str, int], int] = field(default_factory=dict)
+    _until: dict[int, dict[str, int]] = field(default_factory=dict)
 
-    def count(self, peer_id: str, fragment_id: int, share: Share, *, rejected: bool) -> None:
-        """A commit took this share, with or without weight. Raises LocalProtocolError when it takes a step a second time."""
-        key = (peer_id, fragment_id)
-        if share.after < self._until.get(key, 0) or share.until < share.after:
-            raise LocalProtocolError(f"{peer_id}, fragment {fragment_id}: steps {share.after + 1} to {share.until} count twice")
-        self._until[key] = share.until
-        self.staleness[share.stale] += 1
-        if rejected:
-            self.rejected += 1
-        else:
-            self.fragment_steps += share.until - share.after
+    def count(self, fragment_id: int, shares: Mapping[str, Share], rejected: Set[str]) -> None:
+        """A commit took these, some without weight. Raises LocalProtocolError when it takes a step a second time."""
+        counted = self._until.setdefault(fragment_id, {})
+        for peer_id, (after, until, _) in shares.items():
+            if after < counted.get(peer_id, 0) or until < after:
+                raise LocalProtocolError(f"{peer_id}, fragment {fragment_id}: steps {after + 1} to {until} count twice")
+            counted[peer_id] = until
+            if peer_id not in rejected:
+                self.fragment_steps += until - after
+        self.staleness.update([share.stale for share in shares.values()])
+        self.rejected += len(rejected)
 
     def close(self, *, committed: bool, contributors: int = 0, live: int = 0) -> None:
         """A round is over. contributors, live: at a commit."""

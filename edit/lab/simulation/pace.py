@@ -13,6 +13,8 @@ __all__ = ["Pace"]
 class Pace:
     """step_s: seconds per inner step when nothing slows the peer down. Asked with times that never go back."""
 
+    __slots__ = ("_changes_at", "_config", "_random", "_stalled", "step_s")
+
     def __init__(self, step_s: float, config: Compute, random: Random) -> None:
         self.step_s = step_s
         self._config = config
@@ -25,6 +27,8 @@ class Pace:
         left = steps * self.step_s
         if self._config.jitter:
             left *= math.exp(self._random.gauss(0.0, self._config.jitter))
+        if self._changes_at == math.inf:
+            return now + left
         self._pass(now)
         while (end := now + left * self._factor) > self._changes_at:
             left -= (self._changes_at - now) / self._factor

@@ -24,7 +24,7 @@ from edit.lab.simulation.pace import Pace
 from edit.lab.simulation.presence import Presence
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
-from edit.schedule import due, fragments_due
+from edit.schedule import due
 from editpb.messages import View, Welcome
 from peers.session import Decision, Sent, Session
 
@@ -36,6 +36,13 @@ Life = Generator[float, None, None]
 
 class Peer:
     """parts: its speed, its link, its draws, its failures per hour. `finished`: knows that the run is over; `stuck`: waits."""
+
+    __slots__ = (  # thousands of peers, each touched at every event of its own: what is small stays in the processor's cache
+        "_agenda", "_alive_since", "_based", "_blocking", "_coordinator", "_down_bytes", "_due", "_failures_per_hour",
+        "_interval", "_kept", "_ledger", "_life", "_line", "_pace", "_presence", "_random", "_returns", "_scenario", "_seen",
+        "_sending", "_session", "_since", "_sync", "_taken", "_training", "_up_bytes", "_waiting", "_wakeups", "finished",
+        "outer_step", "peer_id", "trained",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -53,13 +60,13 @@ class Peer:
         self._scenario, self._agenda, self._coordinator, self._ledger = scenario, agenda, coordinator, ledger
         self._pace, self._line, self._random, self._failures_per_hour = parts
         self._sync = scenario.run.sync
+        self._interval = self._sync.interval
         self._blocking = self._sync.mode in ("blocking", "forward")
-        self._due = [
-            fragments_due(group, scenario.size.fragments, self._sync.groups, self._sync.pattern)
-            for group in range(self._sync.groups)
-        ]
+        self._due = coordinator.due
         self._taken = [0] * scenario.size.fragments  # per fragment: own inner steps up to here are settled
         self._based = [0] * scenario.size.fragments  # per fragment: the outer step that the unsettled work began from
+        self._down_bytes = scenario.down_bytes
+        self._up_bytes = scenario.up_bytes
         self._since = 0  # inner steps since the last contribution
         self._kept = True  # whether this process begins with outer parameters and work of its own
         self._begin()
@@ -69,10 +76,6 @@ class Peer:
         self._training: tuple[float, float, int] | None = None
         self._presence = Presence(peer_id, self._session.heartbeat_s, self._line.latency_s, agenda, coordinator)
         self._returns = False
-
-    @property
-    def _pending(self) -> Pending | None:
-        return self._sending.pending
 
     @property
     def alive(self) -> bool:
@@ -95,7 +98,7 @@ class Peer:
         self._alive_since = self._agenda.now
         self._seen: View | None = None
         self._session = Session(self._random.random, self._agenda.now, self._scenario.run.membership.heartbeat_s)
-        self._sending = Sending(self.peer_id, self._scenario.up_bytes, self._agenda, self._coordinator, self._line)
+        self._sending = Sending(self.peer_id, self._up_bytes, self._agenda, self._coordinator, self._line)
 
     def stop(self) -> None:
         """Settle the steps and seconds of this life: it or the simulation ends."""
@@ -143,7 +146,7 @@ class Peer:
         """What was not contributed is lost, all of it or what came after the last checkpoint; what was, is in doubt."""
         every = 0 if polite else self._scenario.faults.checkpoint_steps
         lost = self.trained % every if every else self.trained
-        for fragment_id, share in self._pending.shares if self._pending else ():
+        for fragment_id, share in self._sending.pending.shares if self._sending.pending else ():
             self._taken[fragment_id] = share.until
         self._taken = [min(self.trained, taken + lost) for taken in self._taken]
         self._since = max(0, self._since - lost)
@@ -180,14 +183,11 @@ class Peer:
         """Be told of new views, and of those that are on their way already."""
         if self.peer_id in self._coordinator.listeners:
             return
-        self._coordinator.listeners[self.peer_id] = self._told
-        seen_to = self._agenda.now - self._line.latency_s
-        if self._coordinator.newest[0] > seen_to:
-            for published in self._coordinator.published_after(seen_to):
-                self._told(published)
-
-    def _told(self, published: float) -> None:
-        self._agenda.at(max(published + self._line.latency_s, self._agenda.now), self._see)
+        now, latency_s = self._agenda.now, self._line.latency_s
+        self._coordinator.listeners[self.peer_id] = latency_s, self._see
+        if self._coordinator.newest[0] > now - latency_s:
+            for published in self._coordinator.published_after(now - latency_s):
+                self._agenda.at(max(published + latency_s, now), self._see)
 
     def _see(self) -> None:
         if self.peer_id not in self._coordinator.listeners:
@@ -196,8 +196,8 @@ class Peer:
         self._sending.advance(self._session)
         if self._waiting:
             self._resume()
-        elif self._pending is not None:
-            self._prefetch(self._pending)
+        elif self._sending.pending is not None:
+            self._prefetch(self._sending.pending)
 
     def _look(self) -> None:
         published, view = self._coordinator.newest
@@ -239,24 +239,27 @@ class Peer:
 
     def _go_on(self) -> Life:
         """Train until an outcome or a contribution is due, and see to it."""
-        pending = self._pending
-        stop = pending.wait_at if pending is not None and self._since < pending.wait_at else self._sync.interval
+        pending = self._sending.pending
+        stop = pending.wait_at if pending is not None and self._since < pending.wait_at else self._interval
         if self._since < stop:
-            yield from self._train(stop - self._since)
-        if self._pending is not None:
-            yield from self._resolve(self._pending, block=self._since >= stop)
-        if self._pending is None and due(self._since, self._sync.interval):
-            yield from self._catch_up()
+            yield self._begin_training(stop - self._since)
+            self._settle_training()
+        if (pending := self._sending.pending) is not None:
+            yield from self._resolve(pending, block=self._since >= stop)
+        if self._sending.pending is None and due(self._since, self._interval):
+            if self._outcome(None) is not Decision.WAIT:
+                yield from self._catch_up()
             if not self.finished:
                 self._contribute(late=False)
-                if self._blocking and self._pending is not None:
-                    yield from self._resolve(self._pending, block=True)
+                if self._blocking and (pending := self._sending.pending) is not None:
+                    yield from self._resolve(pending, block=True)
 
-    def _train(self, steps: int) -> Life:
-        end = self._pace.finish(steps, self._agenda.now)
-        self._training = self._agenda.now, end, steps
-        yield end
-        self._settle_training()
+    def _begin_training(self, steps: int) -> float:
+        """When it will be over."""
+        now = self._agenda.now
+        end = self._pace.finish(steps, now)
+        self._training = now, end, steps
+        return end
 
     def _settle_training(self) -> None:
         steps, seconds = self._trained_by(self._agenda.now)
@@ -281,8 +284,8 @@ class Peer:
             (i, Share(self._taken[i], self.trained, (self.outer_step - self._based[i]) // self._sync.groups))
             for i in self._due[self.outer_step % self._sync.groups]
         ]
-        wait_at = self._sync.interval if late or self._blocking else self._sync.delay
-        self._sending.pending = Pending(self.outer_step, shares, wait_at, late)
+        wait_at = self._interval if late or self._blocking else self._sync.delay
+        self._sending.pending = Pending(self.outer_step, shares, wait_at, late, Sent(0, self.outer_step))
         self._since = 0
         if self._presence.outer_step < self.outer_step:
             self._presence.report(self.outer_step)
@@ -294,13 +297,13 @@ class Peer:
         """Training goes on meanwhile: fetch the update as soon as there is one; a late contribution's ends training early."""
         if pending.fetched_at is not None:
             return
-        decision, _ = self._session.decide(pending.outer_step, Sent(pending.round_id, pending.outer_step), self._agenda.now)
+        decision = self._outcome(pending)
         if decision is Decision.WAIT:
             return
         self._coordinator.listeners.pop(self.peer_id, None)
         known = self._agenda.now
         if decision is Decision.COMMITTED:
-            known = pending.fetched_at = self._fetch_update(pending.outer_step)
+            known = pending.fetched_at = self._fetch_update()
         if pending.early:
             self._cut_short(known)
 
@@ -317,50 +320,48 @@ class Peer:
             self._wakeups += 1
             self._agenda.at(at, partial(self._wake, self._wakeups))
 
+    def _outcome(self, pending: Pending | None) -> Decision:
+        """What became of the present outer step, by what is known now."""
+        self._look()
+        return self._session.decide(self.outer_step, pending.sent if pending is not None else None, self._agenda.now)[0]
+
     def _resolve(self, pending: Pending, *, block: bool) -> Life:
-        """Take the outcome, as `EditWorker._resolve`."""
-        while True:
-            self._look()
-            decision, _ = self._session.decide(pending.outer_step, Sent(pending.round_id, pending.outer_step), self._agenda.now)
-            if decision is not Decision.WAIT or not block:
-                break
+        """Take the outcome, as `edit.exchange.Exchange.resolve`."""
+        while (decision := self._outcome(pending)) is Decision.WAIT and block:
             self._sending.advance(self._session)
             yield VIEW
-        match decision:
-            case Decision.COMMITTED:
-                at = pending.fetched_at if pending.fetched_at is not None else self._fetch_update(pending.outer_step)
-                if at > self._agenda.now:
-                    yield at
-                if not self._advance(pending):
-                    yield from self._catch_up()
-                    if not self.finished:
-                        self._contribute(late=True)
-            case Decision.ABORTED:
-                self._drop()
-            case Decision.BEHIND:
-                yield from self._heal()
-            case Decision.FINISHED:
-                self.finished = True
+        if decision is Decision.COMMITTED:
+            at = pending.fetched_at if pending.fetched_at is not None else self._fetch_update()
+            if at > self._agenda.now:
+                yield at
+            if not self._advance(pending):
+                yield from self._catch_up()
+                if not self.finished:
+                    self._contribute(late=True)
+        elif decision is Decision.ABORTED:
+            self._drop()
+        elif decision is not Decision.WAIT:
+            yield from self._leave_off(decision)
 
     def _catch_up(self) -> Life:
         """Apply the commits already known."""
-        while not self.finished:
-            self._look()
-            decision, _ = self._session.decide(self.outer_step, None, self._agenda.now)
-            match decision:
-                case Decision.COMMITTED:
-                    yield self._fetch_update(self.outer_step)
-                    self._advance(None)
-                case Decision.BEHIND:
-                    yield from self._heal()
-                case Decision.FINISHED:
-                    self.finished = True
-                case _:
-                    return
+        while not self.finished and (decision := self._outcome(None)) is not Decision.WAIT:
+            if decision is Decision.COMMITTED:
+                yield self._fetch_update()
+                self._advance(None)
+            else:
+                yield from self._leave_off(decision)
 
-    def _fetch_update(self, outer_step: int) -> float:
-        """When the update from `outer_step` is here, asked for now."""
-        count = len(self._due[outer_step % self._sync.groups]) * self._scenario.down_bytes
+    def _leave_off(self, decision: Decision) -> Life:
+        """The run went on without this peer, or is over."""
+        if decision is Decision.BEHIND:
+            yield from self._heal()
+        else:
+            self.finished = True
+
+    def _fetch_update(self) -> float:
+        """When the update from the present outer step is here, asked for now."""
+        count = len(self._due[self.outer_step % self._sync.groups]) * self._down_bytes
         self._ledger.bytes_down += count
         return self._line.fetch(count, self._agenda.now)
 
@@ -380,7 +381,7 @@ class Peer:
     def _heal(self) -> Life:
         """Take a snapshot; whether what is pending is in it cannot be known, so only the work since is kept."""
         yield from self._take_snapshot()
-        for fragment_id, share in self._pending.shares if self._pending else ():
+        for fragment_id, share in self._sending.pending.shares if self._sending.pending else ():
             self._taken[fragment_id] = share.until
             self._based[fragment_id] = self.outer_step
         self._drop()
@@ -395,6 +396,6 @@ class Peer:
         self.outer_step = outer_step
 
     def _drop(self) -> None:
-        if self._pending is not None:
+        if self._sending.pending is not None:
             self._sending.drop()
             self._coordinator.listeners.pop(self.peer_id, None)

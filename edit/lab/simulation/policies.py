@@ -15,6 +15,8 @@ from edit.lab.simulation.agenda import Agenda
 
 __all__ = ["Policy", "policy_goodput", "stop_for"]
 
+EVENTS = 1 << 20  # at a time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -60,7 +62,7 @@ def policy_goodput(policy: Policy, seconds: float, seed: int = 0) -> float:
 
     agenda.at(random.expovariate(policy.failures_per_s), fails)
     agenda.at(seconds, partial(fleet.count, seconds))
-    while agenda.step(seconds):
+    while agenda.run(seconds, EVENTS):
         pass
     return fleet.slice_seconds / (seconds * policy.slices)
 

@@ -13,6 +13,10 @@ __all__ = ["Presence"]
 class Presence:
     """`outer_step`: as this process reported last; -1: not yet."""
 
+    __slots__ = (
+        "_agenda", "_attendance", "_coordinator", "_heartbeat_s", "_hung_up", "_latency_s", "_peer_id", "_sent", "outer_step"
+    )  # fmt: skip
+
     def __init__(self, peer_id: str, heartbeat_s: float, latency_s: float, agenda: Agenda, coordinator: Coordinator) -> None:
         self.outer_step = -1
         self._peer_id, self._heartbeat_s, self._latency_s = peer_id, heartbeat_s, latency_s

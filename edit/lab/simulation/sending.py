@@ -9,7 +9,7 @@ from edit.lab.simulation.agenda import Agenda
 from edit.lab.simulation.coordinator import Coordinator
 from edit.lab.simulation.ledger import Share
 from edit.lab.simulation.link import Line
-from peers.session import Session
+from peers.session import Sent, Session
 
 __all__ = ["Pending", "Sending"]
 
@@ -17,20 +17,22 @@ __all__ = ["Pending", "Sending"]
 @dataclass(slots=True)
 class Pending:
     """A contribution whose outcome is not known. shares: by fragment; wait_at: inner steps after it, at which training waits
-    for the outcome; early: take it as soon as it is known; round_id: where it goes, 0 as long as no round is open for it; sent:
-    fragments that arrived; fetched_at: when the update is here, once it was asked for."""
+    for the outcome; early: take it as soon as it is known; sent: as the session knows it; arrived: fragments that did;
+    fetched_at: when the update is here, once it was asked for."""
 
     outer_step: int
     shares: list[tuple[int, Share]]
     wait_at: int
     early: bool
-    round_id: int = 0
-    sent: int = 0
+    sent: Sent
+    arrived: int = 0
     fetched_at: float | None = None
 
 
 class Sending:
     """up_bytes: of one fragment. `pending` is what is under way; fragments travel one after the other."""
+
+    __slots__ = ("_agenda", "_coordinator", "_last_round", "_line", "_peer_id", "_up_bytes", "pending")
 
     def __init__(self, peer_id: str, up_bytes: int, agenda: Agenda, coordinator: Coordinator, line: Line) -> None:
         self.pending: Pending | None = None
@@ -41,29 +43,29 @@ class Sending:
     def advance(self, session: Session) -> None:
         """Begin to send what is pending, once a round is open for it."""
         pending = self.pending
-        if pending is None or pending.round_id:
+        if pending is None or pending.sent.round_id:
             return
-        pending.round_id = session.open_round(pending.outer_step, self._last_round)
-        if pending.round_id:
+        if round_id := session.open_round(pending.outer_step, self._last_round):
+            pending.sent = Sent(round_id, pending.outer_step)
             self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._offer, pending))
 
     def drop(self) -> None:
         """It has its outcome: the next one goes to a newer round."""
         if self.pending is not None:
-            self._last_round = max(self._last_round, self.pending.round_id)
+            self._last_round = max(self._last_round, self.pending.sent.round_id)
             self.pending = None
 
     def _offer(self, pending: Pending) -> None:
         if self.pending is not pending:
             return
-        fragment_id, _ = pending.shares[pending.sent]
-        if self._coordinator.offered(self._peer_id, pending.round_id, pending.outer_step, fragment_id):
+        fragment_id, _ = pending.shares[pending.arrived]
+        if self._coordinator.offered(self._peer_id, pending.sent.round_id, pending.outer_step, fragment_id):
             self._agenda.at(self._line.send(self._up_bytes, self._agenda.now), partial(self._deliver, pending))
 
     def _deliver(self, pending: Pending) -> None:
         if self.pending is not pending:
             return
-        self._coordinator.arrived(self._peer_id, pending.round_id, *pending.shares[pending.sent])
-        pending.sent += 1
-        if pending.sent < len(pending.shares):
+        self._coordinator.arrived(self._peer_id, pending.sent.round_id, *pending.shares[pending.arrived])
+        pending.arrived += 1
+        if pending.arrived < len(pending.shares):
             self._offer(pending)

@@ -45,9 +45,8 @@ class Simulation:
         for peer in self.peers:
             peer.start()
         until, agenda = self.scenario.hours * 3600.0, self.agenda
-        while self.coordinator.finished_at is None and agenda.step(until):
-            if agenda.events % LOOK_EVERY == 0:
-                progress(self.ledger.commits, agenda.now)
+        while agenda.run(until, LOOK_EVERY):
+            progress(self.ledger.commits, agenda.now)
         ended, events = self.coordinator.finished_at, agenda.events
         seconds = ended if ended is not None else min(until, agenda.now) if math.isfinite(until) else agenda.now
         ledger = self._settled()
@@ -70,9 +69,9 @@ class Simulation:
 
     def _drain(self) -> None:
         """After the last commit: every peer that lives finds out; nobody returns."""
-        while any(peer.alive for peer in self.peers):
-            if not all(self.agenda.step(math.inf) for _ in self.peers):
-                return
+        self.agenda.end(False)
+        while any(peer.alive for peer in self.peers) and self.agenda.run(math.inf, len(self.peers)):
+            pass
 
     def _ideal_steps(self, seconds: float) -> float:
         return sum(seconds / step_s for step_s in self._speeds)
