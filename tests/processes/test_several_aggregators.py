@@ -58,11 +58,11 @@ addresses = ["127.0.0.1:{{port}}"]
 class Spread(Site):
     """A site with a second aggregator."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sync: str = "") -> None:
         with socket.socket() as chosen:
             chosen.bind(("127.0.0.1", 0))
             self.port = chosen.getsockname()[1]
-            super().__init__(folder, TOML.replace("{port}", str(self.port)))
+            super().__init__(folder, TOML.replace("{port}", str(self.port)).replace("[outer]", f"{sync}\n[outer]"))
         self.second = folder / "second"
         call(aggregator.cli.app, "new-aggregator", 1, self.second, "--state", self.state)
 
@@ -144,6 +144,27 @@ def test_pause_and_evict_reach_both_and_a_peer_waits_for_both_to_be_there(tmp_pa
         assert again.finish() == 4
         call(aggregator.cli.app, "drain", "--state", site.state)
         assert a.finish() == 0 and "its operator drained it" in a.last("the run has finished")
+
+
+@pytest.mark.timeout(240)
+def test_a_sharded_peer_that_is_killed_goes_on_with_the_checkpoint_of_all_parts(tmp_path: Path) -> None:
+    with Spread(tmp_path, 'mode = "forward"\nstrict = true') as site:
+        site.serve()
+        site.serve_second()
+        site.enrol("a", "b")
+        a, b = site.peer("a", "--throttle", 4, ranks=2), site.peer("b")
+        a.until("aggregator 1: outer step 6,")
+        a.kill()
+        a = site.peer("a", ranks=2)
+        assert "checkpoint-" in a.until("going on from")
+        assert (a.finish(), b.finish()) == (0, 0)
+        status = site.status()
+        parts = [status, *status["aggregators"]]
+        assert [part["outer_step"] for part in parts] == [STEPS, STEPS]
+        for peer in (a, b):
+            for number, part in enumerate(parts):
+                end = f"aggregator {number}: outer step {STEPS}, digest {part['digest'][:12]}"
+                assert end in peer.last(f"aggregator {number}: outer step {STEPS}, digest")
 
 
 def committed(state: Path) -> list[int]:
