@@ -63,6 +63,9 @@ class Collectives(Sequence[GrpcCollective]):
         lazy = config.sync.mode == "forward"
         dials = [dial, *(Dial((address,), dial.credentials) for address in config.aggregators.addresses)]
         self._each = tuple(GrpcCollective(bridge, one, identity, ranks=ranks, lazy=lazy) for one in dials)
+        for one in self._each:
+            one.together = ()
+        self._each[-1].together = self._each  # no aggregator waits for this peer while it still reads the others' snapshots
 
     @property
     def peer_id(self) -> str:

@@ -76,7 +76,8 @@ class GrpcCollective:
     All ranks of a replica make the same calls in the same order, but for `report`, `traffic`, `connected`, `interrupt` and
     `close`. What rank 0 hears decides; what every rank must have is taken by all or by none.
     lazy: commits come with their payloads still arriving; clock: monotonic seconds; draw: random numbers in [0, 1), for the
-    spread of reconnections and the choice among donors.
+    spread of reconnections and the choice among donors. together: those of this peer that train once this one has joined; only
+    then the aggregators wait for the peer.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GrpcCollective:
         self._agreement = Agreement(bridge, ranks, lambda: bridge.read(self._trouble))
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic())
         self._data = DataPlane(dial, identity.run_id, self._report.traffic, draw)
+        self.together: Sequence[GrpcCollective] = (self,)
         self._entered: _Entered | None = None
         self._carries = False  # whether contributions outlive their rounds
         self._position = 0  # the outer step that the caller last asked about
@@ -141,9 +143,15 @@ class GrpcCollective:
         welcome = self._agreement.decide(lambda: self._session.welcome)
         self._configure(self._entered, understood(welcome.config_json))
         snapshot = self._first_snapshot()
-        self.report(Heartbeat(state=PeerState.TRAINING, outer_step=snapshot.outer_step, digest=snapshot.digest))
-        self._agreement.decide(lambda: self._session.under_way or None)
+        self.report(Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest))
+        for one in self.together:
+            one._set_state(PeerState.TRAINING)
+        for one in self.together:
+            one._agreement.decide(one._under_way)
         return snapshot
+
+    def _under_way(self) -> bool | None:
+        return self._session.under_way or None
 
     def _configure(self, entered: _Entered, config: RunConfig) -> None:
         entered.downlink.configure(config.sync)
@@ -370,8 +378,6 @@ class GrpcCollective:
         if self._entered is not None:
             self._bridge.call(self._entered.attendance.goodbye(reason))
         self._bridge.call(self._data.close())
-
-    # ---- parts -----------------------------------------------------------------------------------------------------------
 
     def _inside(self) -> _Entered:
         if self._entered is None:
