@@ -60,8 +60,8 @@ class ControlService:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with answering(context):
             try:
+                hello = await self._hello(messages)  # also of whoever is refused: or its write might fail before it hears why
                 identity = _admit(self._engine, context, "peer", "region")
-                hello = await self._hello(messages)
                 if identity.role == "region" and hello.schema is not None:
                     raise RefusedError(
                         "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
