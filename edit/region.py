@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from edit.boxes import Region
 from edit.codecs import decode
 from edit.collective import Collective
 from edit.config import RunConfig
@@ -31,11 +32,11 @@ from edit.errors import ConfigError, RefusedError
 from edit.injection import Injected, Injection, check_run
 from edit.pseudo_gradient import flatten, load_fragment
 from edit.ranks import ALONE
-from edit.records import Committed
+from edit.records import Committed, Contribution, Outcome, Snapshot
 from edit.schema import Schema, plan_fragments
 from edit.worker import EditWorker, WorkerConfig
 
-__all__ = ["Below", "OuterModule", "RegionalPeer"]
+__all__ = ["Below", "Memory", "OuterModule", "RegionalPeer", "Sent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,27 @@ class Below:
     tokens: int
     injected: Injected | None
     theta: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What was contributed last: P, against outer step `upper_step` above, with the run below at `lower_step`."""
+
+    upper_step: int
+    lower_step: int
+    parameters: tuple[Tensor, ...]
+
+
+class Memory(Protocol):
+    """What outlasts this process. Without it only what cannot be told from the two runs is lost."""
+
+    def sent(self) -> Sent | None:
+        """What was kept last; None when there is nothing, or nothing that can be trusted."""
+        ...
+
+    def keep(self, sent: Sent) -> None:
+        """Remember what is about to be contributed, instead of what was before."""
+        ...
 
 
 class OuterModule(nn.Module):
@@ -83,25 +105,34 @@ class RegionalPeer:
     """One region's peer of the run above. A context manager: entering joins that run, leaving waits for its last outcome.
 
     schema, below: of the run below as it stands; collective: of the run above; upper, lower: their configurations; run_id: of
-    the run above. Call `moved` when the run below has committed, `settle` now and then; bring what `injection` gives below.
+    the run above; memory: of earlier lives of this peer. Call `moved` when the run below has committed, `settle` now and then;
+    bring what `injection` gives below.
     Raises ConfigError, RefusedError when the two runs do not fit together.
     """
 
     def __init__(
-        self, schema: Schema, below: Below, collective: Collective, upper: RunConfig, lower: RunConfig, run_id: str
+        self,
+        schema: Schema,
+        below: Below,
+        collective: Collective,
+        upper: RunConfig,
+        lower: RunConfig,
+        run_id: str,
+        memory: Memory | None = None,
     ) -> None:
         _check_fit(upper, lower)
         self._interval = lower.sync.interval
         self._below = below
-        self._collective = collective
+        self._collective = _Noting(collective, self._keep)
         self._run_id = run_id
+        self._memory = memory
         self._model = OuterModule(schema)
         named = dict(self._model.named_parameters())
         self._parameters = [[named[tensor.name] for tensor in fragment.tensors] for fragment in schema.fragments]
         self._remaining: list[Tensor | None] = [None for _ in schema.fragments]
         self._optimizer = _Still(self._model.parameters())
         settings = dataclasses.replace(WorkerConfig.of(upper), mode="blocking", strict=False)  # it never trains ahead of itself
-        self.worker = EditWorker(self._model, self._optimizer, collective, settings, ALONE)
+        self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE)
         self._fresh = False  # nothing of the run above is below yet, and it has another model than that
         self._since = self._contributed = below.outer_step
         self._seen = (-1, "")
@@ -193,8 +224,7 @@ class RegionalPeer:
         self._check_follows(injected)
         gone = self._advanced_without(injected.upper_step)
         if gone is None:
-            self._remaining = self._beyond(below.theta)
-            return 0
+            return self._go_on_after(self._sent_from(injected.upper_step))
         self._since = injected.lower_step
         self._remaining = [None if i not in gone else torch.neg(gone[i]) for i in range(len(self._parameters))]
         self._load()
@@ -212,8 +242,7 @@ class RegionalPeer:
     def _advanced_without(self, outer_step: int) -> Mapping[int, Tensor] | None:
         """By fragment, what the run above subtracted from theta since `outer_step`, if this peer had no part in it.
 
-        None: it had, or that cannot be known. How much of what was done below is in theta then is not known either, so all of
-        it is given up: work may be lost here, never counted twice.
+        None: it had, or that cannot be known.
         """
         steps: dict[int, Tensor] = {}
         for step in range(outer_step, self.worker.outer_step):
@@ -227,6 +256,29 @@ class RegionalPeer:
                     moved = decode(part.payload)
                     steps[part.fragment_id] = steps[part.fragment_id] + moved if part.fragment_id in steps else moved
         return steps
+
+    def _sent_from(self, outer_step: int) -> Sent | None:
+        sent = self._memory.sent() if self._memory is not None else None
+        return sent if sent is not None and sent.upper_step == outer_step <= self.worker.outer_step else None
+
+    def _go_on_after(self, sent: Sent | None) -> int:
+        """As `_rejoin`, where what was contributed may be in theta: it is given up, and what was done below since goes on top.
+
+        sent: that contribution; without it what was done since is not known either, and all of it is given up. Work may be
+        lost here, never counted twice.
+        """
+        theta = self._whole()
+        if sent is None or [part.shape for part in sent.parameters] != [part.shape for part in theta]:
+            self._remaining = self._beyond(self._below.theta)
+            return 0
+        self._since = sent.lower_step
+        self._remaining = self._beyond(sent.parameters)  # what came from above before is in both L and what was sent
+        self._load()
+        return max(0, self._below.outer_step - sent.lower_step)
+
+    def _keep(self) -> None:
+        if self._memory is not None:
+            self._memory.keep(Sent(self.worker.outer_step, self._below.outer_step, tuple(self._whole())))
 
     # ---- P and L -----------------------------------------------------------------------------------------------------------
 
@@ -279,6 +331,35 @@ class RegionalPeer:
                 self._contributed = self._below.outer_step
                 break
         self._look()
+
+
+class _Noting:
+    """The collective, and a word before each contribution that it is handed."""
+
+    def __init__(self, collective: Collective, note: Callable[[], None]) -> None:
+        self._collective, self._note = collective, note
+        self._handed: set[tuple[int, int]] = set()
+
+    @property
+    def peer_id(self) -> str:
+        return self._collective.peer_id
+
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
+        return self._collective.join(schema, found, regions)
+
+    def contribute(self, contribution: Contribution) -> None:
+        key = contribution.outer_step, contribution.fragment_id
+        if key in self._handed or all(outer_step != key[0] for outer_step, _ in self._handed):
+            self._handed.clear()  # another contribution than the last
+            self._note()
+        self._handed.add(key)
+        self._collective.contribute(contribution)
+
+    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+        return self._collective.outcome(outer_step, block=block)
+
+    def snapshot(self) -> Snapshot:
+        return self._collective.snapshot()
 
 
 def _check_fit(upper: RunConfig, lower: RunConfig) -> None:

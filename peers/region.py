@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edit.config import RunConfig
 from edit.errors import ConfigError
-from edit.region import Below, RegionalPeer
+from edit.region import Below, Memory, RegionalPeer
 from edit.schema import Schema
 from editpb.messages import Heartbeat, InjectionState, PeerState, RunPhase
 from peers.bridge import Bridge, Interrupted
@@ -23,6 +23,7 @@ from peers.dial import Dial
 from peers.grpc_collective import GrpcCollective
 from peers.home import Enrolled, Home
 from peers.run_below import RunBelow
+from peers.sent import SentFile
 
 __all__ = ["run_region"]
 
@@ -41,7 +42,7 @@ def run_region(home: Path, below: Path) -> None:
         raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
     with Bridge() as bridge, stopping(bridge):
         try:
-            _Regional(bridge, upper, lower).run()
+            _Regional(bridge, upper, lower, SentFile(home / "sent.safetensors", upper.run_id)).run()
         except Interrupted:
             _log.info("stopping as told")
 
@@ -56,8 +57,15 @@ def _enrolled(home: Path, role: str, run: str) -> Enrolled:
 class _Regional:
     """One region between two runs. clock: monotonic seconds."""
 
-    def __init__(self, bridge: Bridge, upper: Enrolled, lower: Enrolled, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bridge, self._upper, self._lower, self._clock = bridge, upper, lower, clock
+    def __init__(
+        self,
+        bridge: Bridge,
+        upper: Enrolled,
+        lower: Enrolled,
+        memory: Memory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bridge, self._upper, self._lower, self._memory, self._clock = bridge, upper, lower, memory, clock
         self._below = RunBelow(bridge, Dial(lower.endpoints, lower.credentials), lower.run_id)
         self._step_s = 0.0
         self._moved_at = clock()
@@ -69,7 +77,7 @@ class _Regional:
             lower, upper = self._configuration(self._lower), self._configuration(self._upper)
             schema, below = self._founded()
             with leaving(self._collective(self._upper)) as collective:
-                region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id)
+                region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:
                     self._say_joined(region)
                     self._loop(region, schema, collective, lower.sync.interval)

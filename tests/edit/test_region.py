@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from edit.config import CodecConfig, OuterConfig, RoundsConfig, RunConfig, SyncConfig
+from edit.config import CodecConfig, OuterConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError
 from edit.injection import Injected, Injection
 from edit.local import LocalRun
-from edit.region import Below, OuterModule, RegionalPeer
+from edit.region import Below, OuterModule, RegionalPeer, Sent
 from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
@@ -38,6 +38,21 @@ class Inner:
         self.worker.__enter__()
 
 
+class Kept:
+    """A memory that outlasts a region, and can be lost."""
+
+    def __init__(self) -> None:
+        self.last: Sent | None = None
+        self.times = 0
+
+    def sent(self) -> Sent | None:
+        return self.last
+
+    def keep(self, sent: Sent) -> None:
+        self.last = sent
+        self.times += 1
+
+
 class Site:
     """A run below with its peers, and the region's peer of the run above."""
 
@@ -46,11 +61,18 @@ class Site:
         self.config = config(codec=upper_config.codec, sync=SyncConfig(every=EVERY, outer_steps=1000))
         self.run = LocalRun(self.config, [f"{name}{seed}" for seed in seeds])
         self.peers = [Inner(self.run, f"{name}{seed}", seed, model_seed) for seed in seeds]
+        self.memory = Kept()
         self.region = self.join()
 
     def join(self) -> RegionalPeer:
         self.region = RegionalPeer(
-            self.run.state.schema, self.below(), self.upper.collective(self.name), self.upper_config, self.config, ABOVE
+            self.run.state.schema,
+            self.below(),
+            self.upper.collective(self.name),
+            self.upper_config,
+            self.config,
+            ABOVE,
+            self.memory,
         )
         return self.region.__enter__()
 
@@ -303,13 +325,53 @@ def test_a_region_that_was_away_while_others_went_on_keeps_its_own_progress() ->
     assert injection is not None and close([injection.fragments[i] for i in range(2)], moved, 1e-6)
 
 
-def test_what_may_be_above_already_is_not_counted_again() -> None:
+def test_what_was_done_below_after_a_contribution_that_is_above_goes_on_top() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    east.turn()
+    west.turn()
+    assert upper.state.outer_step == 3 and west.memory.times == 3
+    sent = [part.clone() for part in west.run.state.theta]
+    west.crash()  # it has contributed, and could not hand down what came of it
+    west.train(2)
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
+    assert close(ours, since, 1e-6) and not close(since, [torch.zeros_like(part) for part in since], 1e-3)
+    assert west.region.worker.inner_steps == EVERY and west.region.worker.pending  # at once, all there is
+    for site in (east, west):
+        site.hand_down()
+    east.turn()  # and with it the next commit above
+    west.turn()
+    assert west.run.state.injected == Injected(ABOVE, 3, 3) and upper.state.outer_step == 4
+
+
+def test_what_is_no_longer_kept_above_costs_at_most_what_was_sent() -> None:
+    upper, east, west = two_sites(upper_config(storage=StorageConfig(keep_updates=1)))
+    turns((east, west), 2)
+    west.train()
+    west.region.moved(west.below())
+    sent = [part.clone() for part in west.run.state.theta]
+    west.crash()
+    upper.leave("west")
+    for _ in range(3):
+        east.turn()
+        east.hand_down()
+    west.train()
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
+    assert close(ours, since, 1e-6)
+
+
+def test_without_its_memory_what_may_be_above_already_is_not_counted_again() -> None:
     upper, east, west = two_sites()
     turns((east, west), 2)
     east.turn()
     west.turn()
     assert upper.state.outer_step == 3
-    west.crash()  # it has contributed, and could not hand down what came of it
+    west.crash()
+    west.memory.last = None
     west.join()
     assert close(west.region._whole(), upper.state.theta, 0.0)
     west.hand_down()
