@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 
 from aggregator.membership import Member
-from aggregator.pacing import dylu_steps, fastest, impossible
+from aggregator.pacing import dylu_steps, fastest, impossible, too_slow
 from edit.config import RunConfig
 
 __all__ = ["Outlook"]
@@ -42,13 +42,7 @@ class Outlook:
         return dylu_steps(self._config.sync.interval, member.heartbeat.step_s, self._fastest_s)
 
     def hear(self, peer_id: str, step_s: float) -> None:
-        """A deadline below one inner step could never be met: then the step is the deadline, and that is said."""
-        rounds = self._config.rounds
-        if rounds.merging == "rounds" and step_s > rounds.ceiling_s and peer_id not in self._slow:
+        """What this member measured does not fit into the longest deadline: said once of each member."""
+        if peer_id not in self._slow and (warning := too_slow(self._config, step_s)):
             self._slow.add(peer_id)
-            _log.warning(
-                "%s: one inner step takes %.3g s, but rounds.ceiling_s = %.3g s: it is given one step",
-                peer_id,
-                step_s,
-                rounds.ceiling_s,
-            )
+            _log.warning("%s: %s", peer_id, warning)

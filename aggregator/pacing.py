@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edit.config import RoundsConfig
+from edit.config import RoundsConfig, RunConfig
 
-__all__ = ["dylu_steps", "fastest", "impossible"]
+__all__ = ["dylu_steps", "fastest", "impossible", "too_slow"]
 
 
 def fastest(step_s: Iterable[float]) -> float:
@@ -34,3 +34,23 @@ def impossible(config: RoundsConfig, outer_step: int, members: int) -> str:
             have = f"{members} peers have" if members != 1 else "1 peer has"
             return f"rounds.{name} = {wanted}, but only {have} joined the run; invite more, or lower it in run.toml"
     return ""
+
+
+def too_slow(config: RunConfig, step_s: float) -> str:
+    """Why a member whose inner step takes so many seconds cannot keep the longest deadline, or ''.
+
+    One that cannot do even one step in it is given that step: a shorter deadline could never be met.
+    """
+    rounds, sync = config.rounds, config.sync
+    if rounds.merging == "arrivals":
+        return ""
+    if step_s > rounds.ceiling_s:
+        return f"one inner step takes {step_s:.3g} s, but rounds.ceiling_s = {rounds.ceiling_s:.3g} s: it is given one step"
+    by_time = sync.schedule == "time"
+    phase_s = sync.interval_s if by_time else sync.interval * step_s
+    if sync.dylu or phase_s < rounds.ceiling_s:  # DyLU gives it fewer steps
+        return ""
+    return (
+        f"it computes {phase_s:.3g} s from one exchange to the next, but rounds.ceiling_s = {rounds.ceiling_s:.3g} s: no round "
+        f"waits so long; raise it, or lower sync.{'time_s' if by_time else 'every'}"
+    )

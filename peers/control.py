@@ -187,8 +187,9 @@ class Attendance:
         Before the first Welcome so does a Hello that is not understood, or a certificate of another authority.
         """
         blame = from_rpc(error)
-        reason = handshake_refusal(str(blame)) or str(blame)
-        misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT or reason != str(blame)
+        stranger = handshake_refusal(str(blame))
+        reason = f"{self._dial.endpoint}: {stranger}" if stranger else str(blame)
+        misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT or stranger is not None
         if isinstance(blame, (EvictedError, RefusedError)) or (misfit and self._session.welcome is None):
             self._tell(lambda: self._session.expelled(Expel(isinstance(blame, EvictedError), reason)))
         return reason

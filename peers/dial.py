@@ -25,7 +25,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 HANDSHAKE_WORDS = {
-    "CERTIFICATE_VERIFY_FAILED": "the coordinator's certificate is not from this run's authority",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from this run's authority (is another run served there?)",
     "UNKNOWN_CA": "the coordinator does not accept this peer's certificate",
     "CERTIFICATE_REQUIRED": "the coordinator asks for a certificate",
     "Hostname Verification": "the coordinator's certificate does not name the address dialled (server.advertise)",

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from aggregator.operator import status_as_json
-from aggregator.pacing import dylu_steps, fastest, impossible
+from aggregator.pacing import dylu_steps, fastest, impossible, too_slow
 from aggregator.resources import Clock
 from aggregator.state_folder import StateFolder
 from aggregator.store import load_outer
 from edit.codecs import encode
-from edit.config import RoundsConfig
+from edit.config import RoundsConfig, RunConfig
 from edit.outer import digest
 from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc, convert
@@ -373,6 +373,17 @@ def test_a_deadline_below_one_inner_step_is_one_inner_step(tmp_path: Path, caplo
     asyncio.run(scenario())
 
 
+def test_a_deadline_below_what_is_computed_between_two_exchanges_names_the_fields() -> None:
+    def warning(step_s: float, **sync: object) -> str:
+        return too_slow(RunConfig.from_mapping({"sync": {"every": 40, **sync}, "rounds": {"ceiling_s": 20.0}}), step_s)
+
+    words = "it computes {} s from one exchange to the next, but rounds.ceiling_s = 20 s: no round waits so long; raise it, or "
+    assert warning(2.0) == words.format(80) + "lower sync.every"
+    assert warning(0.5, schedule="time", time_s=60.0, groups=2) == words.format(30) + "lower sync.time_s"
+    assert "it is given one step" in warning(21.0)
+    assert warning(0.0) == warning(0.4) == warning(2.0, groups=8) == warning(2.0, dylu=True) == ""
+
+
 def test_status_shows_where_each_member_is(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
@@ -399,3 +410,33 @@ def test_a_second_coordinator_on_one_folder_is_refused_with_one_line(tmp_path: P
     assert second.stderr.strip().splitlines()[-1].endswith("another coordinator is serving this folder; end it first")
     assert "Traceback" not in second.stderr
     assert sorted(path.name for path in folder.path.rglob("*")) == sorted([*before, "lock"])
+
+
+def test_a_flipped_journal_record_is_one_line_that_names_the_file_and_loses_nothing(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+
+    async def two_steps() -> None:
+        async with served(folder, kill=True) as run, run.peer("a") as a:
+            await found_run(a)
+            for step in range(2):
+                view = await a.view(lambda v, step=step: v.outer_step == step and v.round_id > 0)
+                await a.contribute(view.round_id, step, delta(step))
+                await a.view(lambda v, step=step: v.outer_step == step + 1)
+                await a.report(step + 1)
+
+    asyncio.run(two_steps())
+    journal = folder.outer / "step-00000000.journal"
+    whole, before = journal.read_bytes(), load_outer(folder)
+    flipped = bytearray(whole)
+    flipped[whole.index(b"EdJ1", 4) + 60] ^= 1  # of the first commit; the second one is after it
+    journal.write_bytes(flipped)
+    kept = {path.name: path.read_bytes() for path in folder.outer.iterdir()}
+    ended = subprocess.run(
+        [sys.executable, "-m", "aggregator", "serve", "--state", str(folder.path)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert f"{journal}: damaged at byte" in ended.stderr.strip().splitlines()[-1]
+    assert {path.name: path.read_bytes() for path in folder.outer.iterdir()} == kept
+    journal.write_bytes(whole)
+    after = load_outer(folder)
+    assert (after.outer_step, after.digest) == (2, before.digest)
