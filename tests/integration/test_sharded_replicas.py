@@ -253,7 +253,7 @@ def test_parts_that_never_cover_the_fragment_cost_the_deadline_and_not_the_round
             assert status.round_id == view.round_id
             hands.now = 5.1
             after = await b.view(lambda v: v.outer_step == 1)
-            assert after.last_reason == "deadline: 1 of 2 in, quorum 1 (missing: a)"
+            assert after.last_reason == "deadline: 1 of 2 in, quorum 1 (missing: a in part)"
             # The last fragment is a scalar, rank 0's alone: it was whole and counts.
             mean = delta(2)
             mean[3] = delta(1)[3] * 0.5 + delta(2)[3] * 0.5
