@@ -7,12 +7,13 @@ mesh and placements, fp32 on the CPU), so another number of ranks can load them;
 - "sent_from": the local parameters at sending, while a contribution is pending and training has gone on; "sent": its
   pseudo-gradient; "last_step", "last_sent": of the last commit. The latter three with mode "eager" only.
 
-Going on, two ways. EXACTLY, where the run is still where it was at saving, or says `strict`: what this peer contributed after
-saving, before it was interrupted, it computes once more, and where the run has committed that already (the verdict names this
-peer), it is not sent again but settled as what it is: this peer's own. So a deterministic loop gives the same bits as one that
-was never interrupted. FORWARD, where the run is further: from the run's outer parameters at once, with the inner optimizer's
-state, data position and counters that were saved; nobody waits for work that is in theta already. Work done since theta and
-residuals are dropped then: whether the run has them cannot be known, so they may be lost, never counted twice.
+Going on, two ways. EXACTLY, where the run is still where it was at saving, says `strict`, or lets contributions outlive their
+rounds (then rounds need not wait for it): what this peer contributed after saving, before it was interrupted, it computes once
+more, and where the run has committed that already (the verdict names this peer), it is not sent again but settled as what it is:
+this peer's own. So a deterministic loop gives the same bits as one that was never interrupted. FORWARD, where the run is further:
+from the run's outer parameters at once, with the inner optimizer's state, data position and counters that were saved; nobody
+waits for work that is in theta already. Work done since theta and residuals are dropped then: whether the run has them cannot be
+known, so they may be lost, never counted twice.
 
 Must not know: files, torch.distributed.checkpoint, the inner optimizer.
 """
@@ -213,7 +214,8 @@ def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
             "remove it to start from the run's parameters"
         )
     exchange.schedule.load(checkpoint.scalars)
-    if mine.outer_step < run.outer_step and not exchange.config.strict:
+    exactly = exchange.config.strict or exchange.config.max_staleness > 0
+    if mine.outer_step < run.outer_step and not exactly:
         start(exchange, run)
         return
     exchange.replica.resume(mine)
