@@ -8,12 +8,12 @@ mesh and placements, fp32 on the CPU), so another number of ranks can load them;
   pseudo-gradient; "last_step", "last_sent": of the last commit. The latter three with mode "eager" only.
 
 Going on, two ways. EXACTLY, where the run is still where it was at saving, says `strict`, or lets contributions outlive their
-rounds (then rounds need not wait for it): what this peer contributed after saving, before it was interrupted, it computes once
-more, and where the run has committed that already (the verdict names this peer), it is not sent again but settled as what it is:
-this peer's own. So a deterministic loop gives the same bits as one that was never interrupted. FORWARD, where the run is further:
-from the run's outer parameters at once, with the inner optimizer's state, data position and counters that were saved; nobody
-waits for work that is in theta already. Work done since theta and residuals are dropped then: whether the run has them cannot be
-known, so they may be lost, never counted twice.
+rounds (then rounds need not wait for it): what this peer contributed after saving, before it was interrupted, it computes
+once more, and where the run has committed that already (the verdict names this peer), it is not sent again but settled as
+what it is: this peer's own. So a deterministic loop gives the same bits as one that was never interrupted. FORWARD, where the
+run is further: from the run's outer parameters at once, with the inner optimizer's state, data position and counters that
+were saved; nobody waits for work that is in theta already. Work done since theta and residuals are dropped then: whether the
+run has them cannot be known, so they may be lost, never counted twice.
 
 Must not know: files, torch.distributed.checkpoint, the inner optimizer.
 """
