@@ -208,7 +208,7 @@ def test_an_evicted_peer_is_told_why() -> None:
         peer.contribute(vectors(SMALL, 1))
         fake.expel = Expel(True, "too noisy")
         fake.show()
-        assert peer.ask() == Evicted("too noisy")
+        assert peer.collective.outcome(0, block=True) == Evicted("too noisy")
         with pytest.raises(EvictedError, match="too noisy"):
             peer.collective.check()
 

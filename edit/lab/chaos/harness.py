@@ -154,7 +154,8 @@ class Chaos:
             self._history.started(blow.fault.target)
         self._site.repair(blow.fault)
         blow.ended = self._unix()
-        if blow.fault.kind is Kind.FULL_DISK and not self._site.running(COORDINATOR):
+        dead = any(one.fault.kind is Kind.KILL_COORDINATOR and one.ended is None for one in self._history.blows)
+        if blow.fault.kind is Kind.FULL_DISK and not dead and not self._site.running(COORDINATOR):
             self._say("the coordinator could not start on the full disk; starting it again, as a supervisor would")
             self._history.started(COORDINATOR)
             self._site.start(COORDINATOR)
