@@ -1,7 +1,7 @@
 """How long a round waits for each peer: from its own measured times, phase by phase, never from a fixed timeout.
 
-Owns: the last 16 times of each peer and phase, in seconds, and the formula below. Must not know: the clock, rounds, quorum, why
-a time is long.
+Owns: the formula below. Must not know: the clock, rounds, quorum, why a time is long, how the last 16 times of each peer and
+phase are kept (`aggregator.windows`).
 
     allowed(phase) = median + spread * max(MAD, median / 10)
     expected_s(peer) = clamp(allowed(download) + allowed(compute) + allowed(upload), floor, ceiling)
@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.windows import Windows
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 
-__all__ = ["FEWEST", "MEASURED", "WINDOW", "Deadlines", "PeerPhase"]
+__all__ = ["FEWEST", "MEASURED", "Deadlines", "PeerPhase"]
 
-WINDOW = 16  # measurements kept per peer and phase
 FEWEST = 3  # measurements before a peer's own times count
 SMALLEST_SPREAD = 0.1  # of the median
 MANY = 16  # peers to compute for at once; of fewer it is faster one by one
@@ -52,28 +51,19 @@ class Deadlines:
 
     def __init__(self, config: RoundsConfig) -> None:
         self._config = config
-        self._windows: dict[PeerPhase, dict[str, array[float]]] = {phase: {} for phase in PeerPhase}
+        self._windows = {phase: Windows() for phase in PeerPhase}
         self._step_s: dict[str, float] = {}
-        self._expected: dict[str, float] = {}  # since the last measurement of this peer
 
     def record(self, peer_id: str, phase: PeerPhase, seconds: float) -> None:
         """Add one measurement; seconds: finite and not negative, or LocalProtocolError."""
         if not 0 <= seconds < math.inf:
             raise LocalProtocolError(f"measured {phase.value} time of {peer_id} is {seconds} s")
-        windows = self._windows[phase]
-        window = windows.get(peer_id)
-        if window is None:
-            window = windows[peer_id] = array("d")
-        window.append(seconds)
-        if len(window) > WINDOW:
-            del window[0]
-        self._expected.pop(peer_id, None)
+        self._windows[phase].add(peer_id, seconds)
 
     def at_least(self, peer_id: str, step_s: float) -> None:
         """This peer's inner step takes so many seconds: no deadline is shorter, whatever the ceiling."""
         if step_s != self._step_s.get(peer_id, 0.0):
             self._step_s[peer_id] = step_s
-            self._expected.pop(peer_id, None)
 
     def step_s(self, peer_id: str) -> float:
         """Seconds per inner step as the peer says; 0 before it does."""
@@ -81,66 +71,52 @@ class Deadlines:
 
     def measured(self, peer_id: str) -> bool:
         """Whether the peer's own times count already."""
-        compute, upload = self._windows[PeerPhase.COMPUTE], self._windows[PeerPhase.UPLOAD]
-        return len(compute.get(peer_id, ())) >= FEWEST <= len(upload.get(peer_id, ()))
+        return all(self._windows[phase].count(peer_id) >= FEWEST for phase in (PeerPhase.COMPUTE, PeerPhase.UPLOAD))
 
     def allowed_s(self, peer_id: str, phase: PeerPhase) -> float:
         """Seconds that this phase of the peer may take; 0 before any measurement."""
-        times = self._windows[phase].get(peer_id)
+        times = self._windows[phase].of(peer_id)
         return self._allowed(times) if times else 0.0
 
     def expected_s(self, peer_id: str) -> float:
         """Seconds from a round's opening after which this peer is overdue."""
-        known = self._expected.get(peer_id)
-        if known is None:
-            known = self._expected[peer_id] = self._expected_anew(peer_id)
-        return known
-
-    def expected_of(self, peers: Iterable[str]) -> dict[str, float]:
-        """`expected_s` of each of them; of thousands in a fraction of the time."""
-        expected, anew = self._expected, list(peers)
-        measured = [peer_id for peer_id in anew if peer_id not in expected and self.measured(peer_id)]
-        if len(measured) >= MANY:
-            expected.update(zip(measured, self._of_all(measured), strict=True))
-        return {peer_id: self.expected_s(peer_id) for peer_id in anew}
-
-    def to_json(self) -> str:
-        """The measurements, for a restart."""
-        known = ((peer_id, phase.value, times) for phase, of in self._windows.items() for peer_id, times in of.items())
-        return json.dumps([[peer_id, phase, list(times)] for peer_id, phase, times in known])
-
-    def load(self, text: str) -> None:
-        """Take what `to_json` gave. Raises ValueError when it is damaged; then nothing is taken."""
-        windows: dict[PeerPhase, dict[str, array[float]]] = {phase: {} for phase in PeerPhase}
-        try:
-            for peer_id, phase, times in json.loads(text):
-                if not all(isinstance(time, int | float) and math.isfinite(time) and time >= 0 for time in times):
-                    raise ValueError(f"times of {peer_id} are not seconds")
-                windows[PeerPhase(phase)][str(peer_id)] = array("d", times[-WINDOW:])
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        self._windows = windows
-        self._expected.clear()
-
-    def _expected_anew(self, peer_id: str) -> float:
         config, allowed = self._config, self._config.ceiling_s
         if self.measured(peer_id):
             whole = sum(self.allowed_s(peer_id, phase) for phase in MEASURED)
             allowed = min(max(whole, config.floor_s), config.ceiling_s)
         return max(allowed, self._step_s.get(peer_id, 0.0))
 
-    def _of_all(self, peers: Sequence[str]) -> list[float]:
-        """As `_expected_anew` for each of these, whose own times count, with the same operations in the same order."""
-        none = array("d")
-        download, compute, upload = (
-            _allowed_each([self._windows[phase].get(peer_id, none) for peer_id in peers], self._config.spread).tolist()
-            for phase in MEASURED
-        )
-        config, known = self._config, self._step_s
-        return [
-            max(min(max(0 + a + b + c, config.floor_s), config.ceiling_s), known.get(peer_id, 0.0))
-            for peer_id, a, b, c in zip(peers, download, compute, upload, strict=True)
-        ]
+    def expected_of(self, peers: Collection[str]) -> dict[str, float]:
+        """`expected_s` of each of them; of thousands in a fraction of the time."""
+        if len(peers) < MANY:
+            return {peer_id: self.expected_s(peer_id) for peer_id in peers}
+        config, order = self._config, list(peers)
+        windows = {phase: self._windows[phase].of_all(order) for phase in MEASURED}
+        measured = np.minimum(windows[PeerPhase.COMPUTE][1], windows[PeerPhase.UPLOAD][1]) >= FEWEST
+        download, compute, upload = (_allowed_each(*windows[phase], config.spread) for phase in MEASURED)
+        allowed = np.minimum(np.maximum(download + compute + upload, config.floor_s), config.ceiling_s)
+        expected = dict(zip(order, np.where(measured, allowed, config.ceiling_s).tolist(), strict=True))
+        for peer_id in self._step_s.keys() & expected.keys():
+            expected[peer_id] = max(expected[peer_id], self._step_s[peer_id])
+        return expected
+
+    def to_json(self) -> str:
+        """The measurements, for a restart."""
+        windows = self._windows.items()
+        return json.dumps([[peer_id, phase.value, times] for phase, of in windows for peer_id, times in of.items()])
+
+    def load(self, text: str) -> None:
+        """Take what `to_json` gave. Raises ValueError when it is damaged; then nothing is taken."""
+        windows = {phase: Windows() for phase in PeerPhase}
+        try:
+            for peer_id, phase, times in json.loads(text):
+                if not all(isinstance(time, int | float) and math.isfinite(time) and time >= 0 for time in times):
+                    raise ValueError(f"times of {peer_id} are not seconds")
+                for time in times:
+                    windows[PeerPhase(phase)].add(str(peer_id), time)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        self._windows = windows
 
     def _allowed(self, times: Collection[float]) -> float:
         middle = _median(times)
@@ -155,18 +131,15 @@ def _median(times: Collection[float]) -> float:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def _allowed_each(windows: Sequence[array[float]], spread: float) -> NDArray[np.float64]:
-    """`Deadlines._allowed` of each of these windows; 0 of an empty one. Shape: (len(windows),)."""
-    counts = np.array([len(times) for times in windows])
-    times = np.full((len(windows), WINDOW), np.inf)
-    times[np.arange(WINDOW) < counts[:, None]] = np.frombuffer(b"".join(windows))
+def _allowed_each(times: NDArray[np.float64], counts: NDArray[np.int64], spread: float) -> NDArray[np.float64]:
+    """`Deadlines._allowed` of each row, with the same operations in the same order; 0 of none. See `Windows.of_all`."""
     middle = _median_each(times, counts)
     deviation = _median_each(np.abs(times - middle[:, None]), counts)
     return np.where(counts, middle + spread * np.maximum(deviation, SMALLEST_SPREAD * middle), 0.0)
 
 
-def _median_each(times: NDArray[np.float64], counts: NDArray[np.int_]) -> NDArray[np.float64]:
-    """`_median` of the first so many of each row, which are sorted there; the rest is inf. 0 of none."""
+def _median_each(times: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`_median` of the first so many of each row when it is sorted, as it then is; 0 of none."""
     times.sort(axis=1)
     rows, half = np.arange(len(times)), counts // 2
     return np.where(counts, (times[rows, np.maximum((counts - 1) // 2, 0)] + times[rows, half]) / 2, 0.0)

@@ -54,7 +54,7 @@ class InHand:
     def get(self, peer_id: str, round_id: int | None = None) -> Underway | None:
         """What is in hand of this peer, or None; round_id: only when it names that round."""
         known = self._of.get(peer_id)
-        return known if known is not None and round_id in (None, known.round_id) else None
+        return known if round_id is None or (known is not None and known.round_id == round_id) else None
 
     def items(self) -> Iterator[tuple[str, Underway]]:
         """All, by peer_id, so that the order never depends on who came first."""

@@ -118,9 +118,10 @@ class OpenRound:
 
     def deliver(self, peer_id: str, fragment_id: int) -> None:
         """A fragment of this peer is in."""
-        if peer_id in self.delivered[fragment_id]:
+        peers = self.delivered[fragment_id]
+        if peer_id in peers:
             return
-        self.delivered[fragment_id].add(peer_id)
+        peers.add(peer_id)
         self._lacking[fragment_id] -= peer_id in self.expected
         self._in[peer_id] = count = self._in.get(peer_id, 0) + 1
         if count == len(self.delivered):

@@ -41,7 +41,8 @@ class Readiness:
     def advance(self, outer_step: int) -> None:
         """The run is at another outer step."""
         self._outer_step = outer_step
-        self.able = {peer_id for peer_id, reported in self._live.items() if self._near(reported)}
+        oldest = outer_step - self._behind
+        self.able = {peer_id for peer_id, reported in self._live.items() if oldest <= reported <= outer_step}
 
     def _near(self, reported: int) -> bool:
         return self._outer_step - self._behind <= reported <= self._outer_step

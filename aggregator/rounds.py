@@ -201,7 +201,7 @@ class RoundMachine:
     def next_wakeup(self) -> float | None:
         """When a Tick can change something; None: only other events can."""
         current = self._round
-        if current is None or self.deadline is None:
+        if current is None or current.close_reason or not self._waits or self._abandoned(current):
             return None
         return current.deadline if current.quorum_at is None else min(current.deadline, grace_over(current, self._config))
 
@@ -370,10 +370,11 @@ class RoundMachine:
         if current is None or current.close_reason:
             return []
         current.note_quorum(now)
-        if reason := closing_reason(current, self._config, now):
+        if current.quorum_at is not None and (reason := closing_reason(current, self._config, now)):
             self._phases.left_out(current, now)
             return [*current.close(reason), *self._commit_if_reduced(current)]
-        if reason := giving_up_reason(current, self._config, self._ready.able, now):
+        in_doubt = current.faults or now >= current.deadline
+        if in_doubt and (reason := giving_up_reason(current, self._config, self._ready.able, now)):
             self._phases.left_out(current, now)
             return self._close(current, now, committed=False, reason=reason)
         return [] if self._hand.carries or not (whole := current.in_from_all()) else [*current.reduce(whole)]

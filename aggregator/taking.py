@@ -53,8 +53,8 @@ class Taking:
             under.whole = len(under.arrived) == len(run.due)
             if under.whole:
                 self._phases.ended(peer_id, under, now)
-        if run.collecting is not None:
-            self._deliver(run.collecting, peer_id, event.fragment_id)
+        if (collecting := run.collecting) is not None:
+            self._deliver(collecting, peer_id, event.fragment_id)
         return None
 
     def take_up(self, opened: OpenRound) -> None:

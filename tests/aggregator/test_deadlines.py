@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.deadlines import FEWEST, MANY, MEASURED, WINDOW, Deadlines, PeerPhase
+from aggregator.deadlines import FEWEST, MANY, MEASURED, Deadlines, PeerPhase
+from aggregator.windows import WINDOW
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
 

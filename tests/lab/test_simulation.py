@@ -165,11 +165,10 @@ def test_time_never_goes_back() -> None:
     assert agenda.run(5.0, 2) and seen == ["a", "b", "c"]
     assert not agenda.run(5.0, 2)
     assert seen == ["a", "b", "c", "d"] and agenda.events == 4
-    agenda.end()
-    assert not agenda.run(7.0, 2)
-    agenda.end(False)
-    agenda.run(7.0, 2)
-    assert seen[-1] == "e"
+    agenda.at(6.0, agenda.end)
+    agenda.at(6.0, lambda: seen.append("f"))
+    assert not agenda.run(7.0, 9) and seen[-1] == "e"
+    assert not agenda.run(7.0, 9) and seen[-1] == "f"
     with pytest.raises(LocalProtocolError, match="nothing can happen"):
         agenda.at(1.0, lambda: None)
 

@@ -5,9 +5,11 @@ Two events of the same time happen in the order in which they were put down, so 
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 
 from edit.errors import LocalProtocolError
 
@@ -21,34 +23,33 @@ class Agenda:
         self.now = 0.0
         self.events = 0
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
-        self._put = 0
-        self._ended = False
+        self._number = count(1).__next__
+        self._until = math.inf
 
     def at(self, when: float, action: Callable[[], object]) -> None:
         """Let `action` happen at `when`. Raises LocalProtocolError for a time that is over."""
         if not when >= self.now:
             raise LocalProtocolError(f"virtual time is {self.now}; nothing can happen at {when}")
-        self._put += 1
-        heapq.heappush(self._heap, (when, self._put, action))
+        heappush(self._heap, (when, self._number(), action))
 
     def all_at(self, when: float, actions: Sequence[Callable[[], object]]) -> None:
         """Let all of these happen at `when`, one after the other, with nothing between them."""
         self.at(when, partial(self._each, actions) if len(actions) > 1 else actions[0])
 
-    def run(self, until: float, count: int) -> bool:
-        """The next `count` events or a few more; False when there are none left up to `until`, or after `end`."""
-        heap, last = self._heap, self.events + count
-        while not self._ended and heap and heap[0][0] <= until:
-            if self.events >= last:
-                return True
-            self.now, _, action = heapq.heappop(heap)
+    def run(self, until: float, most: int) -> bool:
+        """So many events, up to `until` and up to `end`; False when no more can happen."""
+        heap, self._until = self._heap, until
+        for _ in range(most):
+            if not heap or heap[0][0] > self._until:
+                return False
+            self.now, _, action = heappop(heap)
             self.events += 1
             action()
-        return False
+        return True
 
-    def end(self, ended: bool = True) -> None:
-        """No further event happens in `run`, until this is taken back."""
-        self._ended = ended
+    def end(self) -> None:
+        """No further event happens in the present `run`."""
+        self._until = -math.inf
 
     def _each(self, actions: Sequence[Callable[[], object]]) -> None:
         self.events += len(actions) - 1

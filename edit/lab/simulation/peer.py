@@ -26,7 +26,7 @@ from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.schedule import due
 from editpb.messages import View, Welcome
-from peers.session import Decision, Sent, Session
+from peers.session import Decision, Session
 
 __all__ = ["Peer"]
 
@@ -162,18 +162,17 @@ class Peer:
 
     def _resume(self) -> None:
         assert self._life is not None
-        self._waiting = False
-        self._wakeups += 1
+        self._wakeups = wakeup = self._wakeups + 1
         when = next(self._life, None)
-        if when is None:
+        self._waiting = when is VIEW
+        if when is VIEW:
+            self._listen()
+        elif when is not None:
+            self._agenda.at(when, partial(self._wake, wakeup))
+        else:
             self.stop()
             self.finished, self._life = True, None
             self._coordinator.listeners.pop(self.peer_id, None)
-        elif when == VIEW:
-            self._waiting = True
-            self._listen()
-        else:
-            self._agenda.at(when, partial(self._wake, self._wakeups))
 
     def _wake(self, wakeup: int) -> None:
         if wakeup == self._wakeups:
@@ -250,8 +249,9 @@ class Peer:
             if self._outcome(None) is not Decision.WAIT:
                 yield from self._catch_up()
             if not self.finished:
-                self._contribute(late=False)
-                if self._blocking and (pending := self._sending.pending) is not None:
+                pending = self._contribute(late=False)
+                if self._blocking:
+                    yield VIEW
                     yield from self._resolve(pending, block=True)
 
     def _begin_training(self, steps: int) -> float:
@@ -278,20 +278,18 @@ class Peer:
 
     # -- the exchange ------------------------------------------------------------------------------------------------------
 
-    def _contribute(self, *, late: bool) -> None:
+    def _contribute(self, *, late: bool) -> Pending:
         """late: a contribution came too late; this one carries its work and all since, and does not hold up training."""
         shares = [
             (i, Share(self._taken[i], self.trained, (self.outer_step - self._based[i]) // self._sync.groups))
             for i in self._due[self.outer_step % self._sync.groups]
         ]
         wait_at = self._interval if late or self._blocking else self._sync.delay
-        self._sending.pending = Pending(self.outer_step, shares, wait_at, late, Sent(0, self.outer_step))
         self._since = 0
         if self._presence.outer_step < self.outer_step:
             self._presence.report(self.outer_step)
-        self._look()
         self._listen()
-        self._sending.advance(self._session)
+        return self._sending.begin(self._session, self.outer_step, shares, wait_at, late)
 
     def _prefetch(self, pending: Pending) -> None:
         """Training goes on meanwhile: fetch the update as soon as there is one; a late contribution's ends training early."""

@@ -16,15 +16,14 @@ __all__ = ["Pending", "Sending"]
 
 @dataclass(slots=True)
 class Pending:
-    """A contribution whose outcome is not known. shares: by fragment; wait_at: inner steps after it, at which training waits
-    for the outcome; early: take it as soon as it is known; sent: as the session knows it; arrived: fragments that did;
-    fetched_at: when the update is here, once it was asked for."""
+    """A contribution whose outcome is not known. sent: as the session knows it; shares: by fragment; wait_at: inner steps after
+    it, at which training waits for the outcome; early: take it as soon as it is known; arrived: fragments that did; fetched_at:
+    when the update is here, once it was asked for."""
 
-    outer_step: int
+    sent: Sent
     shares: list[tuple[int, Share]]
     wait_at: int
     early: bool
-    sent: Sent
     arrived: int = 0
     fetched_at: float | None = None
 
@@ -40,13 +39,21 @@ class Sending:
         self._agenda, self._coordinator, self._line = agenda, coordinator, line
         self._last_round = 0
 
+    def begin(self, session: Session, outer_step: int, shares: list[tuple[int, Share]], wait_at: int, early: bool) -> Pending:
+        """A contribution to the advance from `outer_step`; see `Pending`."""
+        sent = Sent(session.open_round(outer_step, self._last_round), outer_step)
+        pending = self.pending = Pending(sent, shares, wait_at, early)
+        if sent.round_id:
+            self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._offer, pending))
+        return pending
+
     def advance(self, session: Session) -> None:
         """Begin to send what is pending, once a round is open for it."""
         pending = self.pending
         if pending is None or pending.sent.round_id:
             return
-        if round_id := session.open_round(pending.outer_step, self._last_round):
-            pending.sent = Sent(round_id, pending.outer_step)
+        if round_id := session.open_round(pending.sent.outer_step, self._last_round):
+            pending.sent = Sent(round_id, pending.sent.outer_step)
             self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._offer, pending))
 
     def drop(self) -> None:
@@ -59,7 +66,7 @@ class Sending:
         if self.pending is not pending:
             return
         fragment_id, _ = pending.shares[pending.arrived]
-        if self._coordinator.offered(self._peer_id, pending.sent.round_id, pending.outer_step, fragment_id):
+        if self._coordinator.offered(self._peer_id, pending.sent.round_id, pending.sent.outer_step, fragment_id):
             self._agenda.at(self._line.send(self._up_bytes, self._agenda.now), partial(self._deliver, pending))
 
     def _deliver(self, pending: Pending) -> None:

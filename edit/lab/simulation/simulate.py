@@ -69,7 +69,6 @@ class Simulation:
 
     def _drain(self) -> None:
         """After the last commit: every peer that lives finds out; nobody returns."""
-        self.agenda.end(False)
         while any(peer.alive for peer in self.peers) and self.agenda.run(math.inf, len(self.peers)):
             pass
 
