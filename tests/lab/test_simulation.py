@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from aggregator import round_events as events
 from edit.config import CODECS
-from edit.errors import LocalProtocolError
+from edit.errors import ConfigError, LocalProtocolError
 from edit.lab.simulation.agenda import Agenda
 from edit.lab.simulation.ledger import Ledger, Share
 from edit.lab.simulation.link import HubLink
@@ -132,6 +132,36 @@ def test_a_tenfold_slower_peer_holds_nobody_up_beyond_the_ceiling_and_its_work_s
     assert grace.seconds < 40 * 22 and grace.goodput > 0.95
 
 
+SLOW_LINK = ("peers=4", "size.fragments=4", "link.up_mbit=100", "link.down_mbit=5000", "classes=[{share=0.25,bandwidth=0.02}]")
+NO_PATIENCE = ("rounds.quorum=3", "rounds.grace_s=1", "rounds.floor_s=1", "rounds.ceiling_s=45")
+
+
+def test_a_contribution_that_comes_too_late_is_made_anew_or_carried_over_as_the_run_says() -> None:
+    anew, carried = (run(*SLOW_LINK, *NO_PATIENCE, f"rounds.max_staleness={steps}") for steps in (0, 2))
+    assert set(anew.staleness) == {"0"} and anew.steps_trained - anew.steps_counted >= 20 * 20
+    assert set(carried.staleness) == {"0", "1"} and carried.late == 0
+    assert carried.steps_trained - carried.steps_counted <= 20  # of the contribution that was on its way at the end
+    assert carried.goodput > 1.2 * anew.goodput
+
+
+def test_what_is_carried_for_too_long_is_refused_and_nothing_counts_twice() -> None:
+    hopeless = run(*SLOW_LINK, *NO_PATIENCE, "rounds.max_staleness=1", "sync.every=2", "rounds.ceiling_s=3")
+    assert hopeless.finished and hopeless.stuck == 0
+    assert hopeless.participation == 0.75 and set(hopeless.staleness) == {"0"}
+
+
+def test_every_arrival_is_a_commit_where_each_is_merged() -> None:
+    outcome = run("rounds.merging=arrivals", "rounds.max_staleness=64", "classes=[{share=0.1667,slower=4.0}]")
+    assert outcome.commits == 40 and outcome.contributors < 3 and outcome.aborts == 0  # who arrives meanwhile is merged next
+    assert max(map(int, outcome.staleness)) >= 5 and outcome.stuck == 0 and outcome.goodput > 0.95
+
+
+@pytest.mark.parametrize("setting", ["sync.schedule=time", "sync.dylu=true", "sync.tokens=5"])
+def test_a_setting_that_is_not_simulated_is_an_error(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} is not simulated"):
+        Scenario.read(None, [setting])
+
+
 def test_the_aggregators_link_is_shared() -> None:
     alone, shared = run("hub.gbit_s=1000"), run("hub.gbit_s=0.2")
     assert alone.goodput > 1.1 * shared.goodput
@@ -149,11 +179,11 @@ def test_merging_for_real_rejects_the_damaged_and_their_steps_do_not_count() -> 
 
 def test_a_step_that_counts_twice_is_a_bug() -> None:
     ledger = Ledger()
-    ledger.count(0, {"a": Share(0, 10, 0)}, frozenset())
-    ledger.count(1, {"a": Share(5, 10, 0)}, {"a"})
+    ledger.count(0, {"a": Share(0, 10, 3)}, frozenset(), lambda based: 5 - based)
+    ledger.count(1, {"a": Share(5, 10, 0)}, {"a"}, lambda based: 5 - based)
     with pytest.raises(LocalProtocolError, match="count twice"):
-        ledger.count(0, {"a": Share(9, 20, 0)}, frozenset())
-    assert (ledger.fragment_steps, ledger.rejected) == (10, 1)
+        ledger.count(0, {"a": Share(9, 20, 0)}, frozenset(), lambda based: 0)
+    assert (ledger.fragment_steps, ledger.rejected, ledger.staleness) == (10, 1, {2: 1, 5: 1})
 
 
 def test_time_never_goes_back() -> None:
@@ -213,6 +243,8 @@ scenarios = st.fixed_dictionaries(
                 "floor_s": st.sampled_from((1.0, 5.0)),
                 "ceiling_s": st.sampled_from((15.0, 120.0)),
                 "grace_s": st.sampled_from((0.0, 2.0)),
+                "max_staleness": st.sampled_from((0, 0, 1, 4)),
+                "merging": st.sampled_from(("rounds", "rounds", "arrivals")),
             }
         ),
         "mode": st.sampled_from(("blocking", "delayed")),
@@ -227,6 +259,10 @@ def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> N
     mode, groups, rounds = drawn.pop("mode"), drawn.pop("groups"), drawn["rounds"]
     assert isinstance(rounds, dict) and isinstance(drawn["peers"], int)
     rounds["quorum"] = min(rounds["quorum"], drawn["peers"])
+    if rounds["merging"] == "arrivals":  # which takes whatever comes, one by one
+        groups, drawn["rounds"] = 1, (rounds := {"merging": "arrivals", "max_staleness": 8})
+    elif rounds["max_staleness"]:
+        groups = 1
     sync = {"every": 10, "outer_steps": 12, "mode": mode} | ({"groups": groups} if groups == 2 else {})
     simulation = Simulation(Scenario.from_mapping({**drawn, "sync": sync | ({"delay": 2} if mode == "delayed" else {})}))
     coordinator, agenda = simulation.coordinator, simulation.agenda
@@ -236,7 +272,7 @@ def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> N
 
     def watch(effect: events.Effect) -> None:
         if isinstance(effect, events.Reduce):
-            assert len(effect.peers) >= rounds["quorum"]
+            assert len(effect.peers) >= rounds.get("quorum", 1)
         if isinstance(effect, events.RoundClosed) and effect.committed:
             committed.append(effect.outer_step)
         carry_out(effect)

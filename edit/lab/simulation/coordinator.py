@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,17 +40,16 @@ Listener = tuple[float, Callable[[], None]]  # seconds until a view reaches it, 
 
 @dataclass(slots=True)
 class _Round:
-    """shares: what is in, by fragment and peer; merging: by fragment, of whom its Reduce consists."""
+    """merging: by fragment, of whom its Reduce consists."""
 
     round_id: int
-    outer_step: int
-    shares: dict[int, dict[str, Share]] = field(default_factory=dict)
     merging: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Coordinator:
     """listeners: whom a new view concerns, in the order in which they began; newest: view, and when it was published;
-    finished_at: None until the last commit; due: by group, the fragments that it exchanges."""
+    finished_at: None until the last commit; due: by group, the fragments that it exchanges; carries: contributions may
+    outlive their rounds."""
 
     def __init__(self, scenario: Scenario, agenda: Agenda, ledger: Ledger, judge: Judge | None) -> None:
         sync, fragments = scenario.run.sync, scenario.size.fragments
@@ -70,6 +69,10 @@ class Coordinator:
         )
         self._scenario, self._agenda, self._ledger, self._judge = scenario, agenda, ledger, judge
         self._round: _Round | None = None
+        self._groups = sync.groups
+        self.carries = scenario.run.rounds.max_staleness > 0
+        self._shares: list[dict[str, Share]] = [{} for _ in range(fragments)]  # what is in hand, by fragment and peer
+        self._named: dict[str, int] = {}  # with carries: the round that a peer's contribution in hand names
         self._last_closed: tuple[int, bool, str] = (0, False, "")
         self._takers: dict[int, frozenset[str]] = {}
         self._busy_until = 0.0
@@ -104,7 +107,7 @@ class Coordinator:
         self._changed(changes)
         return number
 
-    def heartbeat(self, peer_id: str, attendance: int, outer_step: int) -> None:
+    def heartbeat(self, peer_id: str, attendance: int, outer_step: int, step_s: float) -> None:
         """A report of a peer that trains; with another outer step than the last one. Too late when the peer is gone."""
         if self._report.outer_step != outer_step:
             self._report = Heartbeat(state=PeerState.TRAINING, outer_step=outer_step)
@@ -113,7 +116,7 @@ class Coordinator:
         except RefusedError:
             return
         self._changed(changes)
-        self._feed(events.MemberReady(peer_id, outer_step))
+        self._feed(events.MemberReady(peer_id, outer_step, step_s))
 
     def hung_up(self, peer_id: str, attendance: int, reason: str, polite: bool) -> None:
         """The connection ended."""
@@ -132,20 +135,30 @@ class Coordinator:
 
     def offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int) -> bool:
         """The header of a contribution; False: refused."""
-        return self._feed(events.Offered(peer_id, round_id, outer_step, fragment_id))
+        taken = self._feed(events.Offered(peer_id, round_id, outer_step, fragment_id))
+        if self.carries and taken and self._named.get(peer_id) != round_id:
+            self._named[peer_id] = round_id
+            self._drop(peer_id)
+        return taken
 
-    def arrived(self, peer_id: str, round_id: int, fragment_id: int, share: Share) -> None:
-        """A fragment of a contribution is in; what a round has from this peer already stays (as in the engine)."""
-        current = self._round
-        if current is None or current.round_id != round_id:
-            self._ledger.late += 1
-            return
-        shares = current.shares.setdefault(fragment_id, {})
-        if peer_id in shares:
-            return
+    def arrived(self, peer_id: str, round_id: int, fragment_id: int, share: Share) -> bool:
+        """A fragment of a contribution is in; False: too late. What is in hand already stays (as in the engine)."""
+        current, shares = self._round, self._shares[fragment_id]
+        late = self._named.get(peer_id) != round_id if self.carries else current is None or current.round_id != round_id
+        if late or peer_id in shares:
+            self._ledger.late += late
+            return not late
         shares[peer_id] = share
         self._ledger.bytes_up += self._scenario.up_bytes
-        self._feed(events.Arrived(peer_id, round_id, fragment_id))
+        taken = self._feed(events.Arrived(peer_id, round_id, fragment_id))
+        if not taken:
+            shares.pop(peer_id, None)
+        return taken
+
+    def _drop(self, *peers: str) -> None:
+        for shares in self._shares:
+            for peer_id in peers:
+                shares.pop(peer_id, None)
 
     # -- carrying out ------------------------------------------------------------------------------------------------------
 
@@ -191,7 +204,7 @@ class Coordinator:
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
             case events.RoundOpened():
-                self._round = _Round(effect.round_id, effect.outer_step)
+                self._round = _Round(effect.round_id)
             case events.Reduce():
                 self._reduce(effect)
             case events.Commit():
@@ -199,11 +212,24 @@ class Coordinator:
             case events.RoundClosed():
                 self._last_closed = effect.round_id, effect.committed, effect.reason
                 self._round = None
+                self._keep(effect.carried)
                 if not effect.committed:
                     self._ledger.close(committed=False)
             case events.RunFinished():
                 self.finished_at = self._agenda.now
                 self._agenda.end()
+
+    def _keep(self, carried: Collection[str]) -> None:
+        """A round is over: what goes on into the next one stays in hand."""
+        if not carried:
+            self._named.clear()
+            for shares in self._shares:
+                shares.clear()
+            return
+        gone = self._named.keys() - carried
+        self._drop(*gone)
+        for peer_id in gone:
+            del self._named[peer_id]
 
     def _reduce(self, effect: events.Reduce) -> None:
         if self._round is not None:
@@ -220,12 +246,12 @@ class Coordinator:
         current = self._round
         if current is None or current.round_id != effect.round_id:
             return
-        takers: set[str] = set()
+        newest, takers = effect.outer_step - 1, set[str]()
         merged: set[str] = set()
         for fragment_id, peers in current.merging.items():
-            shares = {peer_id: current.shares[fragment_id][peer_id] for peer_id in peers}
+            shares = {peer_id: self._shares[fragment_id][peer_id] for peer_id in peers}
             bad = self._judge.rejected(fragment_id, shares) if self._judge is not None else frozenset()
-            self._ledger.count(fragment_id, shares, bad)
+            self._ledger.count(fragment_id, shares, bad, lambda based: (newest - based) // self._groups)
             takers.update(peers)
             merged.update(set(peers) - bad)
         self._takers[effect.outer_step] = frozenset(takers)

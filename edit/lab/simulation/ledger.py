@@ -7,7 +7,7 @@ fragments it exchanged, so that steps cannot be counted whole there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,11 +18,11 @@ __all__ = ["Ledger", "Share"]
 
 class Share(NamedTuple):
     """What one contribution brings for one fragment: inner steps `after` + 1 to `until` of the peer's own count, the first of
-    them made `stale` exchanges of this fragment ago."""
+    them made from outer step `based`."""
 
     after: int
     until: int
-    stale: int
+    based: int
 
 
 @dataclass(slots=True)
@@ -49,8 +49,11 @@ class Ledger:
     staleness: Counter[int] = field(default_factory=Counter)
     _until: dict[int, dict[str, int]] = field(default_factory=dict)
 
-    def count(self, fragment_id: int, shares: Mapping[str, Share], rejected: Set[str]) -> None:
-        """A commit took these, some without weight. Raises LocalProtocolError when it takes a step a second time."""
+    def count(self, fragment_id: int, shares: Mapping[str, Share], rejected: Set[str], stale: Callable[[int], int]) -> None:
+        """A commit took these, some without weight. stale: how many exchanges of the fragment ago an outer step was the newest.
+
+        Raises LocalProtocolError when it takes a step a second time.
+        """
         counted = self._until.setdefault(fragment_id, {})
         for peer_id, (after, until, _) in shares.items():
             if after < counted.get(peer_id, 0) or until < after:
@@ -58,7 +61,8 @@ class Ledger:
             counted[peer_id] = until
             if peer_id not in rejected:
                 self.fragment_steps += until - after
-        self.staleness.update([share.stale for share in shares.values()])
+        for based, many in Counter([share.based for share in shares.values()]).items():
+            self.staleness[stale(based)] += many
         self.rejected += len(rejected)
 
     def close(self, *, committed: bool, contributors: int = 0, live: int = 0) -> None:

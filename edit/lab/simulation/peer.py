@@ -6,8 +6,8 @@ peer's own `peers.session.Session`, from views that reach it one latency after t
 A peer's life is a generator. It yields the virtual time at which it goes on, or VIEW: when a new view has changed its mind.
 `blocking`: waits for the update. `delayed`: trains on for sync.delay steps and waits then; the update is fetched meanwhile.
 (`forward` counts as blocking: it saves at most one forward. `eager` counts as delayed.) A contribution that came too late is
-sent again with all the work since, while training goes on. Not simulated: a founding, damaged bytes, a link that breaks while
-the process lives.
+sent again with all the work since, while training goes on; with max_staleness > 0 it is carried over instead. Not simulated: a
+founding, damaged bytes, a link that breaks while the process lives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from random import Random
 
 from edit.lab.simulation.agenda import Agenda
 from edit.lab.simulation.coordinator import Coordinator
-from edit.lab.simulation.ledger import Ledger, Share
+from edit.lab.simulation.ledger import Ledger
 from edit.lab.simulation.link import Line
 from edit.lab.simulation.pace import Pace
 from edit.lab.simulation.presence import Presence
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
+from edit.lab.simulation.training import Training, Work
 from edit.schedule import due
 from editpb.messages import View, Welcome
 from peers.session import Decision, Session
@@ -38,10 +39,10 @@ class Peer:
     """parts: its speed, its link, its draws, its failures per hour. `finished`: knows that the run is over; `stuck`: waits."""
 
     __slots__ = (  # thousands of peers, each touched at every event of its own: what is small stays in the processor's cache
-        "_agenda", "_alive_since", "_based", "_blocking", "_coordinator", "_down_bytes", "_due", "_failures_per_hour",
+        "_agenda", "_alive_since", "_began", "_blocking", "_coordinator", "_down_bytes", "_due", "_failures_per_hour",
         "_interval", "_kept", "_ledger", "_life", "_line", "_pace", "_presence", "_random", "_returns", "_scenario", "_seen",
-        "_sending", "_session", "_since", "_sync", "_taken", "_training", "_up_bytes", "_waiting", "_wakeups", "finished",
-        "outer_step", "peer_id", "trained",
+        "_sending", "_session", "_staleness", "_sync", "_training", "_waiting", "_wakeups", "_work", "finished", "outer_step",
+        "peer_id",
     )  # fmt: skip
 
     def __init__(
@@ -56,24 +57,21 @@ class Peer:
         self.peer_id = peer_id
         self.finished = False
         self.outer_step = 0
-        self.trained = 0
         self._scenario, self._agenda, self._coordinator, self._ledger = scenario, agenda, coordinator, ledger
         self._pace, self._line, self._random, self._failures_per_hour = parts
-        self._sync = scenario.run.sync
+        self._sync, self._staleness = scenario.run.sync, scenario.run.rounds.max_staleness
         self._interval = self._sync.interval
         self._blocking = self._sync.mode in ("blocking", "forward")
         self._due = coordinator.due
-        self._taken = [0] * scenario.size.fragments  # per fragment: own inner steps up to here are settled
-        self._based = [0] * scenario.size.fragments  # per fragment: the outer step that the unsettled work began from
         self._down_bytes = scenario.down_bytes
-        self._up_bytes = scenario.up_bytes
-        self._since = 0  # inner steps since the last contribution
+        self._training = Training(self._pace)
+        self._work = Work(scenario.size.fragments)
+        self._began = 0  # the outer step where the work of the next contribution began
         self._kept = True  # whether this process begins with outer parameters and work of its own
         self._begin()
         self._life: Life | None = None
         self._wakeups = 0  # numbers the wakeups, so that one that was overtaken is known
         self._waiting = False
-        self._training: tuple[float, float, int] | None = None
         self._presence = Presence(peer_id, self._session.heartbeat_s, self._line.latency_s, agenda, coordinator)
         self._returns = False
 
@@ -97,8 +95,9 @@ class Peer:
     def _begin(self) -> None:
         self._alive_since = self._agenda.now
         self._seen: View | None = None
-        self._session = Session(self._random.random, self._agenda.now, self._scenario.run.membership.heartbeat_s)
-        self._sending = Sending(self.peer_id, self._up_bytes, self._agenda, self._coordinator, self._line)
+        heartbeat_s, up_bytes = self._scenario.run.membership.heartbeat_s, self._scenario.up_bytes
+        self._session = Session(self._random.random, self._agenda.now, heartbeat_s, self._staleness)
+        self._sending = Sending(self.peer_id, up_bytes, self._agenda, self._coordinator, self._line, self._see)
 
     def stop(self) -> None:
         """Settle the steps and seconds of this life: it or the simulation ends."""
@@ -109,7 +108,7 @@ class Peer:
 
     def so_far(self, now: float) -> tuple[int, float, float]:
         """What is not in the ledger yet: inner steps, seconds of training, seconds alive."""
-        return (*self._trained_by(now), now - self._alive_since) if self.alive else (0, 0.0, 0.0)
+        return (*self._training.so_far(now), now - self._alive_since) if self.alive else (0, 0.0, 0.0)
 
     def _arm(self) -> None:
         """Draw when this life ends: by a failure or by leaving."""
@@ -145,11 +144,11 @@ class Peer:
     def _forget(self, polite: bool) -> None:
         """What was not contributed is lost, all of it or what came after the last checkpoint; what was, is in doubt."""
         every = 0 if polite else self._scenario.faults.checkpoint_steps
-        lost = self.trained % every if every else self.trained
-        for fragment_id, share in self._sending.pending.shares if self._sending.pending else ():
-            self._taken[fragment_id] = share.until
-        self._taken = [min(self.trained, taken + lost) for taken in self._taken]
-        self._since = max(0, self._since - lost)
+        training, pending = self._training, self._sending.pending
+        lost = training.trained % every if every else training.trained
+        self._work.in_doubt(pending.shares if pending else ())
+        self._work.lose(lost, training.trained)
+        training.since = max(0, training.since - lost)
         self._kept = every > 0
 
     def _return(self) -> None:
@@ -228,8 +227,8 @@ class Peer:
         self._look()
         if not self._kept:
             yield from self._take_snapshot()
-            self._taken = [self.trained] * len(self._taken)
-            self._based = [self.outer_step] * len(self._based)
+            self._work.begin_anew(self._training.trained, self.outer_step)
+            self._began = self.outer_step
         self._presence.report(self.outer_step)
         while not session.under_way:
             yield VIEW
@@ -238,14 +237,16 @@ class Peer:
 
     def _go_on(self) -> Life:
         """Train until an outcome or a contribution is due, and see to it."""
-        pending = self._sending.pending
-        stop = pending.wait_at if pending is not None and self._since < pending.wait_at else self._interval
-        if self._since < stop:
-            yield self._begin_training(stop - self._since)
+        training, interval, pending = self._training, self._interval, self._sending.pending
+        stop = interval
+        if pending is not None:  # wait for its outcome there, and if it is carried past that, at every full interval
+            stop = pending.wait_at if training.since < pending.wait_at else (training.since // interval + 1) * interval
+        if training.since < stop:
+            yield training.begin(stop - training.since, self._agenda.now)
             self._settle_training()
         if (pending := self._sending.pending) is not None:
-            yield from self._resolve(pending, block=self._since >= stop)
-        if self._sending.pending is None and due(self._since, self._interval):
+            yield from self._resolve(pending, block=training.since >= stop)
+        if self._sending.pending is None and due(training.since, interval):
             if self._outcome(None) is not Decision.WAIT:
                 yield from self._catch_up()
             if not self.finished:
@@ -254,42 +255,24 @@ class Peer:
                     yield VIEW
                     yield from self._resolve(pending, block=True)
 
-    def _begin_training(self, steps: int) -> float:
-        """When it will be over."""
-        now = self._agenda.now
-        end = self._pace.finish(steps, now)
-        self._training = now, end, steps
-        return end
-
     def _settle_training(self) -> None:
-        steps, seconds = self._trained_by(self._agenda.now)
-        self._training = None
-        self.trained += steps
-        self._since += steps
+        steps, seconds = self._training.settle(self._agenda.now)
         self._ledger.trained += steps
         self._ledger.training_s += seconds
-
-    def _trained_by(self, now: float) -> tuple[int, float]:
-        """Whole inner steps and seconds of the present training, up to `now`."""
-        if self._training is None:
-            return 0, 0.0
-        begin, end, steps = self._training
-        return (steps if now >= end else int(steps * (now - begin) / (end - begin))), now - begin
 
     # -- the exchange ------------------------------------------------------------------------------------------------------
 
     def _contribute(self, *, late: bool) -> Pending:
         """late: a contribution came too late; this one carries its work and all since, and does not hold up training."""
-        shares = [
-            (i, Share(self._taken[i], self.trained, (self.outer_step - self._based[i]) // self._sync.groups))
-            for i in self._due[self.outer_step % self._sync.groups]
-        ]
+        outer_step, training = self.outer_step, self._training
+        shares = self._work.shares(self._due[outer_step % self._sync.groups], training.trained)
         wait_at = self._interval if late or self._blocking else self._sync.delay
-        self._since = 0
-        if self._presence.outer_step < self.outer_step:
-            self._presence.report(self.outer_step)
+        training.since = 0
+        if self._presence.outer_step < outer_step:
+            self._presence.report(outer_step)
         self._listen()
-        return self._sending.begin(self._session, self.outer_step, shares, wait_at, late)
+        began = max(self._began, outer_step - self._staleness // 2)  # as `edit.exchange.Exchange.contribute`
+        return self._sending.begin(self._session, began, shares, wait_at, late)
 
     def _prefetch(self, pending: Pending) -> None:
         """Training goes on meanwhile: fetch the update as soon as there is one; a late contribution's ends training early."""
@@ -307,14 +290,7 @@ class Peer:
 
     def _cut_short(self, when: float) -> None:
         """End the present training at the first step boundary from `when` on."""
-        if self._training is None:
-            return
-        begin, end, steps = self._training
-        per_step = (end - begin) / steps
-        fewer = max(1, -int((begin - when) // per_step))
-        if fewer < steps:
-            at = max(begin + fewer * per_step, self._agenda.now)
-            self._training = begin, at, fewer
+        if (at := self._training.cut_short(when, self._agenda.now)) is not None:
             self._wakeups += 1
             self._agenda.at(at, partial(self._wake, self._wakeups))
 
@@ -332,10 +308,14 @@ class Peer:
             at = pending.fetched_at if pending.fetched_at is not None else self._fetch_update()
             if at > self._agenda.now:
                 yield at
-            if not self._advance(pending):
-                yield from self._catch_up()
-                if not self.finished:
-                    self._contribute(late=True)
+            if self._advance(pending):
+                return
+            if self._sending.pending is pending:
+                yield from self._resolve(pending, block=False)  # it is carried: train on meanwhile
+                return
+            yield from self._catch_up()
+            if not self.finished:
+                self._contribute(late=True)
         elif decision is Decision.ABORTED:
             self._drop()
         elif decision is not Decision.WAIT:
@@ -364,24 +344,25 @@ class Peer:
         return self._line.fetch(count, self._agenda.now)
 
     def _advance(self, pending: Pending | None) -> bool:
-        """The update is applied; whether what was pending is in it."""
-        step = self.outer_step
-        taken = pending is not None and self._coordinator.took_part(step + 1, self.peer_id)
-        if pending is not None and taken:
-            for fragment_id, share in pending.shares:
-                self._taken[fragment_id] = share.until
-                self._based[fragment_id] = step + (self.trained == share.until)
-        self.outer_step = step + 1
-        self._drop()
-        self._presence.report(self.outer_step, self._pace.step_s)
+        """The update is applied; whether what was pending is in it. What is not may be carried, and is pending still."""
+        self.outer_step = outer_step = self.outer_step + 1
+        taken = pending is not None and self._coordinator.took_part(outer_step, self.peer_id)
+        if pending is not None and not taken and self._session.carried_past(outer_step, pending.sent):
+            pending.early, pending.fetched_at = True, None
+            self._listen()
+        else:
+            if pending is not None and taken:
+                self._work.merged(pending.shares, self._training.trained, outer_step)
+                self._began = outer_step
+            self._drop()
+        self._presence.report(outer_step, self._pace.step_s)
         return taken
 
     def _heal(self) -> Life:
         """Take a snapshot; whether what is pending is in it cannot be known, so only the work since is kept."""
         yield from self._take_snapshot()
-        for fragment_id, share in self._sending.pending.shares if self._sending.pending else ():
-            self._taken[fragment_id] = share.until
-            self._based[fragment_id] = self.outer_step
+        self._work.in_doubt(self._sending.pending.shares if self._sending.pending else (), self.outer_step)
+        self._began = self.outer_step
         self._drop()
         self._presence.report(self.outer_step, self._pace.step_s)
 

@@ -30,12 +30,13 @@ class Presence:
         self._attendance = self._coordinator.attend(self._peer_id)
         self.outer_step, self._hung_up = -1, False
 
-    def report(self, outer_step: int, delay_s: float = 0.0) -> None:
-        """Say the outer step in so many seconds; from the first report on the coordinator counts on more."""
+    def report(self, outer_step: int, step_s: float = 0.0) -> None:
+        """Say the outer step, once one inner step of so many seconds is taken; from the first report on the coordinator counts
+        on more."""
         if self.outer_step < 0:
             self._coordinator.here(self._peer_id)
-        self.outer_step, self._sent = outer_step, self._agenda.now + delay_s
-        self._agenda.at(self._sent + self._latency_s, partial(self._say, self._attendance, outer_step))
+        self.outer_step, self._sent = outer_step, self._agenda.now + step_s
+        self._agenda.at(self._sent + self._latency_s, partial(self._say, self._attendance, outer_step, step_s))
 
     def hang_up(self, reason: str, *, silent: bool, polite: bool) -> None:
         """The process is gone; silent: nothing but the lease tells."""
@@ -46,9 +47,9 @@ class Presence:
         elif self.outer_step >= 0:
             self._coordinator.vanished(self._peer_id, self._heard_last(self._agenda.now))
 
-    def _say(self, attendance: int, outer_step: int) -> None:
+    def _say(self, attendance: int, outer_step: int, step_s: float) -> None:
         if not self._hung_up:
-            self._coordinator.heartbeat(self._peer_id, attendance, outer_step)
+            self._coordinator.heartbeat(self._peer_id, attendance, outer_step, step_s)
 
     def _heard_last(self, now: float) -> float:
         """When the last of the heartbeats up to `now` arrived; they go out at equal distances from the last report."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edit.config import RunConfig, build
+from edit.config import RunConfig, SyncConfig, build
 from edit.errors import ConfigError
 
 __all__ = ["Compute", "Faults", "Hub", "Link", "PeerClass", "Scenario", "Size"]
@@ -172,6 +172,9 @@ class Scenario:
         for name in ("quorum", "start_peers"):
             if (wanted := getattr(self.run.rounds, name)) > self.peers:
                 raise ConfigError(f"rounds.{name} = {wanted}: there are {self.peers} peers, so nothing would ever commit")
+        for name in ("schedule", "dylu", "tokens"):
+            if getattr(self.run.sync, name) != getattr(SyncConfig(), name):
+                raise ConfigError(f"sync.{name} is not simulated; remove it")
         if self.run.sync.groups > self.size.fragments:
             raise ConfigError(f"sync.groups = {self.run.sync.groups}: size.fragments is {self.size.fragments}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from edit.lab.simulation.agenda import Agenda
@@ -18,7 +19,7 @@ __all__ = ["Pending", "Sending"]
 class Pending:
     """A contribution whose outcome is not known. sent: as the session knows it; shares: by fragment; wait_at: inner steps after
     it, at which training waits for the outcome; early: take it as soon as it is known; arrived: fragments that did; fetched_at:
-    when the update is here, once it was asked for."""
+    when the update is here, once it was asked for. With max_staleness > 0 it may be carried past some commits."""
 
     sent: Sent
     shares: list[tuple[int, Share]]
@@ -29,11 +30,21 @@ class Pending:
 
 
 class Sending:
-    """up_bytes: of one fragment. `pending` is what is under way; fragments travel one after the other."""
+    """up_bytes: of one fragment; refused: called when the coordinator would not take it. `pending` is what is under way;
+    fragments travel one after the other."""
 
-    __slots__ = ("_agenda", "_coordinator", "_last_round", "_line", "_peer_id", "_up_bytes", "pending")
+    __slots__ = ("_agenda", "_coordinator", "_last_round", "_line", "_peer_id", "_refused", "_up_bytes", "pending")
 
-    def __init__(self, peer_id: str, up_bytes: int, agenda: Agenda, coordinator: Coordinator, line: Line) -> None:
+    def __init__(
+        self,
+        peer_id: str,
+        up_bytes: int,
+        agenda: Agenda,
+        coordinator: Coordinator,
+        line: Line,
+        refused: Callable[[], None],
+    ) -> None:
+        self._refused = refused
         self.pending: Pending | None = None
         self._peer_id, self._up_bytes = peer_id, up_bytes
         self._agenda, self._coordinator, self._line = agenda, coordinator, line
@@ -68,11 +79,27 @@ class Sending:
         fragment_id, _ = pending.shares[pending.arrived]
         if self._coordinator.offered(self._peer_id, pending.sent.round_id, pending.sent.outer_step, fragment_id):
             self._agenda.at(self._line.send(self._up_bytes, self._agenda.now), partial(self._deliver, pending))
+        else:
+            self._refuse(pending)
 
     def _deliver(self, pending: Pending) -> None:
         if self.pending is not pending:
             return
-        self._coordinator.arrived(self._peer_id, pending.sent.round_id, *pending.shares[pending.arrived])
+        if not self._coordinator.arrived(self._peer_id, pending.sent.round_id, *pending.shares[pending.arrived]):
+            self._refuse(pending)
+            return
         pending.arrived += 1
         if pending.arrived < len(pending.shares):
             self._offer(pending)
+
+    def _refuse(self, pending: Pending) -> None:
+        """The answer travels back; only where contributions outlive their rounds does the view not say as much."""
+        if not self._coordinator.carries:
+            return
+        sent = replace(pending.sent, refused_at=self._coordinator.machine.outer_step, reason="refused")
+        self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._hear, pending, sent))
+
+    def _hear(self, pending: Pending, sent: Sent) -> None:
+        if self.pending is pending:
+            pending.sent = sent
+            self._refused()
