@@ -121,7 +121,11 @@ class Peer:
         polite = self._random.random() * sum(rates) >= rates[0]
         self._agenda.at(when, lambda: self._end(polite) if self._life is life else None)
 
-    def _end(self, polite: bool) -> None:
+    def die(self, away_s: float) -> None:
+        """The process dies, if it lives, and is started again after so many seconds."""
+        self._end(polite=False, away_s=away_s)
+
+    def _end(self, polite: bool, away_s: float | None = None) -> None:
         if self._life is None:
             return
         self.stop()
@@ -139,7 +143,7 @@ class Peer:
         faults = self._scenario.faults
         mean = faults.away_s if polite else faults.repair_s
         away = max(0.1 * mean, self._random.expovariate(1.0 / mean)) if mean else 0.0
-        self._agenda.at(self._agenda.now + away, self._return)
+        self._agenda.at(self._agenda.now + (away if away_s is None else away_s), self._return)
 
     def _forget(self, polite: bool) -> None:
         """What was not contributed is lost, all of it or what came after the last checkpoint; what was, is in doubt."""

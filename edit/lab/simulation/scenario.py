@@ -125,13 +125,16 @@ class Hub:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerClass:
     """A share of the peers that differ by these factors: steps take `slower` times as long, bandwidth is `bandwidth` times,
-    latency `latency` times, failures `failures` times."""
+    latency `latency` times, failures `failures` times. dies_s: their processes die at that time (0: not so), and start again
+    after_s later."""
 
     share: float
     slower: float = 1.0
     bandwidth: float = 1.0
     latency: float = 1.0
     failures: float = 1.0
+    dies_s: float = 0.0
+    after_s: float = 60.0
 
     def __post_init__(self) -> None:
         _within("classes: share", self.share, 0, 1)
@@ -139,6 +142,8 @@ class PeerClass:
         _within("classes: bandwidth", self.bandwidth, 1e-6, 1e4)
         _within("classes: latency", self.latency, 0, 1e4)
         _within("classes: failures", self.failures, 0, 1e4)
+        _within("classes: dies_s", self.dies_s, 0, 1e9)
+        _within("classes: after_s", self.after_s, 0, 1e8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from edit.lab.simulation.agenda import Agenda
@@ -90,7 +91,10 @@ class Simulation:
         self._speeds.append(step_s)
         failures = scenario.faults.failures_per_hour * group.failures
         parts = Pace(step_s, compute, random), line, random, failures
-        return Peer(f"peer-{place:06}", scenario, self.agenda, self.coordinator, self.ledger, parts)
+        peer = Peer(f"peer-{place:06}", scenario, self.agenda, self.coordinator, self.ledger, parts)
+        if group.dies_s:
+            self.agenda.at(group.dies_s, partial(peer.die, group.after_s))
+        return peer
 
 
 def simulate(scenario: Scenario, progress: Progress = lambda commits, seconds: None) -> Outcome:
