@@ -3,12 +3,13 @@
     .venv/bin/python benchmarks/simulate_measured.py            # under 3 minutes, on an idle machine
     .venv/bin/python benchmarks/simulate_measured.py --only steady --out /tmp/trial.jsonl
 
-Three real peers and a coordinator, each peer behind a link of its own (edit.lab.link); they rest between steps (--throttle), so
-that two cores do for all of them.
+Three real peers and a coordinator, each peer behind a link of its own (edit.lab.link).
 
 overhead  no link is shaped, H 20, blocking: how long one exchange takes that travels no distance (encoding, chunks, merging,
           journal, applying), as the last of the three sees it. It becomes hub.commit_s of both scenarios: while training waits
           for an exchange it does not matter whose seconds they are.
+In the other two the peers rest after each step (--throttle), so that two cores do for all. The rest after the step that
+contributes passes while the exchange is on its way: so the scenario says that a peer waits one step later (delay 1).
 steady    12 Mbit/s up and 24 down, 20 ms, H 40, blocking, everybody is waited for.
 churn     the same links; one peer is three times slower, a quorum of 2 waits for nobody (wait "slack", grace 0.3 s), late
           contributions are carried over (max_staleness 8); one peer is killed at a third of the run and started again at once.
@@ -87,15 +88,15 @@ class Run:
 
 RUNS = (
     Run("overhead", 20, 14, NEVER_LATE, LinkShape()),
-    Run("steady", 40, 10, NEVER_LATE, SHAPED),
+    Run("steady", 40, 8, NEVER_LATE, SHAPED),
     Run(
         "churn",
         40,
-        16,
+        14,
         {"start_peers": 3, "quorum": 2, "wait": "slack", "grace_s": 0.3, "floor_s": 1.0, "max_staleness": 8},
         SHAPED,
         slower=3.0,
-        killed=5,
+        killed=4,
     ),
 )
 
@@ -133,8 +134,8 @@ class Observed:
 class Watched:
     """The lines that a run left. dead: when one process was killed, and when its next one attended; None without."""
 
-    def __init__(self, run: Run, trial: Trial, throttle: Mapping[str, float], killed_at: float | None) -> None:
-        self.run, self.throttle = run, throttle
+    def __init__(self, run: Run, trial: Trial, killed_at: float | None) -> None:
+        self.run = run
         self.coordinator = trial.lines()
         self.steps = {name: [line for line in trial.lines(name) if line["kind"] == "step"] for name in PEERS}
         self.commits = [line for line in self.coordinator if line["kind"] == "round" and line["committed"]]
@@ -150,20 +151,14 @@ class Watched:
         training = next(place for place, line in enumerate(mine) if line["state"] == "training")
         return max(line["t"] for line in mine[:training] if line["state"] == "starting")
 
-    def gaps(self, name: str, *, exchanging: bool) -> list[tuple[float, float]]:
-        """Seconds of ten steps in a row, and those of them that the peer did not rest; either of ten that begin with an exchange
-        (what a peer contributed after a step it waits for at the next one), or of all others."""
-        found = []
-        for before, after in pairwise(self.steps[name]):
-            begins = before["step"] % self.run.every == 0
-            if after["step"] - before["step"] == LINE_STEPS and begins == exchanging:
-                step_s = (STEP_TOKENS / before["tokens_per_s"] + STEP_TOKENS / after["tokens_per_s"]) / 2
-                seconds = after["t"] - before["t"]
-                found.append((seconds, seconds - LINE_STEPS * step_s * (1 - 1 / self.throttle[name])))
-        return found[1:]  # the first steps of a process warm it up
+    def gaps(self, name: str, *, exchanging: bool) -> list[tuple[dict[str, Any], float]]:
+        """Seconds of ten steps in a row, and the line before them: of those that begin with waiting for an exchange (a peer
+        contributes within a step, and waits before the next one), or of all others."""
+        pairs = [(a, b["t"] - a["t"]) for a, b in pairwise(self.steps[name]) if b["step"] - a["step"] == LINE_STEPS]
+        return [(line, seconds) for line, seconds in pairs[1:] if (line["step"] % self.run.every == 0) == exchanging]
 
     def observed(self) -> Observed:
-        pure = {name: [seconds for seconds, _ in self.gaps(name, exchanging=False)] for name in PEERS}
+        pure = {name: [seconds for _, seconds in self.gaps(name, exchanging=False)] for name in PEERS}
         step_s = {name: statistics.fmean(gaps) / LINE_STEPS for name, gaps in pure.items()}
         spread = [statistics.pstdev(map(math.log, gaps)) for gaps in pure.values()]
         seconds = self.ended - self.began
@@ -193,10 +188,11 @@ class Watched:
 
 def really(run: Run, folder: Path, data: Path, throttle: float) -> Watched:
     """Run it with processes."""
-    killed_at, throttles = None, {name: throttle * (run.slower if name == PEERS[-1] else 1.0) for name in PEERS}
+    killed_at = None
     with Trial(folder, run.settings, data) as trial:
         for name in PEERS:
-            trial.enrol(name, run.shape, "--throttle", str(throttles[name]), "--checkpoint-every", "0")
+            slower = run.slower if name == PEERS[-1] else 1.0
+            trial.enrol(name, run.shape, "--throttle", str(throttle * slower), "--checkpoint-every", "0")
         trial.start(*PEERS)
         if run.killed:
             trial.until("the commit before the kill", lambda: _commits(trial) >= run.killed, 120.0)
@@ -204,7 +200,7 @@ def really(run: Run, folder: Path, data: Path, throttle: float) -> Watched:
             trial.kill(PEERS[1])
             trial.start(PEERS[1])
         trial.finish(180.0)
-        return Watched(run, trial, throttles, killed_at)
+        return Watched(run, trial, killed_at)
 
 
 def _commits(trial: Trial) -> int:
@@ -212,11 +208,13 @@ def _commits(trial: Trial) -> int:
 
 
 def overhead_s(watched: Watched) -> float:
-    """Of one exchange, as the peer sees it that waits for nobody: the shortest of the three, the median over the commits."""
-    pure = {name: statistics.fmean(active for _, active in watched.gaps(name, exchanging=False)) for name in PEERS}
-    each = zip(*(watched.gaps(name, exchanging=True) for name in PEERS), strict=False)
-    shortest = [min(active - pure[name] for name, (_, active) in zip(PEERS, gaps, strict=True)) for gaps in each]
-    return max(0.0, statistics.median(shortest))
+    """Of one exchange, as the peer sees it that contributed last and so waits for nobody: the mean over the commits."""
+    pure = {name: statistics.fmean(seconds for _, seconds in watched.gaps(name, exchanging=False)) for name in PEERS}
+    last: dict[int, tuple[float, float]] = {}
+    for name in PEERS:
+        for line, seconds in watched.gaps(name, exchanging=True):
+            last[line["step"]] = max(last.get(line["step"], (0.0, 0.0)), (line["t"], seconds - pure[name]))
+    return max(0.0, statistics.fmean(seconds for _, seconds in last.values()))
 
 
 # ---- the simulated one ------------------------------------------------------------------------------------------------------
@@ -245,7 +243,8 @@ def scenario(run: Run, observed: Observed, exchange_s: float, seed: int) -> Scen
             "link": {"up_mbit": UP_MBIT, "down_mbit": DOWN_MBIT, "latency_s": LATENCY_S},
             "size": {"parameters": float(schema.numel), "fragments": len(schema.fragments)},
             "hub": {"commit_s": exchange_s},
-            **{table: run.settings[table] for table in ("sync", "codec", "rounds", "membership", "storage")},
+            "sync": {**run.settings["sync"], "mode": "delayed", "delay": 1},
+            **{table: run.settings[table] for table in ("codec", "rounds", "membership", "storage")},
         }
     )
 
@@ -280,7 +279,9 @@ def main() -> None:
     """Run, simulate, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[run.name for run in RUNS[1:]], help="besides the overhead")
-    parser.add_argument("--throttle", type=float, default=6.0, help="a step takes so many times as long as it computes")
+    parser.add_argument(
+        "--throttle", type=float, default=4.0, help="a step takes so many times as long as it computes, except for the overhead"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="of the simulation")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -290,7 +291,7 @@ def main() -> None:
         folder, data = Path(scratch), Path(scratch) / "text.py"
         data.write_bytes(Path(argparse.__file__).read_bytes())
         first, *others = RUNS
-        exchange_s = overhead_s(really(first, folder / first.name, data, arguments.throttle))
+        exchange_s = overhead_s(really(first, folder / first.name, data, 1.0))
         print(f"overhead of one exchange: {1000 * exchange_s:.0f} ms")
         for run in others:
             if arguments.only in (None, run.name):
