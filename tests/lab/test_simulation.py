@@ -56,6 +56,22 @@ def test_blocking_goodput_is_the_closed_formula() -> None:
     assert outcome.staleness == {"0": 40 * 6}
 
 
+def test_a_class_that_dies_is_away_for_as_long_as_it_says() -> None:
+    """One of six dies within the second phase and is back within the fourth; what it misses has five contributors."""
+    fleet = ("sync.every=20", "compute.step_s=1", "rounds.quorum=3", "membership.heartbeat_s=1", "membership.lease_s=3")
+    untouched, hit = (run(*fleet, f"classes=[{{share=0.1667{dies}}}]") for dies in ("", ",dies_s=30,after_s=40"))
+    assert (untouched.failures, hit.failures, hit.returns) == (0, 1, 1)
+    assert hit.commits == untouched.commits == 40
+    made = [sum(each.staleness.values()) for each in (untouched, hit)]
+    assert made[0] - made[1] in (2, 3)
+
+
+def test_a_view_is_seen_when_it_arrives_whatever_the_rounding() -> None:
+    """(published + latency) - latency is less than published now and then: whoever looks again then, has missed it."""
+    fleet = ("peers=3", "rounds.quorum=3", "sync.outer_steps=8", "sync.mode=delayed", "sync.delay=1", "compute.jitter=0.05")
+    assert sum(run(*fleet, f"seed={seed}").aborts for seed in range(150)) == 0
+
+
 def test_delayed_hides_an_exchange_that_fits_into_the_delay_and_no_more() -> None:
     scenario = Scenario.read(None, [*FLEET, "link.up_mbit=50", "sync.mode=delayed", "sync.delay=3"])
     assert exchange_s(scenario) < 3 * scenario.compute.step_s

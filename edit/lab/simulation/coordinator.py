@@ -84,16 +84,17 @@ class Coordinator:
 
     # -- what peers see ----------------------------------------------------------------------------------------------------
 
-    def seen_at(self, when: float) -> View:
-        """The newest view published up to `when`."""
+    def seen(self, now: float, latency_s: float) -> View:
+        """The newest view that is no longer on its way. (Not what was published at now - latency_s: rounding would miss it.)"""
         for published, view in reversed(self._views):
-            if published <= when:
+            if published + latency_s <= now:
                 return view
         return self._views[0][1]
 
-    def published_after(self, when: float) -> list[float]:
-        """The times of the views that came after `when`."""
-        return [published for published, _ in self._views if published > when]
+    def under_way(self, now: float, latency_s: float) -> list[float]:
+        """When the views arrive that are on their way."""
+        arrivals = (published + latency_s for published, _ in self._views)
+        return [arrives for arrives in arrivals if arrives > now]
 
     def took_part(self, outer_step: int, peer_id: str) -> bool:
         """Whether the commit TO `outer_step` has a verdict on this peer."""

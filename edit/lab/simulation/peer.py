@@ -187,9 +187,9 @@ class Peer:
             return
         now, latency_s = self._agenda.now, self._line.latency_s
         self._coordinator.listeners[self.peer_id] = latency_s, self._see
-        if self._coordinator.newest[0] > now - latency_s:
-            for published in self._coordinator.published_after(now - latency_s):
-                self._agenda.at(max(published + latency_s, now), self._see)
+        if self._coordinator.newest[0] + latency_s > now:
+            for arrives in self._coordinator.under_way(now, latency_s):
+                self._agenda.at(arrives, self._see)
 
     def _see(self) -> None:
         if self.peer_id not in self._coordinator.listeners:
@@ -205,9 +205,9 @@ class Peer:
         published, view = self._coordinator.newest
         if view is self._seen:
             return
-        seen_to = self._agenda.now - self._line.latency_s
-        if published > seen_to:
-            view = self._coordinator.seen_at(seen_to)
+        now, latency_s = self._agenda.now, self._line.latency_s
+        if published + latency_s > now:
+            view = self._coordinator.seen(now, latency_s)
         if view is not self._seen:
             self._session.viewed(view)
             self._seen = view
