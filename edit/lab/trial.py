@@ -1,4 +1,5 @@
-"""A real run for a measurement: a coordinator and its peers as processes on this machine, each peer behind a link of its own.
+"""A real run for a measurement: a coordinator and its peers as processes on this machine, each peer behind a link of its own;
+and what it is measured against: the same peers at the same time, without any exchange.
 
 Owns: command lines, links, and that nothing is left of it. Must not know: what is measured, when anything is killed and why.
 """
@@ -7,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,10 +27,33 @@ from edit.lab.show import COORDINATOR
 from edit.lab.tail import JsonLines
 from peers.enrolment import join
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "alone"]
 
 _SERVE_WITHIN_S = 60.0
 _LOOK_EVERY_S = 0.05
+_ONE_THREAD = ("--threads", "1")
+
+
+def alone(
+    folder: Path, settings: Settings, data: Path, names: Sequence[str], steps: int, programs: Programs | None = None
+) -> float:
+    """Seconds per inner step while these peers train at the same time without any exchange (the mean over them).
+
+    Raises ChildDied when one of them fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    toml = folder / "run.toml"
+    toml.write_text(to_toml(settings), encoding="utf-8")
+    peer = (programs or Programs()).peer
+    command = (*peer, "alone", "--run", str(toml), "--data", str(data), "--steps", str(steps), *_ONE_THREAD)
+    with Supervisor(folder / "logs") as supervisor:
+        supervisor.call({name: (*command, "--out", str(folder / name)) for name in names}, timeout_s=3600.0)
+    return statistics.fmean(_seconds_per_step(folder / name / "alone.jsonl") for name in names)
+
+
+def _seconds_per_step(told: Path) -> float:
+    lines = [line for line in JsonLines(told).read() if "t" in line]
+    return float((lines[-1]["t"] - lines[0]["t"]) / (lines[-1]["step"] - lines[0]["step"]))
 
 
 class Trial:
@@ -76,7 +101,7 @@ class Trial:
         identity = home / "identity.json"
         identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
         run = ("run", "--home", str(home), "--data", str(self._data), "--metrics", str(home / "metrics.jsonl"))
-        self._peers[name] = (*self._programs.peer, *run, "--threads", "1", *arguments)
+        self._peers[name] = (*self._programs.peer, *run, *_ONE_THREAD, *arguments)
 
     def start(self, *names: str) -> None:
         """Start these peers, also again."""
