@@ -1,14 +1,15 @@
 """Four peers of which one is slow: tokens per second against ideal, and validation loss at equal tokens.
 
-    .venv/bin/python benchmarks/asynchrony.py                 # 1200 steps in all, both kinds of slowness: 10 minutes
-    .venv/bin/python benchmarks/asynchrony.py --steps 400 --only steps arrivals
+    .venv/bin/python benchmarks/asynchrony.py                 # 1200 steps in all, both kinds of slowness, 3 seeds: 30 minutes
+    .venv/bin/python benchmarks/asynchrony.py --steps 400 --seeds 0 --only steps arrivals
 
 Real training in one process, in virtual time: an inner step of a peer takes 1 s, a slow one `--slow` times as long, an exchange
 nothing. `constant`: peer 3 is always slow; `random`: each step of each peer is, with a chance of 1 in 4 (the same draws for
 every setting). A peer that must wait for an outcome stands still until it is there. Ideal: nobody ever waits (with `random`,
 for the steps that were drawn). Every setting ends after the same number of inner steps in all, so at equal tokens. Loss: nats
-per byte of the outer parameters on held-out files. One line of JSON per setting is appended to
-benchmarks/results/asynchrony.jsonl.
+per byte of the outer parameters on held-out files, the mean over the seeds (of model, data split and draws); then the mean
+difference to the first setting of the same seed, and how far these differences lie apart. One line of JSON per setting and seed
+is appended to benchmarks/results/asynchrony.jsonl.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,7 +177,7 @@ class Race:
         if quorum and self.run.state.outer_step == outer_step and len(self.run.complete) >= quorum:
             self.close_at = min(self.close_at, self.now + self.setting.grace_s)
 
-    def result(self) -> dict[str, object]:
+    def result(self) -> dict[str, Any]:
         model = GPT(MODEL, 0)
         state = {}
         for fragment, theta in zip(self.run.state.schema.fragments, self.run.state.theta, strict=True):
@@ -218,27 +221,38 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=4.0, help="how much longer a slow step takes")
     parser.add_argument("--kinds", nargs="+", default=["constant", "random"], choices=["constant", "random"])
     parser.add_argument("--only", nargs="+", help="settings whose names begin so")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     use_threads(1)
     machine = {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    print(f"{'slow':<9} {'setting':<48} {'loss':>7} {'commits':>8} {'tokens/s':>9} {'ideal':>8} {'share':>6}")
+    print(
+        f"{'slow':<9} {'setting':<48} {'loss':>7} {'to first':>8} {'spread':>7} {'commits':>8} {'tokens/s':>9} {'of ideal':>9}"
+    )
     for slow in arguments.kinds:
+        first: list[float] = []
         for setting in settings():
             if arguments.only and not setting.name.startswith(tuple(arguments.only)):
                 continue
             if setting.dylu and slow == "random":
                 continue  # no peer is slower than another
-            race = Race(setting, arguments.steps, slow, arguments.slow, arguments.seed)
-            race.train()
-            result = race.result()
+            results = []
+            for seed in arguments.seeds:
+                race = Race(setting, arguments.steps, slow, arguments.slow, seed)
+                race.train()
+                results.append(race.result())
+                with arguments.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**machine, "seed": seed, **results[-1]}) + "\n")
+            mean = {
+                key: fmean(result[key] for result in results) for key in ("loss", "commits", "tokens_per_s", "against_ideal")
+            }
+            first = first or [result["loss"] for result in results]
+            apart = [result["loss"] - base for result, base in zip(results, first, strict=True)]
             print(
-                f"{slow:<9} {setting.name:<48} {result['loss']:>7.4f} {result['commits']:>8} {result['tokens_per_s']:>9} "
-                f"{result['ideal_tokens_per_s']:>8} {result['against_ideal']:>6.1%}",
+                f"{slow:<9} {setting.name:<48} {mean['loss']:>7.4f} {fmean(apart):>+8.4f} {max(apart) - min(apart):>7.4f} "
+                f"{mean['commits']:>8.1f} {mean['tokens_per_s']:>9.1f} {mean['against_ideal']:>9.1%}",
                 flush=True,
             )
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**machine, "seed": arguments.seed, **result}) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,44 +18,42 @@ import datetime
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from edit.config import RunConfig
-from edit.lab.link import Link, LinkShape
+from edit.lab.link import LinkShape
+from edit.lab.processes import terminated_as_interrupt
+from edit.lab.trial import Trial, alone
 from peers.models import build
 
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
-COORDINATOR, PEER = [sys.executable, "-m", "aggregator"], [sys.executable, "-m", "peers"]
-ONE = ("--threads", "1")
-ALIKE = (*ONE, "--checkpoint-every", "0")
 PEERS = ("ada", "grace")
 GROUPS = 3
 WARM_UP = 2  # outer steps (of a whole model) that are not counted
 
 
-def run_toml(mode: str, every: int, rounds: int) -> str:
-    """The run of one mode; streaming is delayed with groups."""
-    sync = {
-        "alone": "",
-        "blocking": "",
-        "forward": 'mode = "forward"\n',
-        "delayed": f'mode = "delayed"\ndelay = {every * 4 // 5}\n',
-        "eager": f'mode = "eager"\ndelay = {every * 4 // 5}\n',
-        "streaming": f'mode = "delayed"\ngroups = {GROUPS}\ndelay = {every // GROUPS}\n',
+def settings(mode: str, every: int, rounds: int) -> dict[str, Any]:
+    """The run.toml of one mode; streaming is delayed with groups."""
+    sync: dict[str, Any] = {
+        "blocking": {},
+        "forward": {"mode": "forward"},
+        "delayed": {"mode": "delayed", "delay": every * 4 // 5},
+        "eager": {"mode": "eager", "delay": every * 4 // 5},
+        "streaming": {"mode": "delayed", "groups": GROUPS, "delay": every // GROUPS},
     }[mode]
-    outer_steps = (rounds + WARM_UP + 1) * (GROUPS if mode == "streaming" else 1)
-    return (
-        f'name = "overlap"\n[model]\nlayers = 4\nheads = 4\nwidth = 192\n[inner]\nbatch_size = 4\n[sync]\nevery = {every}\n'
-        f'outer_steps = {outer_steps}\n{sync}[codec]\nup = "int8"\ndown = "bf16"\n[rounds]\nstart_peers = 2\nquorum = 2\n'
-        '[membership]\nheartbeat_s = 2.0\nlease_s = 30.0\n[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'
-    )
+    outer_steps = (rounds + WARM_UP + 1) * sync.get("groups", 1)
+    return {
+        "name": "overlap",
+        "model": {"layers": 4, "heads": 4, "width": 192},
+        "inner": {"batch_size": 4},
+        "sync": {"every": every, "outer_steps": outer_steps, **sync},
+        "codec": {"up": "int8", "down": "bf16"},
+        "rounds": {"start_peers": 2, "quorum": 2},
+        "membership": {"heartbeat_s": 2.0, "lease_s": 30.0},
+    }
 
 
 def text(folder: Path) -> Path:
@@ -65,83 +63,30 @@ def text(folder: Path) -> Path:
     return data
 
 
-def alone(folder: Path, data: Path, toml: Path, steps: int) -> float:
-    """Seconds per step while both peers train at the same time without any exchange (the mean of their medians)."""
-    runs = [
-        subprocess.Popen(
-            [*PEER, "alone", "--run", toml, "--data", data, "--steps", str(steps), "--out", folder / f"alone-{name}", *ONE],
-            stdout=subprocess.DEVNULL,
-        )
-        for name in PEERS
-    ]
-    if any(process.wait() for process in runs):
-        raise SystemExit("training alone failed")
-    seconds = []
-    for name in PEERS:
-        lines = [json.loads(line) for path in (folder / f"alone-{name}").glob("*.jsonl") for line in path.open()]
-        times = [(line["step"], line["t"]) for line in lines if "t" in line]
-        (first, began), (last, ended) = times[0], times[-1]
-        seconds.append((ended - began) / (last - first))
-    return statistics.mean(seconds)
-
-
 def exchange_bytes(config: RunConfig) -> tuple[int, int]:
     """Bytes up (int8) and down (bf16) of one exchange of the whole model, without framing."""
     numel = sum(parameter.numel() for parameter in build(config.model, 0, frozenset()).parameters())
     return numel + 4 * numel // 256, 2 * numel
 
 
-def exchanging(folder: Path, data: Path, toml: Path, rate: float) -> tuple[float, int]:
+def exchanging(folder: Path, data: Path, run: dict[str, Any], rate: float) -> tuple[float, int]:
     """(seconds per inner step over the counted outer steps, bytes that passed each link) of a real run."""
-    state = folder / "run"
-    subprocess.run([*COORDINATOR, "init", "--state", state, "--config", toml], check=True, capture_output=True)
-    with ExitStack() as stack:
-        serving = subprocess.Popen([*COORDINATOR, "serve", "--state", state], stderr=subprocess.PIPE, text=True)
-        stack.callback(_end, serving)
-        assert serving.stderr is not None
-        next(line for line in serving.stderr if " serving " in line)
-        links = []
-        peers = []
+    with Trial(folder, run, data) as trial:
         for name in PEERS:
-            home = folder / name
-            line = subprocess.run(
-                [*COORDINATOR, "invite", "--state", state, name], check=True, capture_output=True, text=True
-            ).stdout.split()[-1]
-            subprocess.run([*PEER, "join", line, "--home", home], check=True, capture_output=True)
-            identity = json.loads((home / "identity.json").read_text())
-            host, _, port = identity["endpoints"][0].rpartition(":")
-            link = stack.enter_context(Link((host, int(port)), LinkShape(up_bits_per_s=rate, down_bits_per_s=rate)))
-            identity["endpoints"] = [f"127.0.0.1:{link.port}"]
-            (home / "identity.json").write_text(json.dumps(identity))
-            links.append(link)
-            command = [*PEER, "run", "--home", home, "--data", data, "--metrics", home / "metrics.jsonl", *ALIKE]
-            peers.append(subprocess.Popen(command, stderr=(folder / f"{name}.log").open("w")))
-            stack.callback(_end, peers[-1])
-        if any(process.wait() for process in peers):
-            raise SystemExit("\n".join((folder / f"{name}.log").read_text()[-2000:] for name in PEERS))
-        return _seconds_per_step(folder, toml), max(sum(link.carried_bytes) for link in links)
+            trial.enrol(name, LinkShape(up_bits_per_s=rate, down_bits_per_s=rate), "--checkpoint-every", "0")
+        trial.start(*PEERS)
+        trial.finish(3600.0)
+        steps = [{line["step"]: line["t"] for line in trial.lines(name) if line["kind"] == "step"} for name in PEERS]
+        return _seconds_per_step(steps, run["sync"]["every"]), max(sum(link.carried_bytes) for link in trial.links.values())
 
 
-def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def _seconds_per_step(folder: Path, toml: Path) -> float:
+def _seconds_per_step(peers: list[dict[int, float]], every: int) -> float:
     """From the first step of the first counted phase to the last of the last, both at phase boundaries."""
-    every = RunConfig.from_toml(toml).sync.every
     seconds = []
-    for name in PEERS:
-        steps = {}
-        for line in (folder / name / "metrics.jsonl").open():
-            values = json.loads(line)
-            if values["kind"] == "step":
-                steps[values["step"]] = values["t"]
-        last = max(steps) // every * every
-        first = WARM_UP * every
+    for steps in peers:
+        first, last = WARM_UP * every, max(steps) // every * every
         seconds.append((steps[last] - steps[first]) / (last - first))
-    return statistics.mean(seconds)
+    return statistics.fmean(seconds)
 
 
 def main() -> None:
@@ -153,26 +98,23 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of an inner phase that one exchange takes on the link")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, terminated_as_interrupt():
         root = Path(scratch)
         data = text(root)
-        toml = root / "alone.toml"
-        toml.write_text(run_toml("alone", arguments.every, arguments.rounds))
-        step_s = alone(root, data, toml, 4 * arguments.every)
-        up, down = exchange_bytes(RunConfig.from_toml(toml))
+        blocking = settings("blocking", arguments.every, arguments.rounds)
+        step_s = alone(root / "before", blocking, data, PEERS, 4 * arguments.every)
+        up, down = exchange_bytes(RunConfig.from_mapping(blocking))
         rate = 8 * (up + down) / (arguments.share * arguments.every * step_s)
         print(
             f"alone {1000 * step_s:.1f} ms per step; {(up + down) / 1e6:.2f} MB per exchange; link {rate / 1e6:.2f} Mbit/s: an "
             f"exchange takes {arguments.share:.2f} of {arguments.every} steps; waiting gives {1 / (1 + arguments.share):.3f}"
         )
         for mode in arguments.modes:
-            folder = root / mode
-            folder.mkdir()
-            (folder / "run.toml").write_text(run_toml(mode, arguments.every, arguments.rounds))
-            with_s, carried = exchanging(folder, data, folder / "run.toml", rate)
+            run = settings(mode, arguments.every, arguments.rounds)
+            with_s, carried = exchanging(root / mode, data, run, rate)
             print(f"{mode:<10} {1000 * with_s:>8.1f} ms per step", flush=True)
             results.append({"mode": mode, "with_s": with_s, "carried_mb": round(carried / 1e6, 2)})
-        after_s = alone(root / "after", data, toml, 4 * arguments.every)
+        after_s = alone(root / "after", blocking, data, PEERS, 4 * arguments.every)
     print(f"alone, again: {1000 * after_s:.1f} ms per step")
     if abs(after_s - step_s) > 0.05 * min(after_s, step_s):
         raise SystemExit("the machine was not quiet: the two references differ by more than 5 %; nothing is recorded")

@@ -7,7 +7,6 @@ Owns: command lines, links, and that nothing is left of it. Must not know: what 
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,17 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from aggregator.authority import Authority
-from aggregator.state_folder import StateFolder
 from edit.errors import TransportError
 from edit.lab.crew import Programs
+from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
 from edit.lab.plan import Settings, to_toml
 from edit.lab.processes import ChildDied, Supervisor
 from edit.lab.show import COORDINATOR
 from edit.lab.tail import JsonLines
-from peers.enrolment import join
 
 __all__ = ["Trial", "alone"]
 
@@ -80,9 +77,7 @@ class Trial:
             init = ("init", "--state", str(self.state), "--config", str(toml))
             self._supervisor.call({"init": (*self._programs.coordinator, *init)})
             self._supervisor.start(COORDINATOR, (*self._programs.coordinator, "serve", "--state", str(self.state)))
-            addresses = self.state / "addresses.json"
-            self.until("the coordinator serves", addresses.exists, _SERVE_WITHIN_S)
-            self._addresses = json.loads(addresses.read_text())
+            self.until("the coordinator serves", (self.state / "addresses.json").exists, _SERVE_WITHIN_S)
             self._open = opened.pop_all()
         return self
 
@@ -91,15 +86,8 @@ class Trial:
 
     def enrol(self, name: str, shape: LinkShape, *arguments: str) -> None:
         """Enrol a peer that dials through a link of this shape. arguments: further ones of `edit-peer run`."""
-        state, home = StateFolder(self.state), self.folder / name
-        authority = Authority.load(state.path, state.run_id)
-        enrol = (self._addresses["enrol_listen"],)
-        invitation = authority.invite(name, role="peer", enrol=enrol, lifetime_s=3600.0, now=time.time())
-        join(invitation.encode(), home, time.time())
-        port = int(self._addresses["listen"].rpartition(":")[2])
-        self.links[name] = link = self._open.enter_context(Link(("127.0.0.1", port), shape))
-        identity = home / "identity.json"
-        identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
+        home = self.folder / name
+        self.links[name] = join_behind_a_link(self._open, self.state, name, home, shape)
         run = ("run", "--home", str(home), "--data", str(self._data), "--metrics", str(home / "metrics.jsonl"))
         self._peers[name] = (*self._programs.peer, *run, *_ONE_THREAD, *arguments)
 
@@ -131,10 +119,13 @@ class Trial:
     def until(self, what: str, done: Callable[[], bool], bound_s: float) -> None:
         """Wait. Raises ChildDied when a process fails meanwhile, or it takes longer than bound_s."""
         give_up = time.monotonic() + bound_s
-        while not done():
-            for end in self._supervisor.ended():
+        while True:
+            reached = done()
+            for end in self._supervisor.ended():  # after the question, so that an end that answers it is not missed
                 if not end.expected and end.returncode != 0:
                     raise ChildDied(str(end))
+            if reached:
+                return
             if time.monotonic() > give_up:
                 raise ChildDied(f"{what}: not within {bound_s:.0f} s; see {self.folder / 'logs'}")
             time.sleep(_LOOK_EVERY_S)

@@ -8,27 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Site
-
-TOML = """
-name = "NAME"
-[model]
-layers = 1
-width = 16
-heads = 2
-context = 16
-[sync]
-every = 2
-outer_steps = 3
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
+from tests.support.daemons import Site, small
 
 
 @pytest.mark.timeout(120)
 def test_a_returning_peer_of_another_run_is_told_so_and_touches_nothing(tmp_path: Path) -> None:
-    with Site(tmp_path / "old", TOML.replace("NAME", "old")) as old, Site(tmp_path / "new", TOML.replace("NAME", "new")) as new:
+    def site(name: str) -> Site:
+        return Site(tmp_path / name, small(name, sync={"every": 2, "outer_steps": 3}))
+
+    with site("old") as old, site("new") as new:
         old.serve()
         old.enrol("a")
         assert old.peer("a").finish() == 0

@@ -7,44 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Daemon, Site
+from tests.support.daemons import Daemon, Site, small
 
 STEPS = 16
-TOML = f"""
-name = "exact"
-[model]
-layers = 1
-width = 16
-heads = 2
-context = 16
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = 4
-outer_steps = {STEPS}
-strict = true
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.6
-[codec]
-up = "int8"
-down = "bf16"
-[rounds]
-start_peers = 2
-quorum = 2
-floor_s = 60.0
-ceiling_s = 60.0
-[membership]
-heartbeat_s = 0.5
-lease_s = 20.0
-[storage]
-checkpoint_every = 3
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
+SETTINGS = small(
+    "exact",
+    model={"width": 16, "context": 16},
+    sync={"every": 4, "outer_steps": STEPS, "strict": True},
+    codec={"up": "int8", "down": "bf16"},
+    rounds={"start_peers": 2, "quorum": 2, "floor_s": 60.0, "ceiling_s": 60.0},
+    membership={"lease_s": 20.0},
+    storage={"checkpoint_every": 3},
+)
 Life = tuple[Daemon, Daemon, Daemon]
 
 
@@ -67,7 +41,7 @@ def finish(site: Site, life: Life) -> str:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest that a run ends with when nobody is killed."""
-    with Site(tmp_path_factory.mktemp("quiet") / "site", TOML) as site:
+    with Site(tmp_path_factory.mktemp("quiet") / "site", SETTINGS) as site:
         return finish(site, start_enrolled(site, 1))
 
 
@@ -81,7 +55,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path: Path, expecte
         # the coordinator has its checkpoint of 6, the peers, saving every 4, begin again from 4: with the updates to 5 and 6
         lambda life: life[1].until("outer step 7,"),
     ]
-    with Site(tmp_path / "killed", TOML) as site:
+    with Site(tmp_path / "killed", SETTINGS) as site:
         life = start_enrolled(site, every)
         for moment in moments:
             moment(life)

@@ -8,44 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Daemon, Site
+from tests.support.daemons import Daemon, Site, small
 
 STEPS = 40
-TOML = f"""
-name = "killed"
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = 8
-outer_steps = {STEPS}
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.6
-[rounds]
-start_peers = 2
-floor_s = 30.0
-ceiling_s = 30.0
-[membership]
-heartbeat_s = 0.5
-lease_s = 5.0
-[storage]
-checkpoint_every = 5
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
+SETTINGS = small("killed", sync={"every": 8, "outer_steps": STEPS}, rounds={"start_peers": 2}, storage={"checkpoint_every": 5})
 
 
 @pytest.mark.timeout(240)
 def test_a_killed_peer_returns_and_a_killed_coordinator_continues(tmp_path: Path) -> None:
-    with Site(tmp_path, TOML) as site:
+    with Site(tmp_path, SETTINGS) as site:
         state = site.state
 
         def peer(name: str) -> Daemon:

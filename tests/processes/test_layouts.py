@@ -12,44 +12,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import aggregator.cli
-from tests.support.daemons import Daemon, Site, call
+from edit.lab.plan import Settings
+from tests.support.daemons import Daemon, Site, call, small
 
 STEPS = 3
 LR = 3e-3
-TOML = f"""
-name = "layouts"
-[model]
-layers = 2
-width = 32
-heads = 2
-context = 16
-[inner]
-lr = {LR}
-warmup_steps = 2
-batch_size = 4
-[sync]
-every = 4
-outer_steps = {STEPS}
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.6
-[codec]
-up = "fp32"
-down = "fp32"
-[rounds]
-start_peers = PEERS
-quorum = PEERS
-floor_s = 60.0
-ceiling_s = 100.0
-[membership]
-heartbeat_s = 0.5
-lease_s = 30.0
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
 LAYOUTS = {"whole": (1, 1), "two": (2, 1), "three": (3, 1), "two-by-two": (4, 2)}  # ranks, of which tensor-parallel
+
+
+def settings(peers: int) -> Settings:
+    return small(
+        "layouts",
+        model={"layers": 2, "context": 16},
+        inner={"lr": LR, "warmup_steps": 2, "batch_size": 4},
+        sync={"every": 4, "outer_steps": STEPS},
+        codec={"up": "fp32", "down": "fp32"},
+        rounds={"start_peers": peers, "quorum": peers, "floor_s": 60.0, "ceiling_s": 100.0},
+        membership={"lease_s": 30.0},
+    )
 
 
 def replica(site: Site, name: str, layout: str) -> Daemon:
@@ -60,7 +40,7 @@ def replica(site: Site, name: str, layout: str) -> Daemon:
 
 def outer_parameters(folder: Path, layout: str) -> dict[str, Tensor]:
     """What a run of one replica in this layout ends with."""
-    with Site(folder, TOML.replace("PEERS", "1")) as site:
+    with Site(folder, settings(1)) as site:
         site.serve()
         site.enrol("peer")
         peer = replica(site, "peer", layout)
@@ -83,7 +63,7 @@ def test_every_layout_gives_the_same_outer_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_all_layouts_train_in_one_run(tmp_path: Path) -> None:
-    with Site(tmp_path, TOML.replace("PEERS", "3")) as site:
+    with Site(tmp_path, settings(3)) as site:
         site.serve()
         site.enrol("whole", "two", "two-by-two")
         peers = [replica(site, name, name) for name in ("whole", "two", "two-by-two")]

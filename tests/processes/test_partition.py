@@ -7,45 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Daemon, Site
+from tests.support.daemons import Daemon, Site, small
 
-TOML = """
-name = "partition"
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = 4
-outer_steps = 100000
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.6
-[rounds]
-start_peers = 3
-quorum = 2
-floor_s = 3.0
-ceiling_s = 6.0
-[membership]
-heartbeat_s = 0.3
-lease_s = 3.0
-[storage]
-keep_updates = KEPT
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
 PEERS = ("a", "b", "c")
 
 
 def site_of(folder: Path, kept: int) -> Site:
     """kept: published updates; a peer that has missed more takes a snapshot."""
-    return Site(folder, TOML.replace("KEPT", str(kept)))
+    settings = small(
+        "partition",
+        sync={"every": 4, "outer_steps": 100_000},
+        rounds={"start_peers": 3, "quorum": 2, "floor_s": 3.0, "ceiling_s": 6.0},
+        membership={"heartbeat_s": 0.3, "lease_s": 3.0},
+        storage={"keep_updates": kept},
+    )
+    return Site(folder, settings)
 
 
 def train(site: Site) -> dict[str, Daemon]:

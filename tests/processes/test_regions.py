@@ -11,41 +11,25 @@ import aggregator.cli
 import peers.cli
 from aggregator.state_folder import StateFolder
 from aggregator.store import load_outer
-from tests.support.daemons import Daemon, Site, call
+from edit.lab.plan import Settings
+from tests.support.daemons import Daemon, Site, call, small
 
 STEPS = 8
-TOML = """
-name = "{name}"
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = {every}
-outer_steps = {steps}
-[outer]
-optimizer = "sgd"
-lr = 1.0
-[rounds]
-start_peers = {start}
-floor_s = 30.0
-ceiling_s = 30.0
-[membership]
-heartbeat_s = 0.5
-lease_s = 10.0
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
+
+
+def settings(name: str, every: int, start_peers: int, outer_steps: int = STEPS) -> Settings:
+    return small(
+        name,
+        sync={"every": every, "outer_steps": outer_steps},
+        outer={"optimizer": "sgd", "lr": 1.0},
+        rounds={"start_peers": start_peers},
+        membership={"lease_s": 10.0},
+    )
 
 
 def lower_site(folder: Path, name: str, names: list[str]) -> Site:
     """A site with its peers and its region enrolled; nothing runs."""
-    return Site(folder / name, TOML.format(name=name, every=8, steps=100_000, start=len(names)))
+    return Site(folder / name, settings(name, 8, len(names), 100_000))
 
 
 def open_site(site: Site, names: list[str]) -> Daemon:
@@ -67,7 +51,7 @@ def injected(site: Site) -> int:
 
 @pytest.mark.timeout(240)
 def test_two_sites_train_one_model_and_go_on_after_kills_at_both_levels(tmp_path: Path) -> None:
-    above = Site(tmp_path / "above", TOML.format(name="above", every=16, steps=STEPS, start=2))
+    above = Site(tmp_path / "above", settings("above", 16, 2))
     east, west = lower_site(tmp_path, "east", ["p", "q"]), lower_site(tmp_path, "west", ["r"])
 
     def region(site: Site, name: str) -> Daemon:
@@ -107,7 +91,7 @@ def test_two_sites_train_one_model_and_go_on_after_kills_at_both_levels(tmp_path
 
 @pytest.mark.timeout(120)
 def test_a_region_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
-    above = Site(tmp_path / "above", TOML.format(name="above", every=12, steps=STEPS, start=1))
+    above = Site(tmp_path / "above", settings("above", 12, 1))
     below = lower_site(tmp_path, "below", ["p"])
     with above, below:
         above.serve()

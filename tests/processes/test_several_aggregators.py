@@ -17,52 +17,32 @@ from aggregator.state_folder import StateFolder
 from aggregator.store import load_outer
 from edit.config import RunConfig
 from edit.errors import RefusedError, TransportError
+from edit.lab.plan import Setting, Settings
 from peers.models import build
-from tests.support.daemons import Daemon, Site, call
+from tests.support.daemons import Daemon, Site, call, small
 
 STEPS = 40
-TOML = f"""
-name = "spread"
-[model]
-layers = 2
-width = 32
-heads = 2
-context = 32
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = 8
-outer_steps = {STEPS}
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.6
-[rounds]
-start_peers = 2
-floor_s = 30.0
-ceiling_s = 30.0
-[membership]
-heartbeat_s = 0.5
-lease_s = 5.0
-[storage]
-checkpoint_every = 5
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-[aggregators]
-addresses = ["127.0.0.1:{{port}}"]
-"""
+
+
+def settings(port: int, **sync: Setting) -> Settings:
+    return small(
+        "spread",
+        model={"layers": 2},
+        sync={"every": 8, "outer_steps": STEPS, **sync},
+        rounds={"start_peers": 2},
+        storage={"checkpoint_every": 5},
+        aggregators={"addresses": (f"127.0.0.1:{port}",)},
+    )
 
 
 class Spread(Site):
     """A site with a second aggregator."""
 
-    def __init__(self, folder: Path, sync: str = "") -> None:
+    def __init__(self, folder: Path, **sync: Setting) -> None:
         with socket.socket() as chosen:
             chosen.bind(("127.0.0.1", 0))
             self.port = chosen.getsockname()[1]
-            super().__init__(folder, TOML.replace("{port}", str(self.port)).replace("[outer]", f"{sync}\n[outer]"))
+            super().__init__(folder, settings(self.port, **sync))
         self.second = folder / "second"
         call(aggregator.cli.app, "new-aggregator", 1, self.second, "--state", self.state)
 
@@ -148,7 +128,7 @@ def test_pause_and_evict_reach_both_and_a_peer_waits_for_both_to_be_there(tmp_pa
 
 @pytest.mark.timeout(240)
 def test_a_sharded_peer_that_is_killed_goes_on_with_the_checkpoint_of_all_parts(tmp_path: Path) -> None:
-    with Spread(tmp_path, 'mode = "forward"\nstrict = true') as site:
+    with Spread(tmp_path, mode="forward", strict=True) as site:
         site.serve()
         site.serve_second()
         site.enrol("a", "b")

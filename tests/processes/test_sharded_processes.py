@@ -8,41 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Site
+from edit.lab.plan import Settings
+from tests.support.daemons import Site, small
 
 STEPS = 16
-TOML = f"""
-name = "sharded"
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = 4
-outer_steps = {STEPS}
-[outer]
-optimizer = "sgd"
-lr = 0.8
-[rounds]
-start_peers = 2
-floor_s = 60.0
-ceiling_s = 60.0
-[membership]
-heartbeat_s = 0.5
-lease_s = 10.0
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
+
+
+def settings(start_peers: int, outer_steps: int = STEPS) -> Settings:
+    return small(
+        "sharded",
+        sync={"every": 4, "outer_steps": outer_steps},
+        outer={"optimizer": "sgd", "lr": 0.8},
+        rounds={"start_peers": start_peers, "floor_s": 60.0, "ceiling_s": 60.0},
+        membership={"lease_s": 10.0},
+    )
 
 
 @pytest.mark.timeout(240)
 def test_a_killed_rank_takes_its_replica_out_of_the_round_not_the_run(tmp_path: Path) -> None:
-    with Site(tmp_path, TOML) as site:
+    with Site(tmp_path, settings(2)) as site:
         coordinator = site.serve()
         site.enrol("sharded", "plain")
         sharded, plain = site.peer("sharded", ranks=2), site.peer("plain")
@@ -68,9 +52,7 @@ def test_a_killed_rank_takes_its_replica_out_of_the_round_not_the_run(tmp_path: 
 
 @pytest.mark.timeout(120)
 def test_a_rank_that_is_asked_to_stop_ends_its_replica_politely(tmp_path: Path) -> None:
-    with Site(
-        tmp_path, TOML.replace("start_peers = 2", "start_peers = 1").replace("outer_steps = 16", "outer_steps = 9999")
-    ) as site:
+    with Site(tmp_path, settings(1, 9999)) as site:
         coordinator = site.serve()
         site.enrol("sharded")
         sharded = site.peer("sharded", ranks=2)

@@ -8,43 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Daemon, Site
+from tests.support.daemons import Daemon, Site, small
 from tests.support.tripwire import HERE, Tripwire
 
-TOML = """
-name = "donors"
-[model]
-layers = 2
-width = 64
-heads = 2
-context = 32
-[inner]
-lr = 3e-3
-warmup_steps = 5
-[sync]
-every = 8
-outer_steps = 1000
-[outer]
-optimizer = "nesterov"
-lr = 0.7
-momentum = 0.6
-[rounds]
-start_peers = 2
-floor_s = 30.0
-ceiling_s = 30.0
-[membership]
-heartbeat_s = 0.2
-lease_s = 5.0
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
-"""
+SETTINGS = small(
+    "donors",
+    model={"layers": 2, "width": 64},
+    sync={"every": 8, "outer_steps": 1000},
+    rounds={"start_peers": 2},
+    membership={"heartbeat_s": 0.2},
+)
 
 
 @pytest.mark.timeout(300)
 def test_who_joins_reads_from_a_peer_and_goes_on_elsewhere_when_it_is_killed_in_the_middle(tmp_path: Path) -> None:
     """The run is paused while they join, so that its outer step stands."""
-    with Site(tmp_path, TOML) as site:
+    with Site(tmp_path, SETTINGS) as site:
         coordinator = site.serve()
         site.enrol("a", "b", "c", "d")
 

@@ -17,8 +17,24 @@ from typer.testing import CliRunner
 import aggregator.cli
 import peers.cli
 from edit.lab.link import Link, LinkShape
+from edit.lab.plan import Setting, Settings, to_toml
 
 REPOSITORY = Path(__file__).parents[2]
+SMALL: Settings = {
+    "model": {"layers": 1, "width": 32, "heads": 2, "context": 32},
+    "inner": {"lr": 3e-3, "warmup_steps": 5},
+    "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
+    "rounds": {"floor_s": 30.0, "ceiling_s": 30.0},
+    "membership": {"heartbeat_s": 0.5, "lease_s": 5.0},
+    "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0"},
+}
+
+
+def small(name: str, **tables: dict[str, Setting]) -> Settings:
+    """A small run that waits patiently for its peers. tables: what is different from SMALL, or more; an outer optimizer with
+    all its settings."""
+    kept: dict[str, Any] = {"name": name, **SMALL, **({"outer": {}} if "outer" in tables else {})}
+    return kept | {table: {**kept.get(table, {}), **values} for table, values in tables.items()}
 
 
 class Daemon:
@@ -72,13 +88,13 @@ class Daemon:
 class Site:
     """A folder with one run's coordinator and its peers. Use as a context manager: at its end no process is left."""
 
-    def __init__(self, folder: Path, toml: str) -> None:
+    def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder = folder
         self.state = folder / "state"
         self.daemons: list[Daemon] = []
         self._links = contextlib.ExitStack()
         folder.mkdir(exist_ok=True)
-        (folder / "run.toml").write_text(toml)
+        (folder / "run.toml").write_text(to_toml(settings))
         (folder / "text.py").write_bytes(Path(json.__file__).read_bytes())
         call(aggregator.cli.app, "init", "--state", self.state, "--config", folder / "run.toml")
 

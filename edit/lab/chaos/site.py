@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -18,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from aggregator.authority import Authority
 from aggregator.journal import replay
 from aggregator.state_folder import StateFolder
 from aggregator.store import load_outer
@@ -30,10 +28,10 @@ from edit.lab.chaos.history import Recovered
 from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.crew import Programs
 from edit.lab.folder import DemoFolder
+from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
 from edit.lab.plan import to_toml
 from edit.lab.processes import ChildDied, Exit, Supervisor
-from peers.enrolment import join
 
 __all__ = ["Site"]
 
@@ -89,11 +87,8 @@ class Site:
         self._supervisor.call({"init": (*coordinator, *init)})
         self.start(COORDINATOR)
         self._wait_for_addresses()
-        addresses = json.loads(folder.addresses.read_text())
-        port = int(addresses["listen"].rpartition(":")[2])
         for name in self._options.peer_ids:
-            self._enrol(name, addresses["enrol_listen"])
-            self._link(name, port)
+            self._links[name] = join_behind_a_link(self._open, folder.state, name, folder.home(name), LinkShape())
 
     def _wait_for_addresses(self) -> None:
         give_up = time.monotonic() + _SERVE_WITHIN_S
@@ -103,19 +98,6 @@ class Site:
             if time.monotonic() > give_up:
                 raise ChildDied(f"the coordinator does not serve after {_SERVE_WITHIN_S:.0f} s")
             time.sleep(0.05)
-
-    def _enrol(self, name: str, enrol: str) -> None:
-        """What `edit-coordinator invite` and `edit-peer join` do, without starting two processes for each peer."""
-        state = StateFolder(self.folder.state)
-        authority = Authority.load(state.path, state.run_id)
-        invitation = authority.invite(name, role="peer", enrol=(enrol,), lifetime_s=3600.0, now=time.time())
-        join(invitation.encode(), self.folder.home(name), time.time())
-
-    def _link(self, name: str, port: int) -> None:
-        """Let the peer dial a link of its own instead of the coordinator."""
-        link = self._links[name] = self._open.enter_context(Link(("127.0.0.1", port), LinkShape()))
-        path = self.folder.home(name) / "identity.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
 
     def start(self, name: str) -> None:
         """Start the process called `name`, also again, with the same command line."""

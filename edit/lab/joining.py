@@ -1,0 +1,32 @@
+"""Making a peer a member that dials through a link of its own: what `edit-coordinator invite` and `edit-peer join` do, without
+starting two processes for each peer.
+
+Owns: which address goes into the peer's folder. Must not know: what the link does to its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from aggregator.authority import Authority
+from aggregator.state_folder import StateFolder
+from edit.lab.link import Link, LinkShape
+from peers.enrolment import join
+
+__all__ = ["join_behind_a_link"]
+
+
+def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, shape: LinkShape) -> Link:
+    """Enrol `name` in the run of this state folder, which is being served. opened: closes the link that is returned."""
+    addresses = json.loads((state / "addresses.json").read_text())
+    folder = StateFolder(state)
+    authority = Authority.load(folder.path, folder.run_id)
+    invitation = authority.invite(name, role="peer", enrol=(addresses["enrol_listen"],), lifetime_s=3600.0, now=time.time())
+    join(invitation.encode(), home, time.time())
+    link = opened.enter_context(Link(("127.0.0.1", int(addresses["listen"].rpartition(":")[2])), shape))
+    identity = home / "identity.json"
+    identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
+    return link
