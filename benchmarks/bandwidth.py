@@ -6,9 +6,10 @@
 Two real peers and a real coordinator on this machine; each peer dials through a link of its own (edit.lab.link) of that rate up
 and down and 20 ms one way. int8 both ways, mode "delayed"; the delay is what the exchange takes on that link by its bytes, and
 a tenth of the inner phase more, or the whole phase but one step. Utilisation: tokens per second against those of the same two
-peers training at the same time with no exchange, measured before and after; where these two differ by more than 5 % nothing is
-recorded. What waiting with fp32 would reach (bytes up and down, one after the other, nothing else) is computed beside it. Every
-run must end with all its commits, everybody in each of them. One line of JSON is appended to benchmarks/results/bandwidth.jsonl.
+peers training at the same time with no exchange, measured before and after; where these two differ by more than 5 % nothing
+is recorded. What waiting with fp32 would reach (bytes up and down, one after the other, nothing else) is computed beside it.
+Every run must end with all its commits, everybody in each of them. One line of JSON is appended to
+benchmarks/results/bandwidth.jsonl.
 
 The rival's machine was faster at a step and its batch larger, so compare the shares and not the tokens: its published
 figures, 37.4k, 32.0k and 27.4k tokens/s at 1000, 100 and 50 Mbit/s, fit a step of 0.8 to 1.6 s, and here one takes 0.9 s.
