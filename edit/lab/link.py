@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import threading
 from collections.abc import Coroutine
@@ -20,6 +21,7 @@ from typing import Any, Self
 __all__ = ["Link", "LinkShape", "Rate"]
 
 PIECE_BYTES = 8192
+BURST_S = 0.05
 _QUEUE = 64  # pieces in flight per connection and direction, so that a latency does not limit the rate
 
 
@@ -33,18 +35,21 @@ class LinkShape:
 
 
 class Rate:
-    """A bucket that hands out departure times. Sans-IO. bits_per_s 0: at once."""
+    """A token bucket that hands out departure times. Sans-IO. bits_per_s 0: at once.
+
+    It fills up with what BURST_S seconds carry, so that whoever comes a little late with the next piece still gets the rate.
+    """
 
     def __init__(self, bits_per_s: float) -> None:
         self._bits_per_s = bits_per_s
-        self._free_at = 0.0
+        self._free_at = -math.inf
 
     def departs(self, size: int, now: float) -> float:
-        """When the last bit of `size` bytes, offered at `now` (seconds), has left."""
+        """When the last bit of `size` bytes, offered at `now` (seconds), has left: `now` at the earliest."""
         if self._bits_per_s <= 0:
             return now
-        self._free_at = max(self._free_at, now) + 8 * size / self._bits_per_s
-        return self._free_at
+        self._free_at = max(self._free_at, now - BURST_S) + 8 * size / self._bits_per_s
+        return max(self._free_at, now)
 
 
 class Link:
@@ -154,7 +159,7 @@ class Link:
                     raise ConnectionResetError("lost on purpose")
                 self.carried_bytes[way] += len(data)
                 departs = self._rates[way].departs(len(data), self._loop.time())
-                await asyncio.sleep(departs - self._loop.time())
+                await asyncio.sleep(max(0.0, departs - self._loop.time()))
                 await queue.put((departs + self._shape.latency_s, data))
             await queue.put((0.0, b""))
             await delivering

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edit.lab.link import Link, LinkShape, Rate
+from edit.lab.link import BURST_S, Link, LinkShape, Rate
 
 
 class _Echo(socketserver.BaseRequestHandler):
@@ -29,10 +29,18 @@ def echo() -> Iterator[tuple[str, int]]:
 
 def test_bytes_leave_one_after_the_other() -> None:
     rate = Rate(8000)
-    assert rate.departs(1000, 0.0) == 1.0
-    assert rate.departs(500, 0.0) == 1.5  # behind the first
-    assert rate.departs(500, 10.0) == 10.5  # an idle link saves nothing up
+    assert rate.departs(1000, 0.0) == pytest.approx(1.0 - BURST_S)
+    assert rate.departs(500, 0.0) == pytest.approx(1.5 - BURST_S)  # behind the first
+    assert rate.departs(500, 10.0) == pytest.approx(10.5 - BURST_S)  # an idle link saves no more than a burst
+    assert rate.departs(1, 20.0) == 20.0
     assert Rate(0).departs(10**9, 3.0) == 3.0
+
+
+def test_who_is_a_little_late_with_each_piece_gets_the_whole_rate() -> None:
+    rate, now = Rate(8e6), 0.0
+    for _ in range(1000):
+        now = rate.departs(10_000, now) + 0.002
+    assert now == pytest.approx(10.0, abs=BURST_S)
 
 
 def _talk(port: int, data: bytes) -> bytes:
