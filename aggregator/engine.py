@@ -381,6 +381,11 @@ class Engine:
         return self._exchange
 
     @property
+    def published_step(self) -> int:
+        """The outer step that members are told of; 0 before the founding."""
+        return 0 if self._downlink is None else self._downlink.outer_step
+
+    @property
     def downlink(self) -> Downlink:
         """Raises StaleError before the founding."""
         if self._downlink is None:

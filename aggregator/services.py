@@ -95,7 +95,9 @@ class ControlService:
         return self._engine.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
 
     def _welcome(self, identity: Identity) -> Welcome:
-        return Welcome(run_id=self._engine.run_id, peer_id=identity.peer_id, config_json=self._engine.config.to_json())
+        engine = self._engine
+        config_json, outer_step = engine.config.to_json(), engine.published_step
+        return Welcome(run_id=engine.run_id, peer_id=identity.peer_id, config_json=config_json, outer_step=outer_step)
 
     async def _converse(
         self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]

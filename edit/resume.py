@@ -38,8 +38,9 @@ from edit.pending import Pending
 from edit.records import Snapshot
 from edit.replica import Outer, Replica
 from edit.schedule import Work
+from edit.worker_config import WorkerConfig
 
-__all__ = ["KINDS", "Checkpoint", "go_on", "skeleton", "start", "state_of"]
+__all__ = ["KINDS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
 
 KINDS = ("outer", "residual", "sent_from", "sent", "last_step", "last_sent")
 _T = TypeVar("_T")
@@ -48,16 +49,19 @@ _Vectors = Mapping[int, Tensor]  # by fragment, held vectors
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A worker's state, read and found to fit the model. vectors: by kind and fragment, this rank's held vectors."""
+    """A worker's state, read and found to fit the model. vectors: by kind and fragment, this rank's held vectors; outer: None
+    where only the scalars were read."""
 
     replica: Replica
-    outer: Outer
+    outer: Outer | None
     vectors: Mapping[str, _Vectors]
     scalars: Mapping[str, Any]
 
     @classmethod
     def read(cls, replica: Replica, state: Mapping[str, Any]) -> Checkpoint:
         """Raises StorageError, at every rank, when the state is damaged or of another model."""
+        if state.keys() == {"scalars"}:
+            return cls(replica, None, {}, replica.layout.ranks.together(lambda: _scalars(replica.layout, state)))
         vectors, scalars = replica.layout.ranks.together(lambda: _read(replica.layout, state))
         outer = replica.outer_of(int(scalars["outer_step"]), str(scalars["digest"]), list(vectors["outer"].values()))
         if combine(outer.hashes) != scalars["holds"]:
@@ -98,11 +102,11 @@ def state_of(exchange: Exchange) -> dict[str, Any]:
 
 
 def skeleton(replica: Replica, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """Zeros of these kinds, for every tensor. Raises ConfigError for a kind that does not exist."""
+    """Tensors of these kinds to load into, for every tensor. Raises ConfigError for a kind that does not exist."""
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"no tensors of kind {unknown[0]!r} are kept; known: {', '.join(KINDS)}")
     layout = replica.layout
-    return {kind: _named(layout, {i: torch.zeros(r.numel) for i, r in enumerate(layout.held)}) for kind in kinds}
+    return {kind: _named(layout, {i: torch.empty(r.numel) for i, r in enumerate(layout.held)}) for kind in kinds}
 
 
 def _residuals(exchange: Exchange) -> dict[int, Tensor]:
@@ -149,14 +153,21 @@ def _like(tensor: Tensor, piece: Tensor) -> Tensor:
 # Loading.
 
 
-def _read(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, dict[int, Tensor]], Mapping[str, Any]]:
+def _scalars(layout: Layout, state: Mapping[str, Any]) -> Mapping[str, Any]:
     scalars = state.get("scalars")
     if not isinstance(scalars, Mapping):
         raise StorageError("checkpoint: the worker's scalars are missing")
     if scalars.get("schema_hash") != layout.schema.schema_hash:
         raise StorageError("checkpoint: it is of another model (schema_hash)")
+    if {"outer_step", "digest", "holds", "fragments"} - set(scalars):
+        raise StorageError("checkpoint: the worker's scalars are incomplete")
+    return scalars
+
+
+def _read(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, dict[int, Tensor]], Mapping[str, Any]]:
+    scalars = _scalars(layout, state)
     fragments = _checked(lambda: {str(kind): [int(i) for i in ids] for kind, ids in scalars["fragments"].items()})
-    if fragments.get("outer") != list(range(len(layout.held))) or {"outer_step", "digest", "holds"} - set(scalars):
+    if fragments.get("outer") != list(range(len(layout.held))):
         raise StorageError("checkpoint: the worker's scalars are incomplete")
     vectors = {
         kind: {i: _vector(layout, i, kind, state.get(kind, {})) for i in ids if 0 <= i < len(layout.held)}
@@ -196,29 +207,39 @@ def start(exchange: Exchange, run: Snapshot) -> None:
     exchange.catch_up()
 
 
+def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int) -> bool:
+    """Whether a state with these scalars is gone on from FORWARD where the run has reached `run_step`, so without its tensors.
+
+    Raises StorageError when they are damaged.
+    """
+    exactly = config.strict or config.max_staleness > 0
+    return not exactly and _checked(lambda: int(scalars["outer_step"])) < run_step
+
+
 def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     """Continue from the checkpoint; `run`: where the run is now. The model holds the local parameters that were saved with it.
 
     Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
     """
-    mine = checkpoint.outer
-    if mine.outer_step > run.outer_step:
+    outer_step, digest = int(checkpoint.scalars["outer_step"]), str(checkpoint.scalars["digest"])
+    if outer_step > run.outer_step:
         raise ConfigError(
-            f"the checkpoint is at outer step {mine.outer_step}, the run only at {run.outer_step}: it is newer than the run, "
+            f"the checkpoint is at outer step {outer_step}, the run only at {run.outer_step}: it is newer than the run, "
             "or of another one; remove it to start from the run's parameters"
         )
     landed = (checkpoint.scalars.get("pending") or {}).get("landed")
-    if mine.outer_step == run.outer_step and mine.digest != run.digest and not landed:
+    if outer_step == run.outer_step and digest != run.digest and not landed:
         raise ConfigError(
-            f"the checkpoint's outer parameters at outer step {mine.outer_step} are not the run's: it is of another run; "
+            f"the checkpoint's outer parameters at outer step {outer_step} are not the run's: it is of another run; "
             "remove it to start from the run's parameters"
         )
     exchange.schedule.load(checkpoint.scalars)
-    exactly = exchange.config.strict or exchange.config.max_staleness > 0
-    if mine.outer_step < run.outer_step and not exactly:
+    if goes_forward(exchange.config, checkpoint.scalars, run.outer_step):
         start(exchange, run)
         return
-    exchange.replica.resume(mine)
+    if checkpoint.outer is None:
+        raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run.outer_step}")
+    exchange.replica.resume(checkpoint.outer)
     _load_residuals(exchange, checkpoint.vectors.get("residual", {}))
     _load_estimates(exchange, checkpoint)
     exchange.reliving = True

@@ -38,7 +38,7 @@ from edit.parts import Part, digest_of, founding, joined_state, refuse_small_par
 from edit.ranks import ALONE, Ranks
 from edit.records import Commit, Snapshot
 from edit.replica import Outer, Replica
-from edit.resume import Checkpoint, go_on, skeleton, start, state_of
+from edit.resume import Checkpoint, go_on, goes_forward, skeleton, start, state_of
 from edit.schema import Schema
 from edit.worker_config import WorkerConfig
 
@@ -252,16 +252,25 @@ class EditWorker:
             return joined_state([state_of(exchange) for exchange in self._exchanges])
 
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        """Zeros laid out as the model is, for torch.distributed.checkpoint to load into; kinds: keys of `state_dict`, but for
+        """Tensors laid out as the model is, for torch.distributed.checkpoint to load into; kinds: keys of `state_dict`, but for
         "scalars". Before entering."""
         with _outside_autograd():
             skeletons = [skeleton(replica, kinds) for replica in self._new_replicas()]
-        return {kind: {name: zeros for each in skeletons for name, zeros in each[kind].items()} for kind in kinds}
+        return {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
+
+    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
+        """Whether a worker with this state ("scalars" of it) begins with the run's parameters in a run that has reached this
+        outer step: then "scalars" are all that `load_state_dict` needs, and the model's local parameters do not matter.
+
+        Raises StorageError when they are damaged.
+        """
+        parts = separate_states({"scalars": scalars}, len(self._collectives))
+        return all(goes_forward(self._config, part["scalars"], run_step) for part in parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any layout of ranks; before entering, with the model's local parameters loaded.
 
-        Raises StorageError when it does not fit the model or is damaged.
+        Only "scalars", without tensors: see `goes_forward`. Raises StorageError when it does not fit the model or is damaged.
         """
         if self._hooks:
             raise LocalProtocolError("load_state_dict() after entering: load before `with EditWorker(...)`")

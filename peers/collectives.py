@@ -22,24 +22,26 @@ from peers.grpc_collective import GrpcCollective
 __all__ = ["Collectives", "agreed_configuration"]
 
 
-def agreed_configuration(bridge: Bridge, dial: Dial, identity: Identity, ranks: Ranks) -> RunConfig:
-    """The run's configuration, once the coordinator and every further aggregator have said the same. Waits for ever.
+def agreed_configuration(bridge: Bridge, dial: Dial, identity: Identity, ranks: Ranks) -> tuple[RunConfig, int]:
+    """The run's configuration, once the coordinator and every further aggregator have said the same, and the least of their
+    outer steps: none of them is behind it from now on. Waits for ever.
 
     A peer that entered while one of them is away would keep the others waiting for it. Raises ConfigError, RefusedError,
     EvictedError, Interrupted; all ranks of a replica call it together.
     """
-    config = _configuration(bridge, dial, identity, ranks)
+    config, outer_step = _configuration(bridge, dial, identity, ranks)
     for number, address in enumerate(config.aggregators.addresses, start=1):
-        theirs = _configuration(bridge, Dial((address,), dial.credentials), identity, ranks)
+        theirs, reached = _configuration(bridge, Dial((address,), dial.credentials), identity, ranks)
+        outer_step = min(outer_step, reached)
         if (difference := _first_difference(config, theirs)) is not None:
             raise ConfigError(
                 f"aggregator {number} ({address}) has other settings than the coordinator: {difference}; give it the same "
                 "run.toml with `edit-coordinator new-aggregator`, and start it again"
             )
-    return config
+    return config, outer_step
 
 
-def _configuration(bridge: Bridge, dial: Dial, identity: Identity, ranks: Ranks) -> RunConfig:
+def _configuration(bridge: Bridge, dial: Dial, identity: Identity, ranks: Ranks) -> tuple[RunConfig, int]:
     with closing(GrpcCollective(bridge, dial, identity, ranks=ranks)) as reader:
         return reader.configuration()
 

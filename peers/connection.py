@@ -39,7 +39,7 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[Coll
     ranks = _world() if ranks is None else ranks
     dial = Dial(enrolled.endpoints, enrolled.credentials)
     with Bridge() as bridge:
-        config = agreed_configuration(bridge, dial, enrolled.identity, ranks)
+        config, _ = agreed_configuration(bridge, dial, enrolled.identity, ranks)
         collective = Collectives(bridge, dial, enrolled.identity, config, ranks)
         goodbye = "the training failed"
         try:

@@ -89,7 +89,7 @@ def attend(
         _serving(bridge, server),
     ):
         try:
-            config = agreed_configuration(bridge, dial, identity, ranks)
+            config, run_step = agreed_configuration(bridge, dial, identity, ranks)
             _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
             layout = lay_out(launch, options.tensor_parallel, config.inner.batch_size, device)
             place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
@@ -99,7 +99,7 @@ def attend(
             with leaving(Collectives(bridge, dial, identity, config, ranks)) as collectives:
                 if server is not None:
                     collectives[0].serves(server)
-                Training(options, config, place, collectives, bridge, metrics, server).run()
+                Training(options, config, place, collectives, bridge, metrics, server).run(run_step)
         except Interrupted:
             _log.info("stopping as told")
 

@@ -102,7 +102,8 @@ class GPT(nn.Module):
         self.context = config.context
         self.vocabulary = config.vocabulary
         with torch.device("meta"):  # no random draw here; `_initialise` makes every value
-            self.embedding = nn.Embedding(config.vocabulary, config.width)
+            # made from what is there: its own initialisation imports half a second's worth of torch when it is on "meta"
+            self.embedding = nn.Embedding(config.vocabulary, config.width, _weight=torch.empty(config.vocabulary, config.width))
             self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width, bias=False)
         self.to_empty(device="cpu")

@@ -114,8 +114,8 @@ class GrpcCollective:
 
     # ---- entering --------------------------------------------------------------------------------------------------------
 
-    def configuration(self) -> RunConfig:
-        """The run's configuration: attends without a schema until welcomed, then leaves. Waits for ever; Interrupted ends it.
+    def configuration(self) -> tuple[RunConfig, int]:
+        """The run's configuration and outer step: attends without a schema until told, then leaves. Interrupted ends the wait.
 
         Raises RefusedError, EvictedError, ConfigError when this software does not understand the configuration.
         """
@@ -125,7 +125,7 @@ class GrpcCollective:
             attendance = self._attend(session, None, lambda: None)
         welcome = agreement.decide(lambda: session.welcome)
         agreement.led(lambda: attendance.goodbye("the configuration is read"))
-        return understood(welcome.config_json)
+        return understood(welcome.config_json), welcome.outer_step
 
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.

@@ -91,7 +91,7 @@ class _Regional:
 
     def _configuration(self, enrolled: Enrolled) -> RunConfig:
         with leaving(self._collective(enrolled)) as reader:
-            config = reader.configuration()
+            config, _ = reader.configuration()
         if config.aggregators.addresses:
             raise ConfigError(
                 f"run {enrolled.run_id} has {config.aggregators.count} aggregators (aggregators.addresses); the run above a "

@@ -34,6 +34,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]: ...
+    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
@@ -59,8 +60,12 @@ class Resumable:
         tensors |= {f"rank/{self.ranks.rank}/{name}": tensor for name, tensor in own.items()}
         checkpoints.save(tensors, scalars)
 
-    def load(self, checkpoints: Checkpoints, saved: Saved) -> None:
-        """Go on from `saved`; call before the worker is entered. Raises StorageError, ConfigError when it does not fit."""
+    def load(self, checkpoints: Checkpoints, saved: Saved, run_step: int = 0) -> None:
+        """Go on from `saved`; call before the worker is entered. Raises StorageError, ConfigError when it does not fit.
+
+        run_step: an outer step that the run has reached. Where the worker will begin with the run's parameters because of it,
+        those that were saved are not read.
+        """
         rank = self.ranks.rank
         if saved.ranks != self.ranks.size:
             rank = 0
@@ -72,6 +77,7 @@ class Resumable:
             )
         self.batches.load(saved.scalars["data"])
         parameters = self._trained()
+        forward = self.worker.goes_forward(saved.scalars["worker"], run_step)
         own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}
         sections: dict[str, dict[str, Tensor]] = {}
 
@@ -80,6 +86,8 @@ class Resumable:
             match kind:
                 case "rank":
                     return own.get(key)
+                case "model" | "worker" if forward:
+                    return None
                 case "model":
                     return parameters[name].detach()
                 case "worker":
@@ -136,11 +144,14 @@ class Autosave:
         self._from: Saved | None = None
         self._outer_step = 0
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it is not this training's."""
+    def resume(self, run_step: int = 0) -> None:
+        """Go on from the newest checkpoint, if there is one. run_step: an outer step that the run has reached.
+
+        Raises ConfigError when it is not this training's.
+        """
         self._from = None if self._checkpoints is None else self._checkpoints.newest()
         if self._checkpoints is not None and self._from is not None:
-            self._resumable.load(self._checkpoints, self._from)
+            self._resumable.load(self._checkpoints, self._from, run_step)
             _log.info("going on from %s, inner step %d", self._from.path, self._resumable.trainer.steps)
 
     def explain(self, error: ConfigError) -> ConfigError:
@@ -192,7 +203,7 @@ def _sections(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _like(parameter: nn.Parameter, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Zeros laid out over the ranks as `parameter` is, if it has its shape; else whole at every rank (a count of steps)."""
+    """What to load into, laid out over the ranks as `parameter` is if it has its shape; else whole at every rank (a count)."""
     if isinstance(parameter, DTensor) and parameter.shape == size:
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return torch.zeros(size, dtype=dtype, device=parameter.device)
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    return torch.empty(size, dtype=dtype, device=parameter.device)

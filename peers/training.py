@@ -78,8 +78,11 @@ class Training:
         self._pace = Pace(options.throttle)
         self._told: dict[int, tuple[int, str]] = {}  # by aggregator: its part's outer step and reason
 
-    def run(self) -> None:
-        """Train until the run is over. Raises Interrupted, EvictedError, RefusedError, ConfigError."""
+    def run(self, run_step: int) -> None:
+        """Train until the run is over. run_step: an outer step that the run has reached.
+
+        Raises Interrupted, EvictedError, RefusedError, ConfigError.
+        """
         config, place = self._config, self._place
         batches = self._batches()
         trainer = self._trainer(batches)
@@ -90,7 +93,7 @@ class Training:
         trainer.position = lambda: self._position(worker)
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks))
         with contextlib.ExitStack() as stack:
-            saving.resume()
+            saving.resume(run_step)
             try:
                 stack.enter_context(worker)
             except ConfigError as error:

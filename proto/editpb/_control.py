@@ -131,7 +131,13 @@ def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat 
 
 def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
     """The coordinator's first message."""
-    return cpb.Welcome(run_id=welcome.run_id, peer_id=welcome.peer_id, config_json=welcome.config_json, found=welcome.found)
+    return cpb.Welcome(
+        run_id=welcome.run_id,
+        peer_id=welcome.peer_id,
+        config_json=welcome.config_json,
+        found=welcome.found,
+        outer_step=welcome.outer_step,
+    )
 
 
 def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
@@ -141,6 +147,7 @@ def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
         peer_id=check_id("peer_id", message.peer_id),
         config_json=check_text("config_json", message.config_json, lim.MAX_CONFIG_CHARS),
         found=message.found,
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
     )
 
 

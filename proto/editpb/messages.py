@@ -127,12 +127,14 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The coordinator's first message. config_json: `RunConfig.to_json()`; found: "send your initial parameters"."""
+    """The coordinator's first message. config_json: `RunConfig.to_json()`; found: "send your initial parameters"; outer_step:
+    that the run has reached."""
 
     run_id: str
     peer_id: str
     config_json: str
     found: bool = False
+    outer_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

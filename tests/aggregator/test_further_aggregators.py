@@ -176,7 +176,7 @@ def test_a_peer_enters_only_when_all_aggregators_have_the_coordinators_settings(
         second.config = config
         with faked(config) as first:
             dial = Dial((f"127.0.0.1:{first.port}",))
-            assert agreed_configuration(bridge, dial, me, ALONE) == dataclasses.replace(config, server=RunConfig().server)
+            assert agreed_configuration(bridge, dial, me, ALONE) == (dataclasses.replace(config, server=RunConfig().server), 0)
             second.config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, every=16))
             with pytest.raises(
                 ConfigError, match=rf"aggregator 1 \({address}\) has other .*: sync.every is 16, not 8; give it"

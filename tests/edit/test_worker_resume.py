@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,7 +41,8 @@ class Life:
         self.taken = 0
         self.worker = EditWorker(self.model, self.optimizer, run.collective(name), worker_config)
         if saved is not None:
-            self.model.load_state_dict(saved["model"])
+            if "model" in saved:
+                self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.worker.load_state_dict(saved["worker"])
             self.skip(saved["taken"])
@@ -182,7 +184,6 @@ def test_the_empty_state_has_the_form_of_a_saved_one() -> None:
     empty = worker.empty_state(["outer", "sent_from"])
     for kind, tensors in empty.items():
         assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in saved["worker"][kind].items()}
-        assert not any(bool(tensor.any()) for tensor in tensors.values())
     with pytest.raises(ConfigError, match="no tensors of kind 'theta'"):
         worker.empty_state(["theta"])
 
@@ -269,7 +270,14 @@ def test_loading_comes_before_entering() -> None:
     life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-def interrupted_while_the_run_went_on(run_config: RunConfig) -> tuple[LocalRun, Life, Life]:
+def only_counters(saved: dict[str, Any]) -> dict[str, Any]:
+    """What is left of a saved life where the run is known to be further."""
+    return {**{key: saved[key] for key in ("optimizer", "taken")}, "worker": {"scalars": saved["worker"]["scalars"]}}
+
+
+def interrupted_while_the_run_went_on(
+    run_config: RunConfig, kept: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved
+) -> tuple[LocalRun, Life, Life]:
     """Peer a is saved after 2 of 4 steps and comes back when b alone has made a commit."""
     run = LocalRun(run_config, NAMES)
     a, b = (Life(run, name, WorkerConfig.of(run_config)) for name in NAMES)
@@ -282,7 +290,7 @@ def interrupted_while_the_run_went_on(run_config: RunConfig) -> tuple[LocalRun, 
     before = run.state.outer_step
     while run.state.outer_step == before:
         b.step()
-    return run, Life(run, "a", WorkerConfig.of(run_config), saved), b
+    return run, Life(run, "a", WorkerConfig.of(run_config), kept(saved)), b
 
 
 def test_strict_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
@@ -296,10 +304,11 @@ def test_strict_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
         life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
+@pytest.mark.parametrize("kept", [dict, only_counters], ids=["everything saved", "counters"])
 @pytest.mark.parametrize("kind", MODES)
-def test_a_run_that_is_further_is_joined_where_it_is(kind: str) -> None:
+def test_a_run_that_is_further_is_joined_where_it_is(kind: str, kept: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Nobody waits for a peer that does again what the run has: it trains from theta, with its optimizer and its counters."""
-    run, back, b = interrupted_while_the_run_went_on(run_of(kind, strict=False))
+    run, back, b = interrupted_while_the_run_went_on(run_of(kind, strict=False), kept)
     assert (back.worker.outer_step, back.worker.digest) == (run.state.outer_step, run.state.digest)
     assert (back.worker.inner_steps, back.worker.round_inner_steps, back.worker.pending) == (2, 0, False)
     local = torch.cat([parameter.detach().flatten() for parameter in back.model.parameters()])
@@ -315,6 +324,23 @@ def test_a_run_that_is_further_is_joined_where_it_is(kind: str) -> None:
     assert {verdict.peer_id for verdict in commit.fragments[0].verdicts} == {"a", "b"}
     for life in (back, b):
         life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_counters_suffice_only_where_the_run_is_further() -> None:
+    run, _, saved = a_saved_one("blocking")
+    scalars, step = saved["worker"]["scalars"], run.state.outer_step
+    strict, free = (WorkerConfig.of(run_of("blocking", strict=strict)) for strict in (True, False))
+
+    def worker(settings: WorkerConfig) -> EditWorker:
+        model = TinyTransformer(seed=3)
+        return EditWorker(model, torch.optim.AdamW(model.parameters()), run.collective("a"), settings)
+
+    assert [worker(free).goes_forward(scalars, at) for at in (step, step + 1)] == [False, True]
+    assert not worker(strict).goes_forward(scalars, step + 1)
+    with pytest.raises(StorageError, match="scalars are damaged"):
+        worker(free).goes_forward({}, step)
+    with pytest.raises(StorageError, match=f"without its tensors it cannot be gone on from at outer step {step}"):
+        Life(run, "a", free, only_counters(saved))
 
 
 @pytest.mark.parametrize("save_after", [4, 6, 9])

@@ -77,7 +77,13 @@ class FakeWorker:
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
         return {kind: {name: torch.zeros_like(tensor) for name, tensor in getattr(self, kind).items()} for kind in kinds}
 
+    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
+        return int(scalars["outer_step"]) < run_step
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() == {"scalars"}:
+            self.scalars = state["scalars"]
+            return
         self.outer, self.residual, self.scalars = state["outer"], state["residual"], state["scalars"]
 
 
@@ -171,6 +177,20 @@ class TestGoingOn:
         expected = {name: tensor.clone() for name, tensor in peer.state().items()}
         peer.save().train(1).wait()
         Peer(tmp_path).resume().check_state(expected)
+
+    def test_a_run_that_is_further_needs_no_parameters_that_were_saved(self, tmp_path: Path) -> None:
+        first, fresh = Peer(tmp_path).train(3).save().wait(), Peer(tmp_path)
+        own = {name: parameter.detach().clone() for name, parameter in fresh.trainer.model.named_parameters()}
+        saved = fresh.checkpoints.newest()
+        assert saved is not None
+        fresh.resumable.load(fresh.checkpoints, saved, run_step=4)
+        assert (fresh.trainer.steps, fresh.resumable.batches.state()) == (3, first.resumable.batches.state())
+        assert fresh.worker.scalars == first.worker.scalars
+        for name, tensor in fresh.state().items():
+            assert torch.equal(tensor, own[name] if name in own else first.state()[name]) or name.startswith(
+                ("outer", "residual")
+            )
+        assert all(torch.equal(fresh.worker.outer[name], own[name]) for name in fresh.worker.outer)
 
     def test_before_the_first_step(self, tmp_path: Path) -> None:
         first = Peer(tmp_path).save().wait()

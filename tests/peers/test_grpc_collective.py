@@ -20,7 +20,7 @@ from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_
 
 def test_the_configuration_is_asked_for_without_a_schema() -> None:
     with run_of(join=False) as (fake, peer):
-        assert peer.collective.configuration() == config()
+        assert peer.collective.configuration() == (config(), 0)
         assert [hello.schema for hello in fake.hellos] == [None]
 
 
@@ -223,7 +223,7 @@ def test_a_peer_that_does_not_fit_is_refused_on_joining() -> None:
 def test_a_passing_failure_of_the_coordinator_is_tried_again() -> None:
     with run_of(join=False) as (fake, peer):
         fake.refuse_attendance = [(grpc.StatusCode.INTERNAL, "a bug"), (grpc.StatusCode.UNAVAILABLE, "starting")]
-        assert peer.collective.configuration() == config()
+        assert peer.collective.configuration() == (config(), 0)
 
 
 @pytest.mark.parametrize(

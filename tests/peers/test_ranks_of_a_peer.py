@@ -76,7 +76,7 @@ def test_every_rank_says_which_one_it_is_and_learns_the_configuration_from_rank_
         said[:] = [(hello.schema is None, hello.rank, hello.ranks) for hello in fake.hellos]
         return configuration
 
-    assert with_two_ranks(work, join=False) == [config()] * 2
+    assert with_two_ranks(work, join=False) == [(config(), 0)] * 2
     assert sorted(said) == [(False, 0, 2), (False, 1, 2), (True, 0, 2)]
 
 

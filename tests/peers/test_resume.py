@@ -42,7 +42,7 @@ class FakeTraining:
         checkpoints.idle = False
         checkpoints.events.append("save")
 
-    def load(self, checkpoints: Any, saved: Saved) -> None:
+    def load(self, checkpoints: Any, saved: Saved, run_step: int) -> None:
         checkpoints.events.append(f"load {saved.path}")
 
 

@@ -184,7 +184,7 @@ def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodby
 @pytest.mark.parametrize(
     "value",
     [
-        msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', found=True),
+        msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', found=True, outer_step=7),
         VIEW,
         *(dataclasses.replace(VIEW, phase=phase, heal="digest differs", last_committed=True) for phase in msg.RunPhase),
         msg.Expel(True, "key lost"),
