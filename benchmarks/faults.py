@@ -1,6 +1,6 @@
 """What faults cost: real processes on this machine, killed and started again at once, beside what others have published.
 
-    python benchmarks/faults.py --part kill                      # one of two peers of a 50M-parameter model, three times
+    python benchmarks/faults.py --part kill [--every 5]          # one of two peers of a 50M-parameter model, three times
     python benchmarks/faults.py --part replicas --minutes 30     # two replicas, 69 and 85 faults per hour
     python benchmarks/faults.py --part many --minutes 30         # 32 small peers, 125 faults per hour; or --peers 16
 
@@ -47,7 +47,7 @@ RESULTS = Path(__file__).parent / "results" / "faults.jsonl"
 PUBLISHED_KILL = {"survivor_next_commit_s": 5.0, "victim_again_s": 54.0}
 PUBLISHED_COUNTED = {69: 0.882, 85: 0.850}  # torchft deployment
 PUBLISHED_MANY = {"rate": 125, "participation": "about 16 of 32"}
-LARGE = {"layers": 8, "width": 720, "heads": 8, "batch_size": 1, "every": 5}  # 50M parameters
+LARGE = {"layers": 8, "width": 720, "heads": 8, "batch_size": 1}  # 50M parameters
 
 
 # ---- one of two peers -------------------------------------------------------------------------------------------------------
@@ -191,6 +191,7 @@ def main() -> None:
     arguments.add_argument("--minutes", type=float, default=3.0, help="of faults; for replicas at each rate")
     arguments.add_argument("--rates", nargs="+", type=int, default=[69, 85], help="faults per hour, of part replicas")
     arguments.add_argument("--times", type=int, default=3, help="kills, of part kill")
+    arguments.add_argument("--every", type=int, default=5, help="H, of part kill: its victim takes so many steps first")
     arguments.add_argument("--peers", type=int, default=32, help="of part many")
     arguments.add_argument("--small", action="store_true", help="part kill with a model of 0.9M parameters")
     arguments.add_argument("--seed", type=int, default=0)
@@ -199,7 +200,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="edit-faults-") as scratch, terminated_as_interrupt():
         out = Path(scratch) / "run"
         if options.part == "kill":
-            model = {**LARGE, "layers": 4, "width": 128} if options.small else LARGE
+            model = {**LARGE, "every": options.every, **({"layers": 4, "width": 128} if options.small else {})}
             write(kill_one_of_two(out, options.times, model))
         elif options.part == "replicas":
             for rate in options.rates:
