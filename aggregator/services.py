@@ -6,6 +6,7 @@ Owns: streams, their end, and the mapping of errors to status codes. Must not kn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["ControlService", "DataService"]
 
 _HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
+_HEAR_OUT_S = 5.0
 
 
 def _admit(engine: Engine, context: Context, *roles: str) -> Identity:
@@ -278,25 +280,29 @@ class DataService:
         """What the run above has decided, by the regional aggregator alone."""
         async with answering(context):
             _admit(self._engine, context, "region")
-            first = await anext(parts, None)
-            if first is None or first.WhichOneof("kind") != "header":
-                raise RemoteProtocolError("an injection begins with its header")
-            exchange, schema = self._engine.exchange, self._engine.downlink.schema
-            header = convert.inject_header_from_pb(first.header, schema)
-            self._engine.same_run(header.run_id)
-            if header.schema_hash != schema.schema_hash:
-                raise RefusedError("another model: the injection's schema_hash is not the run's")
-            exchange.may_bring(header.brings, header.base, header.replaces)
-            fragments = [schema.fragments[i] for i in header.fragments]
-            buffers = {f.fragment_id: Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in fragments}
-            async for part in parts:
-                if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id not in buffers:
-                    raise RemoteProtocolError("after the header only chunks of the fragments that it names follow")
-                buffers[part.chunk.fragment_id].take(part.chunk.chunk)
-            tensors = {i: _fp32(buffers[i].finish()) for i in header.fragments}
-            injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
-            await exchange.inject(injection, header.digest)
+            async with _heard_out(parts):
+                await self._inject(parts)
         return dpb.InjectReply()
+
+    async def _inject(self, parts: AsyncIterator[dpb.InjectPart]) -> None:
+        first = await anext(parts, None)
+        if first is None or first.WhichOneof("kind") != "header":
+            raise RemoteProtocolError("an injection begins with its header")
+        exchange, schema = self._engine.exchange, self._engine.downlink.schema
+        header = convert.inject_header_from_pb(first.header, schema)
+        self._engine.same_run(header.run_id)
+        if header.schema_hash != schema.schema_hash:
+            raise RefusedError("another model: the injection's schema_hash is not the run's")
+        exchange.may_bring(header.brings, header.base, header.replaces)
+        fragments = [schema.fragments[i] for i in header.fragments]
+        buffers = {f.fragment_id: Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in fragments}
+        async for part in parts:
+            if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id not in buffers:
+                raise RemoteProtocolError("after the header only chunks of the fragments that it names follow")
+            buffers[part.chunk.fragment_id].take(part.chunk.chunk)
+        tensors = {i: _fp32(buffers[i].finish()) for i in header.fragments}
+        injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
+        await exchange.inject(injection, header.digest)
 
     async def DescribeInjection(self, request: dpb.InjectionStateRequest, context: Context) -> dpb.InjectionState:
         """The run as its regional aggregator sees it. Raises StaleError before the founding."""
@@ -305,6 +311,19 @@ class DataService:
             self._engine.same_run(request.run_id)
             return convert.injection_state_to_pb(injection_state(self._engine))
         raise AssertionError("unreachable: abort raises")
+
+
+@contextlib.asynccontextmanager
+async def _heard_out(messages: AsyncIterator[object]) -> AsyncIterator[None]:
+    """Whoever is refused is listened to to the end, but not for long: or a write of his might fail before he hears why."""
+    try:
+        yield
+    except EditError:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEAR_OUT_S):
+                async for _ in messages:
+                    pass
+        raise
 
 
 def _fp32(data: bytearray) -> Tensor:

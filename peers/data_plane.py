@@ -44,6 +44,7 @@ __all__ = ["DataPlane", "Wanted"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
+ANSWER_S = 30.0  # for an answer of a few bytes, on a connection that may have to be made first
 AGGREGATOR = "the aggregator"
 _PATIENCE = Patience()
 _log = logging.getLogger(__name__)
@@ -131,7 +132,9 @@ class DataPlane:
 
         async def attempt() -> SnapshotManifest:
             request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
-            manifest = snapshot_manifest_from_pb(self._down(await self._stub().DescribeSnapshot(request)), schema)
+            manifest = snapshot_manifest_from_pb(
+                self._down(await self._stub().DescribeSnapshot(request, timeout=ANSWER_S)), schema
+            )
             if combine(manifest.fragment_hash) != manifest.digest:
                 raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
             return manifest
@@ -221,7 +224,7 @@ class DataPlane:
         return await _retrying(f"snapshot of fragment {fragment.name}", attempt, wanted)
 
     async def _probe(self, header: data_pb2.ContributionHeader) -> Received:
-        reply = self._down(await self._stub().Probe(self._up(header)))
+        reply = self._down(await self._stub().Probe(self._up(header), timeout=ANSWER_S))
         held = received_from_pb(reply, header.total_bytes)
         _log.info("fragment %d: %d of %d bytes have arrived", header.fragment_id, held.received_bytes, header.total_bytes)
         return held
