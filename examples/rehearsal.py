@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 COORDINATOR = (sys.executable, "-m", "aggregator")
 PEER = (sys.executable, "-m", "peers")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the peers share this machine's cores
+SCREEN = threading.Lock()
 SERVER = '\n[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'
 
 
@@ -32,8 +35,13 @@ def rehearse(run_toml: str, commands: Mapping[str, Sequence[str]]) -> None:
                 time.sleep(0.1)
             _enrol(state, Path(folder), list(commands))
             for name, command in commands.items():
-                started.append(subprocess.Popen([*command, "--home", str(Path(folder) / name)], env=ENVIRONMENT))
+                started.append(_peer([*command, "--home", str(Path(folder) / name)]))
+            relays = [threading.Thread(target=relay, args=(peer.stdout, sys.stdout)) for peer in started[1:]]
+            for thread in relays:
+                thread.start()
             codes = [peer.wait() for peer in started[1:]]
+            for thread in relays:
+                thread.join()
         finally:
             for process in started:
                 process.terminate()
@@ -41,6 +49,17 @@ def rehearse(run_toml: str, commands: Mapping[str, Sequence[str]]) -> None:
                 process.wait()
         if any(codes):
             sys.exit(f"the peers ended with exit codes {codes}")
+
+
+def relay(lines: Iterable[str], screen: TextIO) -> None:
+    """Print a peer's lines whole: processes that share a screen cut into each other's."""
+    for line in lines:
+        with SCREEN:
+            print(line, end="", file=screen, flush=True)
+
+
+def _peer(command: Sequence[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
 
 def _enrol(state: Path, folder: Path, names: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import io
 import os
 import re
 import subprocess
@@ -45,6 +47,26 @@ def test_peers_over_the_network(name: str) -> None:
     assert common_loss(losses) < OVER_THE_NETWORK[name]
 
 
+def test_peers_on_one_screen_do_not_cut_into_each_others_lines() -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import rehearsal
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    screen = io.StringIO()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (ada, ada_says), (grace, grace_says) = (tuple(map(os.fdopen, os.pipe(), "rw")) for _ in range(2))
+        with ada, grace:
+            ended = [pool.submit(rehearsal.relay, peer, screen) for peer in (ada, grace)]
+            print("ada: ", end="", file=ada_says, flush=True)
+            print("grace: 2", file=grace_says, flush=True)
+            print("1", file=ada_says, flush=True)
+            ada_says.close()
+            grace_says.close()
+            concurrent.futures.wait(ended)
+    assert sorted(screen.getvalue().splitlines()) == ["ada: 1", "grace: 2"]
+
+
 def run(name: str, *flags: str, timeout: float) -> list[str]:
     """Start the example; what ada and grace print as their loss at the end."""
     if name in NEEDS:
@@ -53,5 +75,5 @@ def run(name: str, *flags: str, timeout: float) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    told = [line for line in ended.stdout.splitlines() if "ada" in line or "grace" in line]
+    told = [line for line in ended.stdout.splitlines() if re.match("after .*ada|ada|grace", line)]
     return [loss for line in told for loss in re.findall(r"\d+\.\d{4}(?! before)", line)]
