@@ -140,6 +140,7 @@ class RoundMachine:
         self.deadlines = Deadlines(config)
         self._phases = Phases(self.deadlines, self._hand, overlap)
         self._taking = Taking(config, self._hand, self._phases)
+        self._stands: Standing | None = None  # None: to be found out again
 
     @property
     def phase(self) -> Phase:
@@ -148,7 +149,7 @@ class RoundMachine:
         if current is not None:
             if current.close_reason:
                 return Phase.COMMITTING
-            return Phase.GATHERING if self._abandoned(current) else Phase.COLLECTING
+            return Phase.COLLECTING if self._ready.able or not self._abandoned(current) else Phase.GATHERING
         reached = self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
         if reached or self._draining:
             return Phase.FINISHED
@@ -234,6 +235,7 @@ class RoundMachine:
                 return self._drain(now)
             case Resume():
                 self._pausing = self._draining = False
+                self._stands = None
                 return self._open(now, assembling=True)
             case Tick():
                 pass
@@ -244,7 +246,7 @@ class RoundMachine:
     def _reported(self, event: MemberReady, now: float) -> list[Effect]:
         peer_id, current = event.peer_id, self._round
         self.deadlines.at_least(peer_id, event.step_s)
-        abandoned = current is not None and self._abandoned(current)
+        abandoned = not self._ready.able and current is not None and self._abandoned(current)
         if event.outer_step == self._outer_step and self._ready.reported(peer_id) == self._outer_step - 1:
             self._phases.applied(peer_id, now)
         self._ready.report(peer_id, event.outer_step)
@@ -269,7 +271,7 @@ class RoundMachine:
             self._round.expect_no_more(event.peer_id)
 
     def _taken(self, event: Offered | Arrived, now: float) -> list[Effect]:
-        taking, run = self._taking, self._standing()
+        taking, run = self._taking, self._stands or self._standing()
         refused = taking.offered(event, run, now) if isinstance(event, Offered) else taking.arrived(event, run, now)
         if refused is not None:
             return [refused]
@@ -308,7 +310,7 @@ class RoundMachine:
         return self._close(current, now, committed=False, reason=event.reason)
 
     def _pause(self, now: float) -> list[Effect]:
-        self._pausing = True
+        self._pausing, self._stands = True, None
         if self._round is None or self._round.close_reason:
             return []
         return self._close(self._round, now, committed=False, reason="paused")
@@ -316,7 +318,7 @@ class RoundMachine:
     def _drain(self, now: float) -> list[Effect]:
         if self.phase is Phase.FINISHED:
             return []
-        current, self._draining = self._round, True
+        current, self._draining, self._stands = self._round, True, None
         if current is None:
             return self._finish()
         if current.close_reason or (self._waits and not self._abandoned(current)):
@@ -344,14 +346,14 @@ class RoundMachine:
         )
         if self._waits:
             current.open_with(self.deadlines.expected_of(self._ready.able))
-        self._next_round_id += 1
+        self._next_round_id, self._stands = self._next_round_id + 1, None
         opened = RoundOpened(current.round_id, current.outer_step, frozenset(current.expected), current.deadline)
         self._taking.take_up(current)
         return [opened, *(self._settle(now) if self._hand.carries else ())]
 
     def _close(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
         """The round is over; what comes then."""
-        self._round = None
+        self._round = self._stands = None
         if self.phase is Phase.FINISHED:
             self._hand.clear()
         stale = [Refused(peer_id, why, stale=True) for peer_id, why in self._hand.close(self._outer_step)]
@@ -393,4 +395,5 @@ class RoundMachine:
 
     def _standing(self) -> Standing:
         idle = None if self._round else self.phase
-        return Standing(self._round, idle, self._outer_step, self._due_now, self._next_round_id - 1)
+        self._stands = run = Standing(self._round, idle, self._outer_step, self._due_now, self._next_round_id - 1)
+        return run

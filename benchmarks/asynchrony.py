@@ -75,6 +75,9 @@ def settings() -> list[Setting]:
         Setting("steps, dylu", sync(), sgd, dylu=True),
         Setting("time", sync(schedule="time", time_s=float(EVERY)), sgd),
         Setting("quorum 3 of 4, grace 2 s, H late", sync(mode="delayed", delay=EVERY), sgd, late, quorum=3),
+        Setting(
+            "quorum 3 of 4, grace 2 s, H late, staleness 0", sync(mode="delayed", delay=EVERY), sgd, late, 3, staleness=0.0
+        ),
         Setting("arrivals, delayed_nesterov", sync(), delayed(1.0), arrivals),
         Setting("arrivals, delayed_nesterov, staleness 0", sync(), delayed(1.0), arrivals, staleness=0.0),
         Setting("arrivals, delayed_nesterov, heloco", sync(), delayed(1.0, correct="heloco"), arrivals),

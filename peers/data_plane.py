@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 import grpc
@@ -39,6 +39,7 @@ from editpb.status import from_rpc
 from peers.assembly import SnapshotFragment, UpdateAssembly
 from peers.dial import Dial, Traffic
 from peers.donors import Donors, Origin, Patience
+from peers.stall import STALL_S, Moving
 
 __all__ = ["DataPlane", "Wanted"]
 
@@ -56,7 +57,8 @@ Wanted = Callable[[], bool]
 class DataPlane:
     """The data calls of one peer, all on the loop's thread. `wanted` is asked before each further try.
 
-    draw: random numbers in [0, 1), for the choice among donors; patience: with each of them.
+    draw: random numbers in [0, 1), for the choice among donors; patience: with each of them; stall_s: after so long without a
+    byte a try has failed.
 
     All raise: TransportError once not `wanted`; RefusedError; RemoteProtocolError when the coordinator's bytes were wrong three
     times; StaleError when what was asked for is over (the round closed, the update no longer kept).
@@ -69,7 +71,9 @@ class DataPlane:
         traffic: Traffic,
         draw: Callable[[], float] = random.random,
         patience: Patience = _PATIENCE,
+        stall_s: float = STALL_S,
     ) -> None:
+        self._stall_s = stall_s
         self._dial = dial
         self._run_id = run_id
         self._traffic = traffic
@@ -99,8 +103,9 @@ class DataPlane:
             resuming = True
             if held.complete:
                 return
-            parts = self._contribution(message, data, held.received_bytes)
-            receipt = received_from_pb(self._down(await self._stub().Contribute(parts)), header.total_bytes)
+            async with self._moving() as moving:
+                parts = moving.sending(self._contribution(message, data, held.received_bytes))
+                receipt = received_from_pb(self._down(await self._stub().Contribute(parts)), header.total_bytes)
             if not receipt.complete:
                 raise TransportError(f"the stream ended after {receipt.received_bytes} of {header.total_bytes} bytes")
 
@@ -114,13 +119,14 @@ class DataPlane:
             call = self._stub().FetchUpdate(self._up(update_request_to_pb(request)))
             begun = False
             try:
-                async for part in call:
-                    if begun and not assembly.take(self._down(part)):
-                        continue
-                    if not begun:
-                        assembly.begin(self._down(part))
-                        begun = True
-                    arrived()
+                async with self._moving() as moving:
+                    async for part in moving.reading(call):
+                        if begun and not assembly.take(self._down(part)):
+                            continue
+                        if not begun:
+                            assembly.begin(self._down(part))
+                            begun = True
+                        arrived()
             finally:
                 call.cancel()
             assembly.finish()
@@ -166,7 +172,7 @@ class DataPlane:
         """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""
         header = FoundHeader(run_id=self._run_id, schema_hash=schema.schema_hash, digest=digest)
 
-        async def parts() -> AsyncIterator[data_pb2.FoundPart]:
+        def parts() -> Iterator[data_pb2.FoundPart]:
             yield self._up(data_pb2.FoundPart(header=found_header_to_pb(header)))
             for fragment, theta in zip(schema.fragments, fragments, strict=True):
                 for chunk in make_chunks(theta.numpy().data):
@@ -174,7 +180,8 @@ class DataPlane:
                     yield self._up(data_pb2.FoundPart(chunk=part))
 
         async def attempt() -> None:
-            self._down(await self._stub().Found(parts()))
+            async with self._moving() as moving:
+                self._down(await self._stub().Found(moving.sending(parts())))
 
         await _retrying("founding", attempt, wanted)
 
@@ -212,8 +219,9 @@ class DataPlane:
             )
             call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)))
             try:
-                async for chunk in call:
-                    into.take(self._down(chunk))
+                async with self._moving() as moving:
+                    async for chunk in moving.reading(call):
+                        into.take(self._down(chunk))
                 return into.finish()
             except RemoteProtocolError:
                 into.clear()
@@ -229,9 +237,9 @@ class DataPlane:
         _log.info("fragment %d: %d of %d bytes have arrived", header.fragment_id, held.received_bytes, header.total_bytes)
         return held
 
-    async def _contribution(
+    def _contribution(
         self, header: data_pb2.ContributionHeader, data: memoryview, start: int
-    ) -> AsyncIterator[data_pb2.ContributePart]:
+    ) -> Iterator[data_pb2.ContributePart]:
         yield self._up(data_pb2.ContributePart(header=header))
         for chunk in make_chunks(data, start=start):
             yield self._up(data_pb2.ContributePart(chunk=chunk))
@@ -241,6 +249,9 @@ class DataPlane:
             self._retired += [self._channel] if self._channel is not None else []
             self._channel, self._endpoint = self._dial.channel(), self._dial.endpoint
         return data_pb2_grpc.DataStub(self._channel)
+
+    def _moving(self) -> Moving:
+        return Moving(self._stall_s)
 
     def _up(self, message: _Part) -> _Part:
         self._traffic.sent += message.ByteSize()

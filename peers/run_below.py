@@ -7,7 +7,7 @@ Must not know: the run above, what is computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -25,6 +25,7 @@ from editpb.status import from_rpc
 from peers.bridge import Bridge
 from peers.data_plane import DataPlane
 from peers.dial import Dial, Traffic
+from peers.stall import Moving
 
 __all__ = ["RunBelow"]
 
@@ -88,14 +89,15 @@ class RunBelow:
             digest=digest([part for _, part in fragments]),
         )
 
-        async def parts() -> AsyncIterator[data_pb2.InjectPart]:
+        def parts() -> Iterator[data_pb2.InjectPart]:
             yield data_pb2.InjectPart(header=inject_header_to_pb(header))
             for i, part in fragments:
                 for chunk in make_chunks(part.numpy().data):
                     yield data_pb2.InjectPart(chunk=data_pb2.FragmentChunk(fragment_id=i, chunk=chunk))
 
         async def send() -> bool:
-            await self._stub().Inject(parts())
+            async with Moving() as moving:
+                await self._stub().Inject(moving.sending(parts()))
             return True
 
         return self._tried(send) or False

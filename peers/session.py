@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from edit.errors import EditError, EvictedError, LocalProtocolError, RefusedError
 from editpb.messages import Expel, RunPhase, View, Welcome
@@ -81,8 +82,7 @@ class Asked:
         return Asked(self.connection, 1 << 64)
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """This peer's contribution. round_id: the one it names, 0 before a byte was sent; outer_step: it was computed against;
     refused_at: an outer step that the run had reached when the coordinator would not take it any more, so that no later commit
     has it; reason: what it said."""

@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from edit.errors import EditError, LocalProtocolError, RefusedError, RemoteProtocolError, StaleError, TransportError
@@ -206,7 +206,7 @@ class Uplink:
         named = attempt.sent.round_id
         if self._session.carries:
             if named == 0:
-                attempt.sent = replace(attempt.sent, round_id=self._first_round(attempt))
+                attempt.sent = attempt.sent._replace(round_id=self._first_round(attempt))
             return
         if named != 0 and not self._follows:
             return
@@ -217,7 +217,7 @@ class Uplink:
             while attempt.sending:
                 attempt.sending.pop().cancel()
             attempt.queue = deque(attempt.kept)
-        attempt.sent = replace(attempt.sent, round_id=newer)
+        attempt.sent = attempt.sent._replace(round_id=newer)
 
     def _first_round(self, attempt: _Attempt) -> int:
         if self._named > self._last_round:
@@ -289,4 +289,4 @@ class Uplink:
     def _refuse(self, attempt: _Attempt, reached: int | None, reason: str) -> None:
         attempt.queue.clear()
         if attempt.sent.refused_at is None:
-            attempt.sent = replace(attempt.sent, refused_at=reached, reason=reason)
+            attempt.sent = attempt.sent._replace(refused_at=reached, reason=reason)

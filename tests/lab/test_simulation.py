@@ -217,6 +217,34 @@ def test_time_never_goes_back() -> None:
     assert not agenda.run(7.0, 9) and seen[-1] == "f"
     with pytest.raises(LocalProtocolError, match="nothing can happen"):
         agenda.at(1.0, lambda: None)
+    with pytest.raises(LocalProtocolError, match="nothing can happen at inf"):
+        agenda.at(float("inf"), lambda: None)
+
+
+delays = st.one_of(st.floats(0.0, 3.0), st.sampled_from((0.0, 0.25, 0.5, 1.0, 1e9)))
+
+
+@given(st.lists(st.tuples(delays, st.lists(delays, max_size=3)), max_size=20), st.integers(1, 5))
+def test_whatever_is_put_down_when_happens_in_the_order_of_time_and_then_of_putting_down(
+    planned: list[tuple[float, list[float]]], at_once: int
+) -> None:
+    agenda, put, seen = Agenda(), list[float](), list[tuple[float, int]]()
+
+    def put_down(when: float, after: list[float]) -> None:
+        number = len(put)
+        put.append(when)
+        agenda.at(when, lambda: happens(number, after))
+
+    def happens(number: int, after: list[float]) -> None:
+        seen.append((agenda.now, number))
+        for delay in after:
+            put_down(agenda.now + delay, [])
+
+    for when, after in planned:
+        put_down(when, after)
+    while agenda.run(2e9, at_once):
+        pass
+    assert seen == sorted((when, number) for number, when in enumerate(put))
 
 
 def test_the_sizes_are_those_of_the_codecs() -> None:

@@ -1,6 +1,8 @@
-"""Virtual time: what happens when, in order. Owns: the clock and the heap of events. Must not know: what an event means.
+"""Virtual time: what happens when, in order. Owns: the clock and the events to come. Must not know: what an event means.
 
 Two events of the same time happen in the order in which they were put down, so a run is the same each time it is repeated.
+Only what is near is kept in order, in a heap that fits into a processor's cache; what is later lies unordered, by the span
+of time it belongs to, until that comes.
 """
 
 from __future__ import annotations
@@ -8,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from edit.errors import LocalProtocolError
 
 __all__ = ["Agenda"]
+
+SPAN_S = 1 / 64  # a power of two, so that a time's span is exact
+_Event = tuple[float, int, Callable[[], object]]
 
 
 class Agenda:
@@ -22,15 +27,28 @@ class Agenda:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._near: list[_Event] = []  # a heap: all before the horizon
+        self._horizon = 0.0
+        self._later: dict[float, list[_Event]] = {}  # by the number of the span
+        self._spans: list[float] = []  # a heap: its keys
         self._number = count(1).__next__
         self._until = math.inf
 
     def at(self, when: float, action: Callable[[], object]) -> None:
-        """Let `action` happen at `when`. Raises LocalProtocolError for a time that is over."""
-        if not when >= self.now:
+        """Let `action` happen at `when`. Raises LocalProtocolError for a time that is over, or infinite."""
+        if not self.now <= when < math.inf:
             raise LocalProtocolError(f"virtual time is {self.now}; nothing can happen at {when}")
-        heappush(self._heap, (when, self._number(), action))
+        event = when, self._number(), action
+        if when < self._horizon:
+            heappush(self._near, event)
+            return
+        span = when // SPAN_S
+        later = self._later.get(span)
+        if later is None:
+            self._later[span] = [event]
+            heappush(self._spans, span)
+        else:
+            later.append(event)
 
     def all_at(self, when: float, actions: Sequence[Callable[[], object]]) -> None:
         """Let all of these happen at `when`, one after the other, with nothing between them."""
@@ -38,11 +56,11 @@ class Agenda:
 
     def run(self, until: float, most: int) -> bool:
         """So many events, up to `until` and up to `end`; False when no more can happen."""
-        heap, self._until = self._heap, until
+        near, self._until = self._near, until
         for _ in range(most):
-            if not heap or heap[0][0] > self._until:
+            if (not near and not self._come_nearer()) or near[0][0] > self._until:
                 return False
-            self.now, _, action = heappop(heap)
+            self.now, _, action = heappop(near)
             self.events += 1
             action()
         return True
@@ -50,6 +68,16 @@ class Agenda:
     def end(self) -> None:
         """No further event happens in the present `run`."""
         self._until = -math.inf
+
+    def _come_nearer(self) -> bool:
+        """The next span that anything happens in is near now; False when there is none."""
+        if not self._spans:
+            return False
+        span = heappop(self._spans)
+        self._near += self._later.pop(span)
+        heapify(self._near)
+        self._horizon = (span + 1) * SPAN_S
+        return True
 
     def _each(self, actions: Sequence[Callable[[], object]]) -> None:
         self.events += len(actions) - 1

@@ -69,7 +69,7 @@ class Coordinator:
         )
         self._scenario, self._agenda, self._ledger, self._judge = scenario, agenda, ledger, judge
         self._round: _Round | None = None
-        self._groups = sync.groups
+        self._groups, self._up_bytes = sync.groups, scenario.up_bytes
         self.carries = scenario.run.rounds.max_staleness > 0
         self._shares: list[dict[str, Share]] = [{} for _ in range(fragments)]  # what is in hand, by fragment and peer
         self._named: dict[str, int] = {}  # with carries: the round that a peer's contribution in hand names
@@ -150,7 +150,7 @@ class Coordinator:
             self._ledger.late += late
             return not late
         shares[peer_id] = share
-        self._ledger.bytes_up += self._scenario.up_bytes
+        self._ledger.bytes_up += self._up_bytes
         taken = self._feed(events.Arrived(peer_id, round_id, fragment_id))
         if not taken:
             shares.pop(peer_id, None)
@@ -250,7 +250,8 @@ class Coordinator:
         newest, takers = effect.outer_step - 1, set[str]()
         merged: set[str] = set()
         for fragment_id, peers in current.merging.items():
-            shares = {peer_id: self._shares[fragment_id][peer_id] for peer_id in peers}
+            in_hand = self._shares[fragment_id]
+            shares = {peer_id: in_hand[peer_id] for peer_id in peers}
             bad = self._judge.rejected(fragment_id, shares) if self._judge is not None else frozenset()
             self._ledger.count(fragment_id, shares, bad, lambda based: (newest - based) // self._groups)
             takers.update(peers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from edit.lab.simulation.agenda import Agenda
@@ -96,7 +96,7 @@ class Sending:
         """The answer travels back; only where contributions outlive their rounds does the view not say as much."""
         if not self._coordinator.carries:
             return
-        sent = replace(pending.sent, refused_at=self._coordinator.machine.outer_step, reason="refused")
+        sent = pending.sent._replace(refused_at=self._coordinator.machine.outer_step, reason="refused")
         self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._hear, pending, sent))
 
     def _hear(self, pending: Pending, sent: Sent) -> None:
