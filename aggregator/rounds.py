@@ -139,7 +139,7 @@ class RoundMachine:
         self._ready = Readiness(outer_step, 1 + config.max_staleness)
         self.deadlines = Deadlines(config)
         self._phases = Phases(self.deadlines, self._hand, overlap)
-        self._taking = Taking(config, self._hand, self._phases)
+        self._taking = Taking(config, self._hand, self._phases, self._ready)
         self._stands: Standing | None = None  # None: to be found out again
 
     @property
@@ -212,8 +212,12 @@ class RoundMachine:
         Raises LocalProtocolError for a result nobody asked for and a fragment of the open round that is not due.
         """
         match event:
-            case Offered() | Arrived():
-                return self._taken(event, now)
+            case Offered():
+                refused = self._taking.offered(event, self._stands or self._standing(), now)
+                return [refused] if refused else []
+            case Arrived():
+                if refused := self._taking.arrived(event, self._stands or self._standing(), now):
+                    return [refused]
             case MemberReady():
                 return self._reported(event, now)
             case MemberLost():
@@ -269,15 +273,6 @@ class RoundMachine:
             under.steady = False
         if self._round and not self._round.close_reason:
             self._round.expect_no_more(event.peer_id)
-
-    def _taken(self, event: Offered | Arrived, now: float) -> list[Effect]:
-        taking, run = self._taking, self._stands or self._standing()
-        refused = taking.offered(event, run, now) if isinstance(event, Offered) else taking.arrived(event, run, now)
-        if refused is not None:
-            return [refused]
-        if (under := self._hand.get(event.peer_id)) is not None:
-            self._ready.contributes(event.peer_id, under.outer_step)
-        return self._settle(now) if isinstance(event, Arrived) else []
 
     def _reduced(self, event: Reduced) -> list[Effect]:
         current = self._round

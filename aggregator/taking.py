@@ -11,6 +11,7 @@ from aggregator.acceptance import Standing, refusal
 from aggregator.in_hand import InHand
 from aggregator.open_round import OpenRound
 from aggregator.phases import Phases
+from aggregator.readiness import Readiness
 from aggregator.round_events import Arrived, Faulted, Offered, Progress, Refused
 from edit.config import RoundsConfig
 from edit.errors import LocalProtocolError
@@ -21,8 +22,8 @@ __all__ = ["Taking"]
 class Taking:
     """`Refused` in an answer means that nothing else happened."""
 
-    def __init__(self, config: RoundsConfig, hand: InHand, phases: Phases) -> None:
-        self._config, self._hand, self._phases = config, hand, phases
+    def __init__(self, config: RoundsConfig, hand: InHand, phases: Phases, ready: Readiness) -> None:
+        self._config, self._hand, self._phases, self._ready = config, hand, phases, ready
 
     def offered(self, event: Offered, run: Standing, now: float) -> Refused | None:
         """A header: its contribution begins, unless it is in hand already."""
@@ -33,6 +34,7 @@ class Taking:
             collecting.withdraw(event.peer_id)  # of an older contribution that this one replaces
             if event.round_id == collecting.round_id:
                 self._phases.began(event.peer_id, collecting, now)
+        self._ready.contributes(event.peer_id, event.outer_step)
         return None
 
     def arrived(self, event: Arrived, run: Standing, now: float) -> Refused | None:
@@ -47,6 +49,7 @@ class Taking:
         offered = Offered(peer_id, event.round_id, outer_step, event.fragment_id)
         if refused := refusal(offered, run, self._hand) if under is not None else self.offered(offered, run, now):
             return refused
+        self._ready.contributes(peer_id, outer_step)
         under = under or self._hand.get(peer_id)
         if under is not None and not under.whole:
             under.arrived.add(event.fragment_id)

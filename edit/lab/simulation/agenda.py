@@ -17,7 +17,7 @@ from edit.errors import LocalProtocolError
 
 __all__ = ["Agenda"]
 
-SPAN_S = 1 / 64  # a power of two, so that a time's span is exact
+SPAN_S = 1 / 16  # a power of two, so that a time's span is exact
 _Event = tuple[float, int, Callable[[], object]]
 
 

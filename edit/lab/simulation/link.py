@@ -35,9 +35,11 @@ class Line:
 
     def send(self, count: int, now: float) -> float:
         """When `count` bytes are in, whose header reached the aggregator at `now`."""
-        return max(now + count / self.up, self.into.carry(count, now))
+        alone, shared = now + count / self.up, self.into.carry(count, now)
+        return alone if alone > shared else shared
 
     def fetch(self, count: int, now: float) -> float:
         """When `count` bytes are here that are asked for at `now`."""
         asked = now + self.latency_s
-        return max(asked + count / self.down, self.out_of.carry(count, asked)) + self.latency_s
+        alone, shared = asked + count / self.down, self.out_of.carry(count, asked)
+        return (alone if alone > shared else shared) + self.latency_s

@@ -13,7 +13,6 @@ founding, damaged bytes, a link that breaks while the process lives.
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
 from random import Random
 
 from edit.lab.simulation.agenda import Agenda
@@ -31,7 +30,7 @@ from peers.session import Decision, Session
 
 __all__ = ["Peer"]
 
-VIEW = -1.0
+VIEW, NEVER = -1.0, -2.0
 Life = Generator[float, None, None]
 
 
@@ -40,9 +39,9 @@ class Peer:
 
     __slots__ = (  # thousands of peers, each touched at every event of its own: what is small stays in the processor's cache
         "_agenda", "_alive_since", "_began", "_blocking", "_coordinator", "_down_bytes", "_due", "_failures_per_hour",
-        "_interval", "_kept", "_ledger", "_life", "_line", "_pace", "_presence", "_random", "_returns", "_scenario", "_seen",
-        "_sending", "_session", "_staleness", "_sync", "_training", "_waiting", "_wakeups", "_work", "finished", "outer_step",
-        "peer_id",
+        "_interval", "_kept", "_ledger", "_life", "_line", "_listener", "_pace", "_presence", "_random", "_returns",
+        "_scenario", "_seen", "_sending", "_session", "_staleness", "_sync", "_training", "_waiting", "_wake_up", "_wakes_at",
+        "_work", "finished", "outer_step", "peer_id",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +69,8 @@ class Peer:
         self._kept = True  # whether this process begins with outer parameters and work of its own
         self._begin()
         self._life: Life | None = None
-        self._wakeups = 0  # numbers the wakeups, so that one that was overtaken is known
+        self._wakes_at = NEVER  # a wakeup at another time was overtaken
+        self._wake_up, self._listener = self._wake, (self._line.latency_s, self._see)  # made once, kept by thousands at a time
         self._waiting = False
         self._presence = Presence(peer_id, self._session.heartbeat_s, self._line.latency_s, agenda, coordinator)
         self._returns = False
@@ -130,8 +130,7 @@ class Peer:
             return
         self.stop()
         self._life.close()
-        self._life, self._waiting = None, False
-        self._wakeups += 1
+        self._life, self._waiting, self._wakes_at = None, False, NEVER
         self._coordinator.listeners.pop(self.peer_id, None)
         self._session.down(self._agenda.now)
         self._ledger.leaves += polite
@@ -165,20 +164,21 @@ class Peer:
 
     def _resume(self) -> None:
         assert self._life is not None
-        self._wakeups = wakeup = self._wakeups + 1
+        self._wakes_at = NEVER
         when = next(self._life, None)
         self._waiting = when is VIEW
         if when is VIEW:
             self._listen()
         elif when is not None:
-            self._agenda.at(when, partial(self._wake, wakeup))
+            self._wakes_at = when
+            self._agenda.at(when, self._wake_up)
         else:
             self.stop()
             self.finished, self._life = True, None
             self._coordinator.listeners.pop(self.peer_id, None)
 
-    def _wake(self, wakeup: int) -> None:
-        if wakeup == self._wakeups:
+    def _wake(self) -> None:
+        if self._wakes_at == self._agenda.now:
             self._resume()
 
     def _listen(self) -> None:
@@ -186,7 +186,7 @@ class Peer:
         if self.peer_id in self._coordinator.listeners:
             return
         now, latency_s = self._agenda.now, self._line.latency_s
-        self._coordinator.listeners[self.peer_id] = latency_s, self._see
+        self._coordinator.listeners[self.peer_id] = self._listener
         if self._coordinator.newest[0] + latency_s > now:
             for arrives in self._coordinator.under_way(now, latency_s):
                 self._agenda.at(arrives, self._see)
@@ -275,7 +275,8 @@ class Peer:
         if self._presence.outer_step < outer_step:
             self._presence.report(outer_step)
         self._listen()
-        began = max(self._began, outer_step - self._staleness // 2)  # as `edit.exchange.Exchange.contribute`
+        began = outer_step - self._staleness // 2
+        began = began if began > self._began else self._began  # as `edit.exchange.Exchange.contribute`
         return self._sending.begin(self._session, began, shares, wait_at, late)
 
     def _prefetch(self, pending: Pending) -> None:
@@ -295,8 +296,8 @@ class Peer:
     def _cut_short(self, when: float) -> None:
         """End the present training at the first step boundary from `when` on."""
         if (at := self._training.cut_short(when, self._agenda.now)) is not None:
-            self._wakeups += 1
-            self._agenda.at(at, partial(self._wake, self._wakeups))
+            self._wakes_at = at
+            self._agenda.at(at, self._wake_up)
 
     def _outcome(self, pending: Pending | None) -> Decision:
         """What became of the present outer step, by what is known now."""
