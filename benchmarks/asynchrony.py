@@ -46,7 +46,8 @@ EVERY = 20
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One schedule. quorum: a round closes grace_s after so many are in, None: when all are; dylu: H by speed."""
+    """One schedule. staleness: the exponent of `penalty.staleness` or `penalty.damping`, 0.5 where the name does not say it.
+    quorum: a round closes grace_s after so many are in, None: when all are; dylu: H by speed."""
 
     name: str
     sync: SyncConfig
@@ -98,7 +99,7 @@ class Race:
             seed=seed,
             sync=setting.sync,
             outer=setting.outer,
-            penalty=PenaltyConfig(enabled=False, staleness=setting.staleness),
+            penalty=PenaltyConfig(enabled=False, staleness=setting.staleness, damping=setting.staleness),
             rounds=setting.rounds,
         )
         self.run = LocalRun(self.config, [f"peer-{i}" for i in range(PEERS)])

@@ -98,8 +98,10 @@ class PenaltyConfig:
     off; norm: what enters the softmax (`raw` G, `per_sqrt_step` G/sqrt(inner steps), `relative` G / median of the round);
     idle_ratio: a norm below this share of the round's median is a free rider, weight 0 (0 turns it off);
     weighting: with the penalty off, `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
-    staleness: a contribution that is s outer steps old has its share multiplied by (1 + s) ** -staleness (arXiv 1903.03934);
-    with rounds.merging = "rounds" the shares are then made to sum to 1 again.
+    staleness: a contribution that was carried over and is s outer steps old has its share multiplied by (1 + s) ** -staleness
+    (arXiv 1903.03934); the shares are then made to sum to 1 again. damping: that exponent with rounds.merging = "arrivals",
+    where they are not: what arrives counts less the older it is. 0, because each arrival of M peers is M - 1 outer steps old,
+    and damping all of them cost loss in every run measured (docs/measurements.md).
     """
 
     enabled: bool = True
@@ -112,6 +114,7 @@ class PenaltyConfig:
     idle_ratio: float = 0.01
     weighting: str = "uniform"
     staleness: float = 0.5
+    damping: float = 0.0
 
     def __post_init__(self) -> None:
         within("penalty.alpha", self.alpha, 1e-6, 1)
@@ -123,6 +126,7 @@ class PenaltyConfig:
         within("penalty.idle_ratio", self.idle_ratio, 0, 0.5)
         one_of("penalty.weighting", self.weighting, ("uniform", "tokens", "tokens2_per_step"))
         within("penalty.staleness", self.staleness, 0, 10)
+        within("penalty.damping", self.damping, 0, 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -306,10 +306,12 @@ def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
 def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]:
     """(whether it applies, section, keys, because of what)."""
     sync, penalty, outer, rounds = config.sync, config.penalty, config.outer, config.rounds
-    of_penalty = {f.name for f in dataclasses.fields(PenaltyConfig)} - {"enabled", "weighting", "staleness"}
+    of_penalty = {f.name for f in dataclasses.fields(PenaltyConfig)} - {"enabled", "weighting", "staleness", "damping"}
     yield not penalty.enabled, "penalty", of_penalty, "penalty.enabled = false"
     yield penalty.enabled, "penalty", {"weighting"}, "penalty.enabled = true"
     yield rounds.max_staleness == 0, "penalty", {"staleness"}, "rounds.max_staleness = 0"
+    yield rounds.merging == "arrivals", "penalty", {"staleness"}, 'rounds.merging = "arrivals" (penalty.damping has)'
+    yield rounds.merging == "rounds", "penalty", {"damping"}, 'rounds.merging = "rounds"'
     yield sync.schedule == "steps", "sync", {"time_s"}, 'sync.schedule = "steps"'
     yield sync.groups == 1, "sync", {"pattern"}, "sync.groups = 1"
     yield sync.mode in ("blocking", "forward"), "sync", {"delay"}, f'sync.mode = "{sync.mode}"'

@@ -88,11 +88,13 @@ def weights(
 
     Penalty on: softmax of -G/T over the good ones, where G is the norm as `config.norm` says. Off: uniform, or by tokens.
     staleness: in outer steps, empty when all are fresh: shares are multiplied by `freshness`, then made to sum to 1 again.
-    damped: not made to sum to 1 again: what comes alone counts less the older it is (arXiv 1903.03934, algorithm 1).
+    damped: by `config.damping`, and not made to sum to 1 again: what comes alone counts less the older it is (arXiv 1903.03934,
+    algorithm 1).
     """
     good = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.OK]
     raw = _softmax(good, norms, inner_steps, config) if config.enabled else _shares(good, inner_steps, tokens, config)
-    fresh = [freshness(staleness[i], config) if staleness else 1.0 for i in good]
+    exponent = config.damping if damped else config.staleness
+    fresh = [freshness(staleness[i], exponent) if staleness else 1.0 for i in good]
     total = sum(raw) if damped else sum(share * factor for share, factor in zip(raw, fresh, strict=True))
     shares = [0.0] * len(verdicts)
     for i, share, factor in zip(good, raw, fresh, strict=True):
@@ -100,9 +102,9 @@ def weights(
     return shares
 
 
-def freshness(staleness: int, config: PenaltyConfig) -> float:
+def freshness(staleness: int, exponent: float) -> float:
     """(1 + s) ** -a: 1 for a contribution that is not stale (arXiv 1903.03934, section 5.2, the polynomial form)."""
-    return float((1 + staleness) ** -config.staleness)
+    return float((1 + staleness) ** -exponent)
 
 
 def _softmax(good: Sequence[int], norms: Sequence[float], inner_steps: Sequence[int], config: PenaltyConfig) -> list[float]:

@@ -98,6 +98,7 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
         ("outer", "correct", "all"),
         ("penalty", "weighting", "steps"),
         ("penalty", "staleness", -1),
+        ("penalty", "damping", -1),
         ("rounds", "merging", "gossip"),
         ("rounds", "max_staleness", -1),
         ("outer", "lr", 0),
@@ -212,12 +213,12 @@ def test_an_asynchronous_run() -> None:
         {
             "sync": {"every": 12, "schedule": "time", "time_s": 30, "tokens": 10**12},
             "outer": {"optimizer": "delayed_nesterov", "period": 8, "c": 0.125, "momentum": 0.5, "correct": "heloco"},
-            "penalty": {"enabled": False, "weighting": "tokens2_per_step", "staleness": 1},
+            "penalty": {"enabled": False, "weighting": "tokens2_per_step", "damping": 1},
             "rounds": ARRIVALS,
         }
     )
     assert config.sync.interval_s == 30.0 and config.outer.c * config.outer.period == 1
-    assert config.penalty.staleness == 1.0 and config.rounds.max_staleness == 8
+    assert config.penalty.damping == 1.0 and config.rounds.max_staleness == 8
     assert RunConfig.from_json(config.to_json()) == config
 
 
@@ -298,6 +299,14 @@ def test_contradicting_bounds_name_both_settings() -> None:
         (
             {"penalty": {"staleness": 1.0}},
             "penalty.staleness has no effect with rounds.max_staleness = 0; remove it",
+        ),
+        (
+            {"penalty": {"staleness": 1.0}, "rounds": ARRIVALS},
+            'penalty.staleness has no effect with rounds.merging = "arrivals" (penalty.damping has); remove it',
+        ),
+        (
+            {"penalty": {"damping": 1.0}},
+            'penalty.damping has no effect with rounds.merging = "rounds"; remove it',
         ),
         *(
             (

@@ -75,7 +75,8 @@ def test_what_comes_alone_and_stale_counts_less_only_where_arrivals_are_merged()
     delta = random_vector(300)
     alone = [dataclasses.replace(measured("a", delta), staleness=3)]
     full = merge(0, 300, alone, {}, OFF).merged
-    damped = merge(0, 300, alone, {}, OFF, MergeRule(damped=True)).merged
+    config = dataclasses.replace(OFF, damping=0.5)
+    damped = merge(0, 300, alone, {}, config, MergeRule(damped=True)).merged
     assert full is not None and torch.equal(full, delta)
     assert damped is not None and torch.equal(damped, delta * 0.5)
 

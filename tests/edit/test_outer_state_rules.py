@@ -22,10 +22,10 @@ SCHEMA = Schema(
 ARRIVALS = RoundsConfig(merging="arrivals", max_staleness=8)
 
 
-def state_of(outer: OuterConfig, rounds: RoundsConfig | None = None) -> OuterState:
+def state_of(outer: OuterConfig, rounds: RoundsConfig | None = None, damping: float = 0.0) -> OuterState:
     config = RunConfig(
         outer=outer,
-        penalty=PenaltyConfig(enabled=False),
+        penalty=PenaltyConfig(enabled=False, damping=damping),
         codec=CodecConfig(up="fp32", down="fp32"),
         rounds=rounds or RoundsConfig(),
     )
@@ -75,9 +75,11 @@ def test_arrivals_one_by_one_are_delayed_nesterov() -> None:
     assert torch.allclose(state.theta[1], delayed_nesterov(torch.ones(80), deltas, 0.5, 0.8, 3, 0.1)[-1], atol=1e-5)
 
 
-@pytest.mark.parametrize(("rounds", "share"), [(RoundsConfig(max_staleness=8), 1.0), (ARRIVALS, 0.5)])
-def test_a_stale_arrival_alone_counts_less(rounds: RoundsConfig, share: float) -> None:
-    state, delta = state_of(OuterConfig(optimizer="sgd", lr=1.0), rounds), vectors(1)[0]
+@pytest.mark.parametrize(
+    ("rounds", "damping", "share"), [(RoundsConfig(max_staleness=8), 0.5, 1.0), (ARRIVALS, 0.5, 0.5), (ARRIVALS, 0.0, 1.0)]
+)
+def test_a_stale_arrival_alone_counts_less_with_damping(rounds: RoundsConfig, damping: float, share: float) -> None:
+    state, delta = state_of(OuterConfig(optimizer="sgd", lr=1.0), rounds, damping), vectors(1)[0]
     advance(state, [contribution("a", delta, staleness=3)])
     assert torch.allclose(state.theta[0], 1 - share * delta, atol=1e-6)
 

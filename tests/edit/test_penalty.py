@@ -1,5 +1,6 @@
 """The penalty: verdicts, statistics and weights, and the defects T1, T2 and T10 of the EDiT authors' code."""
 
+import dataclasses
 import math
 import random
 
@@ -194,8 +195,9 @@ def test_what_is_stale_counts_less(config: PenaltyConfig) -> None:
     fresh = weights(*arguments, config)
     assert weights(*arguments, config, [0, 1, 8]) == pytest.approx(stale_weights(fresh, [0, 1, 8], config.staleness))
     assert weights(*arguments, config, [4, 4, 4]) == pytest.approx(fresh)
-    damped = weights(*arguments, config, [0, 3, 8], damped=True)
-    assert damped == pytest.approx([fresh[0], fresh[1] / 2, fresh[2] / 3]), "staleness 0.5: 4 ** -0.5 and 9 ** -0.5"
+    assert weights(*arguments, config, [0, 3, 8], damped=True) == fresh, "every arrival is stale by the others' number"
+    damped = weights(*arguments, dataclasses.replace(config, damping=0.5), [0, 3, 8], damped=True)
+    assert damped == pytest.approx([fresh[0], fresh[1] / 2, fresh[2] / 3]), "4 ** -0.5 and 9 ** -0.5"
 
 
 @pytest.mark.parametrize("config", CONFIGS)
