@@ -89,6 +89,11 @@ class Collectives(Sequence[GrpcCollective]):
         """Whether all aggregators' runs have finished, at whatever outer step; all ranks ask together."""
         return all(one.ended for one in self._each)
 
+    def prefetch(self) -> None:
+        """Begin to fetch the snapshots that joining will return, from a run that has parameters."""
+        for one in self._each:
+            one.ahead.begin()
+
     def check(self) -> None:
         """Raises EvictedError or RefusedError when one of them has expelled this peer, Interrupted when asked to stop: so for
         any rank, at every rank."""

@@ -99,6 +99,8 @@ def attend(
             with leaving(Collectives(bridge, dial, identity, config, ranks)) as collectives:
                 if server is not None:
                     collectives[0].serves(server)
+                if run_step > 0:
+                    collectives.prefetch()
                 Training(options, config, place, collectives, bridge, metrics, server).run(run_step)
         except Interrupted:
             _log.info("stopping as told")

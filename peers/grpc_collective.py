@@ -32,6 +32,7 @@ from edit.schema import Schema
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
 from peers.agreement import Agreement
+from peers.ahead import Ahead
 from peers.bridge import Bridge
 from peers.control import Attendance, Report, understood
 from peers.data_plane import DataPlane
@@ -75,9 +76,8 @@ class GrpcCollective:
 
     All ranks of a replica make the same calls in the same order, but for `report`, `traffic`, `connected`, `interrupt` and
     `close`. What rank 0 hears decides; what every rank must have is taken by all or by none.
-    lazy: commits come with their payloads still arriving; clock: monotonic seconds; draw: random numbers in [0, 1), for the
-    spread of reconnections and the choice among donors. together: those of this peer that train once this one has joined; only
-    then the aggregators wait for the peer.
+    lazy: commits come with their payloads still arriving; clock: monotonic seconds; draw: random numbers in [0, 1). ahead: may
+    fetch what `join` will return. together: those of this peer that train once this one has joined; only then they are awaited.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class GrpcCollective:
         self._identity = identity
         self._ranks = ranks
         self._lazy = lazy
-        self._clock = clock
-        self._draw = draw
+        self._clock, self._draw = clock, draw
         self._session = Session(draw, clock())
         self._agreement = Agreement(bridge, ranks, lambda: bridge.read(self._trouble))
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic())
         self._data = DataPlane(dial, identity.run_id, self._report.traffic, draw)
+        self.ahead = Ahead(bridge, self._data, ranks)
         self.together: Sequence[GrpcCollective] = (self,)
         self._entered: _Entered | None = None
         self._carries = False  # whether contributions outlive their rounds
@@ -142,7 +142,7 @@ class GrpcCollective:
         found_or_wait(self._agreement, self._session, self._data, schema, found, self._online)
         welcome = self._agreement.decide(lambda: self._session.welcome)
         self._configure(self._entered, understood(welcome.config_json))
-        snapshot = self._first_snapshot()
+        snapshot = self._agreement.together(self.ahead.of(schema)) or self._first_snapshot()
         self.report(Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest))
         for one in self.together:
             one._set_state(PeerState.TRAINING)

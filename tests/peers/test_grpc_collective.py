@@ -15,7 +15,7 @@ from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Fini
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.bridge import Interrupted
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
-from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, vectors
+from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, schema_of, vectors
 
 
 def test_the_configuration_is_asked_for_without_a_schema() -> None:
@@ -28,8 +28,8 @@ def test_join_brings_the_outer_parameters_and_heartbeats_tell_of_them() -> None:
     with run_of(join=False) as (fake, peer):
         snapshot = peer.collective.join(peer.schema, lambda: pytest.fail("not the founder"))
         assert all(torch.equal(a, b) for a, b in zip(snapshot.fragments, vectors(SMALL, 0), strict=True))
-        fake.await_(lambda f: f.heartbeats and f.heartbeats[-1].digest == snapshot.digest)
-        assert fake.heartbeats[-1].state is PeerState.TRAINING
+        fake.await_(lambda f: f.heartbeats and f.heartbeats[-1].state is PeerState.TRAINING)
+        assert fake.heartbeats[-1].digest == snapshot.digest
         assert fake.heartbeats[-1].bytes_received > 4 * sum(SMALL)
 
 
@@ -191,6 +191,49 @@ def test_a_broken_snapshot_resumes_and_a_damaged_one_is_fetched_again() -> None:
         fake.damage_snapshots = 1 << 30
         with pytest.raises(TransportError, match="CRC-32"):
             peer.collective.snapshot()
+
+
+def test_a_snapshot_fetched_ahead_is_what_join_returns() -> None:
+    with run_of(join=False) as (fake, peer):
+        peer.collective.ahead.begin()
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
+        assert not fake.heartbeats
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.digest == fake.view.digest and digest(snapshot.fragments) == snapshot.digest
+        assert (fake.calls["DescribeSnapshot"], fake.calls["FetchSnapshot"]) == (1, len(SMALL))
+        assert peer.collective.snapshot().digest == fake.view.digest
+        assert fake.calls["DescribeSnapshot"] == 2, "it is given once"
+
+
+def test_what_the_run_commits_while_a_snapshot_was_fetched_ahead_is_caught_up_with() -> None:
+    with run_of(join=False) as (fake, peer):
+        peer.collective.ahead.begin()
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
+        theirs = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
+        fake.bridge.change(lambda: fake.other_peer_commits(theirs))
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.outer_step == 0
+        outcome = peer.ask()
+        assert isinstance(outcome, Committed) and outcome.commit.outer_step == 1
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "broken"])
+def test_a_snapshot_that_could_not_be_fetched_ahead_is_fetched_on_joining(trouble: str) -> None:
+    with run_of(join=False, sizes=(24, 4000)) as (fake, peer):
+        fake.damage_snapshots, fake.break_snapshot_after = (1, []) if trouble == "damaged" else (0, [0])
+        peer.collective.ahead.begin()
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == 1)
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.digest == fake.view.digest
+        assert fake.calls["DescribeSnapshot"] == 2
+
+
+def test_a_snapshot_of_another_model_is_of_no_use() -> None:
+    with run_of(join=False) as (_, peer):
+        ahead = peer.collective.ahead
+        ahead.begin()
+        assert peer.bridge.call(ahead.of(schema_of((3,)))) is None
+        assert peer.bridge.call(ahead.of(peer.schema)) is None, "it was given up"
 
 
 @pytest.mark.parametrize(("damaged", "kind"), [(1, Committed), (1 << 30, Behind)])

@@ -173,8 +173,19 @@ class FakeCoordinator:
     def other_peer_commits(self, payloads: Sequence[EncodedTensor]) -> None:
         """A commit of peer b's contribution alone, of these fragments."""
         for i, payload in enumerate(payloads):
-            header = next(header for slot, header in self.headers.items() if slot[1] == i)
-            self.headers[OTHERS, i, 0] = dataclasses.replace(header, peer_id="b", rank=0, boxes=None, numel=payload.numel)
+            self.headers[OTHERS, i, 0] = ContributionHeader(
+                run_id=RUN_ID,
+                round_id=OTHERS,
+                outer_step=self.view.outer_step,
+                peer_id="b",
+                fragment_id=i,
+                schema_hash=self.schema.schema_hash,
+                inner_steps=5,
+                tokens=50,
+                codec=payload.codec,
+                numel=payload.numel,
+                total_bytes=len(payload.data),
+            )
             self.received[OTHERS, i, 0] = bytearray(payload.data)
         self.commit(named=OTHERS)
 
