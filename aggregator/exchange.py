@@ -5,14 +5,16 @@ and how long a contribution is held (`aggregator.rounds`), attempts and ranks (`
 know: gRPC, attendance, the founding.
 
 Threads: everything here runs on the event loop, except the functions named `work`: they touch the outer state and the disk, and
-the one worker thread runs them one after the other.
+the one worker thread runs them one after the other. Only the journal is written on a thread of its own (`aggregator.store`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -245,19 +247,21 @@ class Exchange:
         tokens = {one.peer_id: one.tokens for one in contributions}
         injection = current.fix(self._store.injections.pending)
 
-        def work() -> Staged:
+        def work() -> tuple[Staged, Future[None]]:
             merged = outer.reduce(effect.fragment_id, contributions)
             merged = merged if injection is None else injection.into(merged)
+            written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged)
             staged = outer.stage(merged)
-            self._store.append_fragment(effect.round_id, outer.outer_step + 1, merged)
-            merged = replace(merged, merged=None, injection=None)  # both are on disk and in the step: free their memory
-            return replace(staged, merged=merged)
+            merged = replace(merged, merged=None, injection=None)  # both are in the step, and soon on disk: free their memory
+            return replace(staged, merged=merged), written
 
         try:
-            staged = current.staged[effect.fragment_id] = await self._background.in_worker(work)
+            staged, written = await self._background.in_worker(work)
+            await asyncio.wrap_future(written)
         except StorageError as error:
             self.feed(events.RoundFailed(effect.round_id, str(error)))
             return
+        current.staged[effect.fragment_id] = staged
         current.tokens[effect.fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
         self.feed(events.Reduced(effect.round_id, effect.fragment_id))
 

@@ -1,7 +1,8 @@
 """The outer state on disk: founding, journal, checkpoints, recovery, and the published updates that latecomers still need.
 
 Owns: the order in which they are written, so that a SIGKILL between any two writes loses no committed step. Runs in the worker
-thread, except what is said of published updates. Must not know: rounds, peers, the event loop.
+thread, except what is said of published updates; the journal is written on a thread of its own, beside the computation. Must
+not know: rounds, peers, the event loop.
 
 With a checkpoint the published updates are written, too: after a restart a peer that missed commits can still take them one by
 one, and one whose contribution was in doubt when the process died learns that it was merged. What they hold lies on disk before
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +42,8 @@ class Store:
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
+        self._writing: Future[None] | None = None
         self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
 
     # ---- the published updates ---------------------------------------------------------------------------------------------
@@ -64,9 +68,13 @@ class Store:
         """The first state of the run. Raises StorageError; then the run is not founded."""
         self.checkpoint(outer)
 
-    def append_fragment(self, round_id: int, outer_step: int, merged: Merged) -> None:
-        """One merged fragment of the round that advances TO outer_step. Raises StorageError."""
-        self._open_journal().append_fragment(round_id, outer_step, merged)
+    def begin_fragment(self, round_id: int, outer_step: int, merged: Merged) -> Future[None]:
+        """Begin to write one merged fragment of the round that advances TO outer_step, once the one before is written: so one
+        at a time is kept in memory for it. The result may be StorageError; a commit needs all of its fragments' results."""
+        if self._writing is not None:
+            wait([self._writing])
+        self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, outer_step, merged))
+        return self._writing
 
     def append_commit(
         self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
@@ -75,8 +83,9 @@ class Store:
 
         Raises StorageError.
         """
-        self._open_journal().append_commit(round_id, outer_step, reason, self.tokens + tokens, injected)
-        self.tokens += tokens
+        total = self.tokens + tokens
+        self._writer.submit(lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected)).result()
+        self.tokens = total
 
     def checkpoint(self, outer: OuterState) -> None:
         """Write the whole state and begin a new journal segment. Raises StorageError; the journal before it goes on."""
@@ -92,15 +101,16 @@ class Store:
             updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
         checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
         journal = Journal.create(checkpoint.segment_of(self._folder, outer.outer_step), outer.outer_step, self._disk)
-        if self._journal is not None:
-            self._journal.close()
-        self._journal = journal
+        self._writer.submit(self._turn_to, journal).result()
 
     def close(self) -> None:
         """Let go of the files."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        self._writer.submit(self._turn_to, None).result()
+
+    def _turn_to(self, journal: Journal | None) -> None:
+        before, self._journal = self._journal, journal
+        if before is not None:
+            before.close()
 
     def _open_journal(self) -> Journal:
         if self._journal is None:

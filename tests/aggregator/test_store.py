@@ -55,7 +55,7 @@ def append(store: Store, outer: OuterState, *, commit: bool = True) -> Commit | 
     for fragment_id, contribution in zip(outer.due, step(outer), strict=True):
         merged = outer.reduce(fragment_id, [contribution])
         staged.append(outer.stage(merged))
-        store.append_fragment(7, outer.outer_step + 1, merged)
+        store.begin_fragment(7, outer.outer_step + 1, merged).result()
     if not commit:
         return None
     store.append_commit(7, outer.outer_step + 1, "all in")

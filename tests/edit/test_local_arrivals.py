@@ -22,6 +22,9 @@ ARRIVALS = RoundsConfig(merging="arrivals", max_staleness=16)
 SCHEMA = plan_fragments(small_mlp().named_parameters())
 
 
+DAMPED = PenaltyConfig(enabled=False, damping=0.5)
+
+
 def configured(
     rounds: RoundsConfig,
     outer: OuterConfig | None = None,
@@ -69,7 +72,7 @@ def answer(side: LocalCollective, outer_step: int) -> Committed:
 
 
 def test_each_arrival_is_a_commit_and_counts_the_less_the_staler_it_is() -> None:
-    run, (a, b) = founded(configured(ARRIVALS))
+    run, (a, b) = founded(configured(ARRIVALS, penalty=DAMPED))
     for outer_step in range(3):
         contribute(a, outer_step)
     contribute(b, 0)
@@ -198,7 +201,7 @@ def test_fast_and_slow_both_contribute_and_the_loss_falls_with_each_rule(outer: 
 
 
 def test_a_slow_peers_contribution_names_where_its_work_began() -> None:
-    _, fast, slow = raced(configured(ARRIVALS))
+    _, fast, slow = raced(configured(ARRIVALS, penalty=DAMPED))
     weights = [share for commit in (fast.commits | slow.commits).values() if (share := weight(commit, "slow")) is not None]
     assert weights and all(share < 1 for share in weights), "four commits of the fast one lie between: stale"
     shares = [share for commit in (fast.commits | slow.commits).values() if (share := weight(commit, "fast")) is not None]

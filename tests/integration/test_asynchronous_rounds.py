@@ -28,8 +28,8 @@ from editpb.messages import Heartbeat, PeerState, RunPhase
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 PLAIN = "start_peers = {start}\nquorum = {quorum}\nfloor_s = 1000.0\nceiling_s = 1000.0\n"
+ARRIVALS = TOML.replace(PLAIN, 'merging = "arrivals"\nmax_staleness = 2\n')
 UNDAMPED = TOML.replace("enabled = false\n", "enabled = false\nstaleness = 0.0\n")  # so that a step is exactly the contribution
-ARRIVALS = UNDAMPED.replace(PLAIN, 'merging = "arrivals"\nmax_staleness = 2\n')
 CARRYING = UNDAMPED.replace("[rounds]\n", "[rounds]\nmax_staleness = 1\n")
 
 
