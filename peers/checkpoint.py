@@ -68,11 +68,13 @@ class Saved:
 class Checkpoints:
     """One replica's checkpoints in `folder`; every rank makes one, with the same arguments, and calls the same methods.
 
-    keep: how many whole ones stay. Making it removes what an earlier life left half-written. Raises ConfigError when the folder
-    cannot be used.
+    keep: how many whole ones stay; clock: monotonic seconds. Making it removes what an earlier life left half-written. Raises
+    ConfigError when the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, owner: Owner, keep: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, folder: Path, owner: Owner, keep: int, ranks: Ranks = ALONE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         # said by torch at each save of a single process, from its own thread
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._folder = folder
@@ -83,6 +85,8 @@ class Checkpoints:
         self._next = ranks.lead(self._tidy)
         self._landed = threading.Event()
         self._landed.set()
+        self._clock, self._began = clock, 0.0
+        self.seconds = 0.0  # that the last save took, from its beginning until it was whole
 
     @property
     def idle(self) -> bool:
@@ -100,6 +104,7 @@ class Checkpoints:
         scalars: values that JSON can hold, of rank 0. A failure is logged and leaves the earlier checkpoints.
         """
         self.wait()
+        self._began = self._clock()
         number, self._next = self._next, self._next + 1
         partial = self._folder / f".partial-{number:08d}"
         text = json.dumps({"ranks": self._ranks.size, "scalars": scalars})
@@ -208,6 +213,7 @@ class Checkpoints:
             if self._ranks.leads:
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
+            self.seconds = self._clock() - self._began
             self._landed.set()
 
     def _publish(self, partial: Path, number: int, values: Mapping[str, Any]) -> None:

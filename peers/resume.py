@@ -10,7 +10,9 @@ number of ranks can take them up. Buffers and random states belong to a rank; an
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ from peers.trainer import Trainer
 
 __all__ = ["Autosave", "Resumable", "Stateful"]
 
+SPACING = 10.0
 _log = logging.getLogger("peers")
 
 
@@ -132,15 +135,26 @@ class Resumable:
 class Autosave:
     """Takes up the newest checkpoint and makes new ones every so many outer steps. checkpoints: None keeps and takes none.
 
-    patient: never leave one out because the one before is still being written, and contribute only once it is whole: so, saving
-    at every outer step, a peer that is killed is at most one outer step behind what it has brought the run to.
+    One is left out while the one before is still being written, and until SPACING times as long as that took has passed since
+    it began: a large model with short rounds would do little else. patient: none is ever left out, and a contribution is made
+    only once the last one is whole: so, saving at every outer step, a peer that is killed is at most one outer step behind what
+    it has brought the run to. clock: monotonic seconds.
     """
 
-    def __init__(self, resumable: Resumable, checkpoints: Checkpoints | None, every: int = 1, *, patient: bool = False) -> None:
+    def __init__(
+        self,
+        resumable: Resumable,
+        checkpoints: Checkpoints | None,
+        every: int = 1,
+        *,
+        patient: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._resumable = resumable
         self._checkpoints = checkpoints
         self._every = every
         self._patient = patient
+        self._clock, self._began = clock, -math.inf
         self._from: Saved | None = None
         self._outer_step = 0
 
@@ -169,7 +183,7 @@ class Autosave:
         """After each inner step: begin a checkpoint when enough outer steps have been taken."""
         if self._checkpoints is None or outer_step - self._outer_step < self._every:
             return
-        if self._patient or self._resumable.ranks.all([self._checkpoints.idle])[0]:
+        if self._patient or self._resumable.ranks.all([self._checkpoints.idle and self._rested(self._checkpoints)])[0]:
             self._outer_step = outer_step
             self._save(self._checkpoints)
 
@@ -190,8 +204,12 @@ class Autosave:
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
+    def _rested(self, checkpoints: Checkpoints) -> bool:
+        return self._clock() - self._began >= SPACING * checkpoints.seconds
+
     def _save(self, checkpoints: Checkpoints) -> None:
         checkpoints.wait()
+        self._began = self._clock()
         self._resumable.save(checkpoints)
 
 

@@ -19,6 +19,7 @@ class FakeCheckpoints:
     def __init__(self, saved: Saved | None = None) -> None:
         self.saved = saved
         self.idle = True
+        self.seconds = 0.0
         self.events: list[str] = []
 
     def newest(self) -> Saved | None:
@@ -92,6 +93,19 @@ def test_while_one_is_being_written_the_next_has_to_wait() -> None:
     checkpoints.idle = True
     subject.stepped(2)
     assert checkpoints.events.count("save") == 2
+
+
+def test_it_takes_a_tenth_of_the_time_at_most() -> None:
+    now = 100.0
+    checkpoints = FakeCheckpoints()
+    subject = Autosave(FakeTraining(), checkpoints, clock=lambda: now)  # type: ignore[arg-type]
+    saves = []
+    for outer_step in range(1, 8):
+        subject.stepped(outer_step)
+        saves.append(checkpoints.events.count("save"))
+        checkpoints.idle, checkpoints.seconds = True, 3.0
+        now += 10.0
+    assert saves == [1, 1, 1, 2, 2, 2, 3]
 
 
 def test_a_patient_one_leaves_none_out_and_contributes_only_on_a_whole_one() -> None:
