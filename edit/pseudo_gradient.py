@@ -43,7 +43,12 @@ def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     `outer` is taken as the parameters can hold it: a bf16 model starts a round at bf16(outer), and rounding is no progress.
     Without this every round would pull the fp32 outer parameters back onto the bf16 grid. For fp32 it is plain outer - local.
     """
-    return as_held(outer, parameters).sub_(flatten(parameters))
+    if not all(parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in parameters):
+        return as_held(outer, parameters).sub_(flatten(parameters))
+    delta = torch.empty_like(outer)
+    for (parameter, theta), (_, part) in zip(_parts(outer, parameters), _parts(delta, parameters), strict=True):
+        torch.sub(theta, parameter.detach().reshape(-1), out=part)
+    return delta
 
 
 @torch.no_grad()

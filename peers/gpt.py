@@ -87,13 +87,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids in, next-token loss or logits out. Fragments: embedding, blocks.0 .. blocks.(layers-1), norm.
 
-    seed: fixes the initial values and leaves the process's random state as it was. Raises ConfigError for an odd head size.
+    seed: fixes the initial values and leaves the process's random state as it was; None: they are whatever lies in memory, for
+    who will replace them all. Raises ConfigError for an odd head size.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int | None) -> None:
         super().__init__()
         channels = config.width // config.heads
         if channels % 2:
@@ -107,7 +108,8 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width, bias=False)
         self.to_empty(device="cpu")
-        self._initialise(seed)
+        if seed is not None:
+            self._initialise(seed)
         cos, sin = rotary_table(config.context, channels)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

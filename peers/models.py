@@ -32,8 +32,11 @@ def build(
     installed: Iterable[EntryPoint] | None = None,
     *,
     folder: Path | None = None,
+    replaced: bool = False,
 ) -> nn.Module:
     """The run's model with initial values that follow from `seed`, on the CPU.
+
+    replaced: the caller will replace the values of all trainable parameters, so that the built-in model need not draw any.
 
     An entry point is called with one mapping: `model.options`, and `context` and `vocabulary` of the run. It returns an
     nn.Module whose forward(tokens, targets), both (B, T) int64, gives the mean loss as a scalar. installed: the entry points to
@@ -49,7 +52,7 @@ def build(
     if folder is not None:
         raise ConfigError(f'--model-folder has no effect: the run trains "{config.name}", not hf:MODEL_TYPE')
     if kind == "builtin":
-        return GPT(config, seed)
+        return GPT(config, None if replaced else seed)
     if name not in allowed_entry_points:
         raise ConfigError(
             f'the run trains "{config.name}", code of another package: add `--allow-model {name}` if you trust that code here'

@@ -85,7 +85,7 @@ class Training:
         """
         config, place = self._config, self._place
         batches = self._batches()
-        trainer = self._trainer(batches)
+        trainer = self._trainer(batches, founded=run_step > 0)
         settings = WorkerConfig.of(config)
         worker = EditWorker(trainer.model, trainer.optimizer, self._collectives, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
@@ -118,11 +118,12 @@ class Training:
         seed = stream_seed(config.seed, self._collectives.peer_id)
         return Batches(tokens, config.model.context, config.inner.batch_size, seed)
 
-    def _trainer(self, batches: Batches) -> Trainer:
+    def _trainer(self, batches: Batches, *, founded: bool) -> Trainer:
         config, layout = self._config, self._place.layout
         # ranks that compute the same rows draw the same random numbers
         torch.manual_seed(stream_seed(config.seed, f"{self._collectives.peer_id} {layout.data_rank}"))
-        model = build(config.model, config.seed, self._options.allowed_models, folder=self._options.model_folder)
+        allowed, folder = self._options.allowed_models, self._options.model_folder
+        model = build(config.model, config.seed, allowed, folder=folder, replaced=founded)
         return Trainer(
             shard(model, layout),
             batches,

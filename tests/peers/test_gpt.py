@@ -91,6 +91,16 @@ def test_initial_values_follow_from_the_seed_alone() -> None:
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
 
 
+def test_without_a_seed_all_that_is_missing_are_the_parameters() -> None:
+    state = torch.get_rng_state()
+    model, whole = GPT(SMALL, seed=None), GPT(SMALL, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    model.load_state_dict(whole.state_dict())
+    rows = tokens(2, 16)
+    assert torch.equal(model.logits(rows), whole.logits(rows))
+
+
 def test_residual_projections_start_smaller() -> None:
     model = GPT(ModelConfig(layers=8, heads=4, width=64, context=8, vocabulary=64), seed=0)
     up, down = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.0.down.weight")
