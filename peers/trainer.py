@@ -7,6 +7,7 @@ hooks `model` and `optimizer` from outside, and sets `position` so that a peer t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -150,6 +151,15 @@ class Trainer:
             group["lr"] = rate
 
 
+class _AdamW(torch.optim.AdamW):
+    """As its base, to the bit; but that imports all of `torch.compile` for calls that are not compiled here: a second of every
+    start."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
 def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.AdamW:
     """AdamW that decays matrices only; fused where torch has a fused kernel (measured on one CPU thread: 1.1 ms, not 4.1)."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -159,7 +169,7 @@ def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return _AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -241,3 +243,14 @@ def test_threads() -> None:
             use_threads(0)
     finally:
         torch.set_num_threads(before)
+
+
+def test_training_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch; from edit.config import InnerConfig, ModelConfig; from peers.gpt import GPT; "
+        "from peers.trainer import Trainer; rows = torch.zeros(1, 9, dtype=torch.int64); "
+        "model = GPT(ModelConfig(layers=1, heads=2, width=16, context=8, vocabulary=16), 0); "
+        "subject = Trainer(model, [(rows[:, :-1], rows[:, 1:])], InnerConfig(), total_steps=1, "
+        "device=torch.device('cpu'), clock=lambda: 0.0); subject.step(); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
