@@ -81,9 +81,6 @@ class _Regional:
                 with region:
                     self._say_joined(region)
                     self._loop(region, schema, collective, lower.sync.interval)
-            while region.finished and (state := self._look()).phase is not RunPhase.FINISHED:
-                if self._bring(region, schema, state):
-                    break
             self._say_ended(region)
 
     def _collective(self, enrolled: Enrolled) -> GrpcCollective:
@@ -117,7 +114,8 @@ class _Regional:
                 return state
 
     def _loop(self, region: RegionalPeer, schema: Schema, collective: GrpcCollective, interval: int) -> None:
-        while not region.finished:
+        """Until the run below has finished, or the one above has and all of it is below."""
+        while True:
             self._bridge.wait(lambda: None, timeout=LOOK_S)
             collective.check()
             state = self._below.look()
@@ -125,10 +123,12 @@ class _Regional:
                 self._follow(region, schema, state, interval)
             region.settle()
             self._report(region, collective)
-            if state is not None:
-                self._bring(region, schema, state)
-                if state.phase is RunPhase.FINISHED and state.outer_step == region.below.outer_step:
-                    return
+            if state is None:
+                continue
+            brought = self._bring(region, schema, state)
+            ended = state.phase is RunPhase.FINISHED and state.outer_step == region.below.outer_step
+            if ended or (region.finished and brought):
+                return
 
     def _follow(self, region: RegionalPeer, schema: Schema, state: InjectionState, interval: int) -> None:
         found, now, before = self._below.parameters(state, schema), self._clock(), region.below.outer_step
