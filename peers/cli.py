@@ -71,7 +71,9 @@ def run(
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder of this peer's checkpoints, shared by its machines; by itself: in --home.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Outer steps between checkpoints; 0 neither keeps nor takes any.")] = 1,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Outer steps between checkpoints, at least; 0 neither keeps nor takes any.")
+    ] = 1,
     keep_checkpoints: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; leave the checkpoints that are there aside.")] = False,
     serve_snapshots: Annotated[

@@ -17,7 +17,7 @@ from edit.errors import TransportError
 
 __all__ = ["STALL_S", "Moving"]
 
-STALL_S = 60.0  # far longer than one chunk takes, and than a coordinator needs for an answer
+STALL_S = 60.0  # far longer than one chunk takes
 _Part = TypeVar("_Part")
 _Request = TypeVar("_Request")
 
@@ -46,8 +46,7 @@ class Moving:
 
     def moved(self) -> None:
         """Something has; from another task, too, and after the end, which changes nothing."""
-        if self._open and not self._bound.expired():
-            self._bound.reschedule(asyncio.get_running_loop().time() + self._seconds)
+        self._give(asyncio.get_running_loop().time() + self._seconds)
 
     async def reading(self, call: grpc.aio.UnaryStreamCall[_Request, _Part]) -> AsyncIterator[_Part]:
         """What comes."""
@@ -56,7 +55,13 @@ class Moving:
             yield part
 
     def sending(self, parts: Iterable[_Part]) -> Iterable[_Part]:
-        """What goes: each is asked for when the ones before are on their way."""
+        """What goes: each is asked for when the ones before are on their way. When all are, the answer may take as long as the
+        connection lives: a large state is on disk before it comes."""
         for part in parts:
             self.moved()
             yield part
+        self._give(None)
+
+    def _give(self, until: float | None) -> None:
+        if self._open and not self._bound.expired():
+            self._bound.reschedule(until)

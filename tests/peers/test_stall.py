@@ -28,17 +28,16 @@ SCHEMA = schema_of(SIZES)
 THETA = vectors(SIZES, seed=3)
 HASHES = tuple(fragment_hash(theta) for theta in THETA)
 STALL_S = 0.2
+MUCH = 1 << 26  # more than travels to who does not read
 WHOLE = [Region(fragment) for fragment in SCHEMA.fragments]
 
 
 class Speechless(data_pb2_grpc.DataServicer):
-    """Takes every call and never answers."""
+    """Takes every call, reads nothing of it and never answers."""
 
     async def Contribute(
         self, requests: AsyncIterator[data_pb2.ContributePart], context: grpc.aio.ServicerContext
     ) -> data_pb2.ContributionReceipt:
-        async for _ in requests:
-            pass
         await asyncio.Event().wait()
         return data_pb2.ContributionReceipt()
 
@@ -92,8 +91,8 @@ def snapshot(aggregator: FakeDonor) -> list[torch.Tensor]:
 
 
 CALLS: dict[str, Callable[[DataPlane], Awaitable[object]]] = {
-    "contribute": lambda data: data.contribute(header(total_bytes=40), memoryview(bytes(40)), never),
-    "found": lambda data: data.found(SCHEMA, THETA, combine(HASHES), never),
+    "contribute": lambda data: data.contribute(header(total_bytes=MUCH), memoryview(bytes(MUCH)), never),
+    "found": lambda data: data.found(schema_of((MUCH // 4,)), [torch.zeros(MUCH // 4)], combine(HASHES), never),
     "update": lambda data: data.update(UpdateAssembly(SCHEMA, 3, (0,), WHOLE), never, lambda: None),
 }
 
@@ -129,12 +128,33 @@ def test_each_movement_gives_the_whole_time_anew() -> None:
     assert asyncio.run(scenario()) == 45.0
 
 
-def test_what_is_sent_is_counted_when_it_is_asked_for() -> None:
+def test_when_all_is_sent_the_answer_may_take_its_time() -> None:
     async def scenario() -> list[tensors_pb2.Chunk]:
+        loop = asyncio.get_running_loop()
+        now = 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
         async with Moving(10.0) as moving:
-            return list(moving.sending(make_chunks(memoryview(bytes(10)), 4)))
+            chunks = list(moving.sending(make_chunks(memoryview(bytes(10)), 4)))
+            now += 1000.0
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return chunks
 
     assert [len(chunk.data) for chunk in asyncio.run(scenario())] == [4, 4, 2]
+
+
+def test_what_is_not_all_sent_has_its_bound() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        now = 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
+        async with Moving(10.0) as moving:
+            next(iter(moving.sending(make_chunks(memoryview(bytes(10)), 4))))
+            now += 1000.0
+            await asyncio.Event().wait()
+
+    with pytest.raises(TransportError, match="nothing has moved for 10 s"):
+        asyncio.run(scenario())
 
 
 def test_cancelled_is_cancelled() -> None:
