@@ -101,7 +101,7 @@ class PenaltyConfig:
     staleness: a contribution that was carried over and is s outer steps old has its share multiplied by (1 + s) ** -staleness
     (arXiv 1903.03934); the shares are then made to sum to 1 again. damping: that exponent with rounds.merging = "arrivals",
     where they are not: what arrives counts less the older it is. 0, because each arrival of M peers is M - 1 outer steps old,
-    and damping all of them cost loss in every run measured (docs/measurements.md).
+    and damping all of them cost loss in each setting measured (docs/measurements.md).
     """
 
     enabled: bool = True
