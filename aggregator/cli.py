@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from aggregator.authority import Authority
-from aggregator.operator import call_every, call_operator, drain_run, pause_run, read_status, resume_run
-from aggregator.operator import evict_peer as evict_remote
-from aggregator.state_folder import RUN_TOML, StateFolder, address_of
+from aggregator.operator_client import call_every, call_operator, drain_run, pause_run, read_status, resume_run
+from aggregator.operator_client import evict_peer as evict_remote
+from aggregator.security.authority import Authority
+from aggregator.storage.state_folder import RUN_TOML, StateFolder, address_of
+from edit.command_line import run_command
 from edit.errors import ConfigError
-from edit.exits import run_command
 
 __all__ = ["app", "main"]
 

@@ -1,7 +1,7 @@
 """The run's outer parameters as files for others: by tensor name, or as a folder that transformers' `from_pretrained` loads.
 
 Owns: putting the parts of all aggregators together, what an export says of its origin, and that it comes to be whole or not at
-all. Must not know: rounds, peers; what is in a `from_pretrained` folder is `edit.hf`'s.
+all. Must not know: rounds, peers; what is in a `from_pretrained` folder is `edit.integrations.huggingface`'s.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aggregator.state_folder import StateFolder
-from aggregator.store import load_outer
-from edit import hf
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
-from edit.outer import combine
-from edit.outer_state import OuterState
+from edit.fragments.digest import combine
+from edit.integrations import huggingface as hf
+from edit.merging.outer_state import OuterState
 
 __all__ = ["Exported", "export_parameters", "export_pretrained"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aggregator.authority import Members
-from aggregator.background import Background
-from aggregator.intake import Intake
 from aggregator.metrics import MetricsLog
-from aggregator.orders import Orders
-from aggregator.store import Store
+from aggregator.security.authority import Members
+from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.store import Store
+from aggregator.storage.upload_buffer import UploadBuffer
+from aggregator.worker_thread import Background
 
 __all__ = ["Clock", "Resources"]
 
@@ -31,9 +31,9 @@ class Resources:
     stand; background: the worker thread; deadlines: the file of the measured times, None keeps none."""
 
     store: Store
-    intake: Intake
+    intake: UploadBuffer
     members: Members
-    orders: Orders
+    orders: OperatorFlags
     background: Background
     metrics: MetricsLog
     deadlines: Path | None = None

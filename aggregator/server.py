@@ -15,24 +15,25 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from aggregator.authority import Authority, Members, check_equipped
-from aggregator.background import Background
-from aggregator.engine import Engine
-from aggregator.enrolment import EnrolmentService
-from aggregator.intake import Intake
-from aggregator.journal import Disk
+from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
-from aggregator.orders import Orders
 from aggregator.resources import Clock, Resources
-from aggregator.services import ControlService, DataService
-from aggregator.state_folder import StateFolder, write_atomic
-from aggregator.store import Store
+from aggregator.security.authority import Authority, Members, check_equipped
+from aggregator.services.control import ControlService
+from aggregator.services.data import DataService
+from aggregator.services.enrolment import EnrolmentService
+from aggregator.storage.journal import Disk
+from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.state_folder import StateFolder, write_atomic
+from aggregator.storage.store import Store
+from aggregator.storage.upload_buffer import UploadBuffer
+from aggregator.worker_thread import Background
 from edit.errors import ConfigError
 from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
 from editpb.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from edit.config import RunConfig
+    from edit.config.run import RunConfig
 
 __all__ = ["Coordinator", "serve_run"]
 
@@ -56,7 +57,7 @@ class Coordinator:
 
     folder: StateFolder
     config: RunConfig
-    engine: Engine
+    engine: Run
     authority: Authority | None
     _main: grpc.aio.Server
     _enrol: grpc.aio.Server | None
@@ -78,16 +79,16 @@ class Coordinator:
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
-            intake=Intake(config.storage.buffer_bytes, folder.spill),
+            intake=UploadBuffer(config.storage.buffer_bytes, folder.spill),
             members=authority.members if authority else Members(folder.path / "members.json", enrols=False),
-            orders=Orders(folder.orders),
+            orders=OperatorFlags(folder.orders),
             background=Background(worker),
             metrics=MetricsLog(folder.metrics),
             deadlines=folder.deadlines,
             clock=clock,
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
-        engine = Engine(folder.run_id, config, resources, first_round_id=first_round_id)
+        engine = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         enrol = grpc.aio.server(options=_OPTIONS) if authority else None
         coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), enrol, worker)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)

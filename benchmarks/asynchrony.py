@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from edit.config import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
-from edit.lab.corpus import plan_corpus, standard_library
+from edit.config.run import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
+from edit.lab.demo.corpus import plan_corpus, standard_library
 from edit.local import LocalRun
-from edit.worker import EditWorker, WorkerConfig
-from peers.data import SEPARATOR, Batches, Tokens, evaluate
-from peers.gpt import GPT
-from peers.trainer import Trainer, use_threads
+from edit.worker.worker import EditWorker, WorkerConfig
+from peers.models.gpt import GPT
+from peers.training.data import SEPARATOR, Batches, Tokens, evaluate
+from peers.training.trainer import Trainer, use_threads
 
 RESULTS = Path(__file__).parent / "results" / "asynchrony.jsonl"
 MODEL = ModelConfig(layers=2, heads=4, width=64)

@@ -28,11 +28,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from edit.config import RunConfig
+from edit.config.run import RunConfig
+from edit.lab.bench.measured_run import MeasuredRun, alone
 from edit.lab.link import LinkShape
 from edit.lab.processes import terminated_as_interrupt
-from edit.lab.trial import Trial, alone
-from peers.models import build
+from peers.models.registry import build
 
 RESULTS = Path(__file__).parent / "results" / "bandwidth.jsonl"
 PUBLISHED = {1000: "37.4k", 100: "32.0k", 50: "27.4k", 10: "does not finish"}  # tokens/s of torchft, by Mbit/s
@@ -66,7 +66,7 @@ def measured(folder: Path, run: dict[str, Any], data: Path, mbit: float) -> floa
     """Seconds per inner step between the first and the last phase boundary of a real run (the mean of the peers)."""
     shape = LinkShape(up_bits_per_s=1e6 * mbit, down_bits_per_s=1e6 * mbit, latency_s=LATENCY_S)
     sync, step_tokens = run["sync"], BATCH * run["model"]["context"]
-    with Trial(folder, run, data) as trial:
+    with MeasuredRun(folder, run, data) as trial:
         for name in PEERS:
             trial.enrol(name, shape, "--checkpoint-every", "0")
         trial.start(*PEERS)

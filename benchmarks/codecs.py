@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import codec, codec_names
-from edit.merge import measure
+from edit.merging.merge import measure
 from edit.records import EncodedTensor
 
 BYTES_PER_ELEMENT = 4

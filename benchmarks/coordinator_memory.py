@@ -27,16 +27,16 @@ import grpc
 import torch
 from cryptography.hazmat.primitives import serialization
 
-from aggregator.authority import Authority
-from aggregator.certificates import key_pem, new_key
-from aggregator.state_folder import StateFolder
+from aggregator.security.authority import Authority
+from aggregator.security.certificates import key_pem, new_key
+from aggregator.storage.state_folder import StateFolder
 from edit.codecs import encode
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Committed, Contribution
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb.identity import Identity
-from peers.bridge import Bridge
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
 
 RESULTS = Path(__file__).parent / "results" / "coordinator_memory.jsonl"
 FRAGMENTS = 8
@@ -79,13 +79,13 @@ def status(folder: StateFolder) -> dict[str, object]:
 def exchange(folder: StateFolder, schema: Schema, peers: int) -> None:
     address = json.loads(folder.addresses.read_text())["listen"]
     generator = torch.Generator().manual_seed(0)
-    with Bridge() as bridge:
+    with IoThread() as bridge:
         collectives = []
         for i in range(peers):
             name = f"p{i:02d}"
             files = (folder.path / each for each in ("ca.pem", f"{name}.key", f"{name}.pem"))
-            dial = Dial([address], grpc.ssl_channel_credentials(*(file.read_bytes() for file in files)))
-            collectives.append(GrpcCollective(bridge, dial, Identity(folder.run_id, "peer", name)))
+            dial = Channels([address], grpc.ssl_channel_credentials(*(file.read_bytes() for file in files)))
+            collectives.append(HubCollective(bridge, dial, Identity(folder.run_id, "peer", name)))
         for collective in collectives:
             snapshot = collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
         for step in range(snapshot.outer_step, snapshot.outer_step + ROUNDS):

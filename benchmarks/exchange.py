@@ -34,14 +34,14 @@ import grpc
 import torch
 
 from edit.codecs import codec
-from edit.feedback import ErrorFeedback
+from edit.codecs.error_feedback import ErrorFeedback
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Committed, Contribution
-from edit.replica import Replica
-from edit.schema import FragmentSpec, Schema, TensorSpec
-from peers.bridge import Bridge
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
-from peers.home import Home
+from edit.replica.replica import Replica
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
+from peers.identity.peer_folder import Home
 
 CHUNK = 1 << 20
 ROUNDS = 4  # the first one warms up and is not counted
@@ -76,8 +76,8 @@ def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None
     enrolled = Home(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))
     feedback = ErrorFeedback(codec_name, [fragment.numel for fragment in replica.schema.fragments])
-    with Bridge() as bridge:
-        collective = GrpcCollective(bridge, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+    with IoThread() as bridge:
+        collective = HubCollective(bridge, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
         replica.start(collective.join(replica.schema, replica.local))
         generator = torch.Generator().manual_seed(os.getpid())
         while pipe.recv() != "end":

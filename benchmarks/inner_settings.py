@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from edit.config import InnerConfig, ModelConfig
-from edit.lab.corpus import SourceFile, plan_corpus, standard_library
-from peers.data import SEPARATOR, Batches, Tokens, evaluate
-from peers.gpt import GPT
-from peers.trainer import Trainer, use_threads
+from edit.config.run import InnerConfig, ModelConfig
+from edit.lab.demo.corpus import SourceFile, plan_corpus, standard_library
+from peers.models.gpt import GPT
+from peers.training.data import SEPARATOR, Batches, Tokens, evaluate
+from peers.training.trainer import Trainer, use_threads
 
 QUARTERS = 4
 

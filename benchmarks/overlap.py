@@ -23,11 +23,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from edit.config import RunConfig
+from edit.config.run import RunConfig
+from edit.lab.bench.measured_run import MeasuredRun, alone
 from edit.lab.link import LinkShape
 from edit.lab.processes import terminated_as_interrupt
-from edit.lab.trial import Trial, alone
-from peers.models import build
+from peers.models.registry import build
 
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
 PEERS = ("ada", "grace")
@@ -71,7 +71,7 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
 
 def exchanging(folder: Path, data: Path, run: dict[str, Any], rate: float) -> tuple[float, int]:
     """(seconds per inner step over the counted outer steps, bytes that passed each link) of a real run."""
-    with Trial(folder, run, data) as trial:
+    with MeasuredRun(folder, run, data) as trial:
         for name in PEERS:
             trial.enrol(name, LinkShape(up_bits_per_s=rate, down_bits_per_s=rate), "--checkpoint-every", "0")
         trial.start(*PEERS)

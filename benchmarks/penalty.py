@@ -14,8 +14,8 @@ import argparse
 import math
 import random
 
-from edit.config import PenaltyConfig
-from edit.penalty import NormStatistics, judge, observe
+from edit.config.run import PenaltyConfig
+from edit.merging.penalty import NormStatistics, judge, observe
 from edit.records import Verdict
 
 DELTAS, OBSERVATIONS, ROUNDS = (3.0, 4.0, 5.0), (10, 20, 50), (50, 200, 1000)

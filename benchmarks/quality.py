@@ -31,13 +31,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from edit.config import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
-from edit.lab.corpus import plan_corpus, standard_library
+from edit.config.run import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
+from edit.lab.demo.corpus import plan_corpus, standard_library
 from edit.local import LocalRun
-from edit.worker import EditWorker, WorkerConfig
-from peers.data import SEPARATOR, Batches, Tokens, evaluate
-from peers.gpt import GPT
-from peers.trainer import Trainer, use_threads
+from edit.worker.worker import EditWorker, WorkerConfig
+from peers.models.gpt import GPT
+from peers.training.data import SEPARATOR, Batches, Tokens, evaluate
+from peers.training.trainer import Trainer, use_threads
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 PUBLISHED = {(2, "H 30"): 0.03, (2, "H 100"): 0.05, (4, "H 30"): 0.09, (4, "H 100"): 0.13}

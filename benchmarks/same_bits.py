@@ -97,7 +97,9 @@ def join(run: LocalRun | list[LocalRun], name: str) -> Any:
 
 
 class Peer:
-    def __init__(self, run: LocalRun | list[LocalRun], name: str, config: RunConfig, saved: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, run: LocalRun | list[LocalRun], name: str, config: RunConfig, saved: dict[str, Any] | None = None
+    ) -> None:
         self.name, self.taken = name, 0
         self.model = Transformer()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -238,9 +240,7 @@ ARRIVALS = RoundsConfig(merging="arrivals", max_staleness=16)
 NO_PENALTY = PenaltyConfig(enabled=False)
 IN_PROCESS: dict[str, Callable[[], str]] = {
     "blocking": lambda: together(config({})),
-    "blocking, fp32, no penalty": lambda: together(
-        config({}, codec=CodecConfig(up="fp32", down="fp32"), penalty=NO_PENALTY)
-    ),
+    "blocking, fp32, no penalty": lambda: together(config({}, codec=CodecConfig(up="fp32", down="fp32"), penalty=NO_PENALTY)),
     "blocking, damaged peer": lambda: together(config({"every": 2}), damage={9: float("nan"), 31: 1e4}),
     "forward": lambda: together(config({"mode": "forward"})),
     "delayed, replay": lambda: together(config({"mode": "delayed", "delay": 2, "mix": "replay"})),
@@ -343,7 +343,9 @@ class Site:
 
     def start(self, *arguments: object) -> Daemon:
         command = [sys.executable, "-m", *map(str, arguments)]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self.environment())
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self.environment()
+        )
         self.daemons.append(Daemon(process))
         return self.daemons[-1]
 

@@ -37,15 +37,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from edit.config import RunConfig
+from edit.config.run import RunConfig
+from edit.fragments.schema import plan_fragments
+from edit.lab.bench.measured_run import MeasuredRun
 from edit.lab.link import LinkShape
 from edit.lab.processes import terminated_as_interrupt
 from edit.lab.simulation.outcome import Outcome
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.simulate import simulate
-from edit.lab.trial import Trial
-from edit.schema import plan_fragments
-from peers.models import build
+from peers.models.registry import build
 
 RESULTS = Path(__file__).parent / "results" / "simulate_measured.jsonl"
 PEERS = ("ada", "grace", "alan")
@@ -134,7 +134,7 @@ class Observed:
 class Watched:
     """The lines that a run left. dead: when one process was killed, and when its next one attended; None without."""
 
-    def __init__(self, run: Run, trial: Trial, killed_at: float | None) -> None:
+    def __init__(self, run: Run, trial: MeasuredRun, killed_at: float | None) -> None:
         self.run = run
         self.coordinator = trial.lines()
         self.steps = {name: [line for line in trial.lines(name) if line["kind"] == "step"] for name in PEERS}
@@ -189,7 +189,7 @@ class Watched:
 def really(run: Run, folder: Path, data: Path, throttle: float) -> Watched:
     """Run it with processes."""
     killed_at = None
-    with Trial(folder, run.settings, data) as trial:
+    with MeasuredRun(folder, run.settings, data) as trial:
         for name in PEERS:
             slower = run.slower if name == PEERS[-1] else 1.0
             trial.enrol(name, run.shape, "--throttle", str(throttle * slower), "--checkpoint-every", "0")
@@ -203,7 +203,7 @@ def really(run: Run, folder: Path, data: Path, throttle: float) -> Watched:
         return Watched(run, trial, killed_at)
 
 
-def _commits(trial: Trial) -> int:
+def _commits(trial: MeasuredRun) -> int:
     return sum(line["kind"] == "round" and line["committed"] for line in trial.lines())
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("edit/", "peers/", "aggregator/", "proto/editpb/")
 
-TRACER = '''
+TRACER = """
 import json, os, runpy, signal, sys, threading
 root, out, module, *arguments = sys.argv[1:]
 packages = tuple(os.path.join(root, one) for one in ("edit/", "peers/", "aggregator/", "proto/editpb/"))
@@ -66,7 +66,7 @@ threading.setprofile(profile)
 sys.setprofile(profile)
 sys.argv = [module, *arguments]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
-'''
+"""
 
 RUN_TOML = """
 name = "trace"
@@ -99,7 +99,12 @@ class Process:
         self.out = folder / f"{name}.json"
         command = [sys.executable, str(folder / "tracer.py"), str(ROOT), str(self.out), module, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
     def until(self, words: str) -> None:
@@ -138,7 +143,13 @@ def trace(sync: str) -> dict[str, dict[str, list[list[str]]]]:
             processes.append(Process(folder, "coordinator", "aggregator", "serve", "--state", state))
             processes[0].until(" serving ")
             for peer in ("a", "b"):
-                call("peers", "join", call("aggregator", "invite", "--state", state, peer).splitlines()[0], "--home", folder / peer)
+                call(
+                    "peers",
+                    "join",
+                    call("aggregator", "invite", "--state", state, peer).splitlines()[0],
+                    "--home",
+                    folder / peer,
+                )
             for peer in ("a", "b"):
                 options = ["--home", folder / peer, "--data", folder / "text.py", "--threads", 1, "--throttle", 8]
                 processes.append(Process(folder, peer, "peers", "run", *options))

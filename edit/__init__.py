@@ -9,7 +9,7 @@ import importlib
 import typing
 
 from edit.collective import Collective
-from edit.config import (
+from edit.config.run import (
     AggregatorsConfig,
     CodecConfig,
     InnerConfig,
@@ -33,9 +33,9 @@ from edit.errors import (
     StorageError,
     TransportError,
 )
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.records import (
     Aborted,
-    Behind,
     Commit,
     Committed,
     Contribution,
@@ -43,25 +43,24 @@ from edit.records import (
     Evicted,
     Finished,
     FragmentCommit,
+    NeedsSnapshot,
     Outcome,
     PeerVerdict,
     Snapshot,
     Verdict,
 )
-from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 
 if typing.TYPE_CHECKING:
     from edit.codecs import codec, codec_names, decode, encode
-    from edit.feedback import ErrorFeedback
+    from edit.codecs.error_feedback import ErrorFeedback
+    from edit.fragments.digest import digest
     from edit.local import LocalCollective, LocalRun
-    from edit.outer import digest
-    from edit.outer_state import OuterState
-    from edit.worker import EditWorker, WorkerConfig
+    from edit.merging.outer_state import OuterState
+    from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = [
     "Aborted",
     "AggregatorsConfig",
-    "Behind",
     "CodecConfig",
     "Collective",
     "Commit",
@@ -83,6 +82,7 @@ __all__ = [
     "LocalRun",
     "MembershipConfig",
     "ModelConfig",
+    "NeedsSnapshot",
     "Outcome",
     "OuterConfig",
     "OuterState",
@@ -115,13 +115,13 @@ _LAZY = {
     "codec_names": "edit.codecs",
     "decode": "edit.codecs",
     "encode": "edit.codecs",
-    "ErrorFeedback": "edit.feedback",
+    "ErrorFeedback": "edit.codecs.error_feedback",
     "LocalCollective": "edit.local",
     "LocalRun": "edit.local",
-    "digest": "edit.outer",
-    "OuterState": "edit.outer_state",
-    "EditWorker": "edit.worker",
-    "WorkerConfig": "edit.worker",
+    "digest": "edit.fragments.digest",
+    "OuterState": "edit.merging.outer_state",
+    "EditWorker": "edit.worker.worker",
+    "WorkerConfig": "edit.worker.worker",
 }
 
 

@@ -1,8 +1,8 @@
 """The seam between the algorithm and whatever carries it.
 
-`EditWorker` talks to a `Collective`; in-process (`edit.local.LocalCollective`), over gRPC (`peers.grpc_collective`), or over a
-swarm, the answers are the same values and the outer parameters the same bits. A carrier never raises for a lost round: it
-returns `Aborted(reason)`.
+`EditWorker` talks to a `Collective`; in-process (`edit.local.LocalCollective`), over gRPC
+(`peers.carriers.hub.collective`), or over a swarm, the answers are the same values and the outer parameters the same bits.
+A carrier never raises for a lost round: it returns `Aborted(reason)`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from edit.boxes import Region
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Shard
 from edit.records import Contribution, Outcome, Snapshot
-from edit.schema import Schema
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +28,11 @@ class Collective(Protocol):
         """This peer's identity in verdicts."""
         ...
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         """Enter the run; blocks until there are outer parameters to start from, and returns them.
 
         found: gives this peer's own initial fragments (flat fp32, whole; at a rank other than 0 whatever); called only when
-        the run has no parameters yet and this peer was chosen to found it, then at all of its ranks. regions: what this rank
+        the run has no parameters yet and this peer was chosen to found it, then at all of its ranks. shards: what this rank
         holds of each fragment, and so what snapshots and commits bring it; None: everything.
         Raises RefusedError when the schema differs from the run's (names the first tensor).
         """

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from edit.boxes import Box, Region, partition_fault
 from edit.codecs import cut
-from edit.config import RunConfig
+from edit.config.run import RunConfig
 from edit.errors import LocalProtocolError, RefusedError
-from edit.injection import Injection, check_content, check_order, check_run
-from edit.merge import Measured, Part, measure, whole_norm
-from edit.outer_state import OuterState
-from edit.records import Aborted, Behind, Commit, Committed, Contribution, Evicted, Finished, Outcome, Snapshot
-from edit.schema import Schema
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Box, Shard, partition_fault
+from edit.merging.injection import Injection, check_content, check_order, check_run
+from edit.merging.merge import Measured, ShardPayload, measure, whole_norm
+from edit.merging.outer_state import OuterState
+from edit.records import Aborted, Commit, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
 
 __all__ = ["LocalCollective", "LocalRun"]
 
@@ -33,7 +33,7 @@ class _Arrived:
     outer_step: int
     inner_steps: int
     tokens: int
-    parts: dict[tuple[Box, ...], tuple[Part, float]] = field(default_factory=dict)
+    parts: dict[tuple[Box, ...], tuple[ShardPayload, float]] = field(default_factory=dict)
     complete: bool = False
 
     def measured(self, peer_id: str, outer_step: int) -> Measured:
@@ -149,7 +149,7 @@ class LocalRun:
         self._commit(reason)
 
     def inject(self, injection: Injection) -> None:
-        """Take what a regional aggregator brings; it is in with the next commit. Raises as `edit.injection` says."""
+        """Take what a regional aggregator brings; it is in with the next commit. Raises as `edit.merging.injection` says."""
         state = self.state
         check_run(self._config)
         check_order(injection.brings, injection.base, injection.replaces, state.injected, state.outer_step)
@@ -171,24 +171,24 @@ class LocalRun:
             if self._config.rounds.max_staleness:
                 self._refuse([peer_id], self._reason(contribution.outer_step))
             return False
-        self._take_in(peer_id, contribution, Region(state.schema.fragments[fragment_id], contribution.boxes))
+        self._take_in(peer_id, contribution, Shard(state.schema.fragments[fragment_id], contribution.boxes))
         self._commit_when_complete()
         return True
 
     def _too_stale(self, outer_step: int) -> bool:
         return self.state.outer_step - outer_step > self._config.rounds.max_staleness
 
-    def _take_in(self, peer_id: str, contribution: Contribution, region: Region) -> None:
-        fragment, payload = region.fragment, contribution.payload
-        if payload.numel != region.numel:
-            raise LocalProtocolError(f"peer {peer_id}, fragment {fragment.name}: {payload.numel} elements for {region.numel}")
+    def _take_in(self, peer_id: str, contribution: Contribution, shard: Shard) -> None:
+        fragment, payload = shard.fragment, contribution.payload
+        if payload.numel != shard.numel:
+            raise LocalProtocolError(f"peer {peer_id}, fragment {fragment.name}: {payload.numel} elements for {shard.numel}")
         peers = self._arrived.setdefault(fragment.fragment_id, {})
         arrived = peers.get(peer_id)
         work = contribution.outer_step, contribution.inner_steps, contribution.tokens
         if arrived is None or (arrived.outer_step, arrived.inner_steps, arrived.tokens) != work:
             arrived = peers[peer_id] = _Arrived(*work)  # the work differs: a new attempt
-        arrived.parts[region.boxes] = (Part(region, payload), measure(payload))
-        if sum(part.region.numel for part, _ in arrived.parts.values()) >= fragment.numel:
+        arrived.parts[shard.boxes] = (ShardPayload(shard, payload), measure(payload))
+        if sum(part.shard.numel for part, _ in arrived.parts.values()) >= fragment.numel:
             if fault := partition_fault(fragment, list(arrived.parts)):
                 raise LocalProtocolError(f"peer {peer_id}: {fault}")
             arrived.complete = True
@@ -206,7 +206,7 @@ class LocalRun:
         if outer_step < state.outer_step:
             kept = next((commit for commit in self._commits if commit.outer_step == outer_step + 1), None)
             if kept is None:
-                return Behind(f"the update from outer step {outer_step} is no longer kept")
+                return NeedsSnapshot(f"the update from outer step {outer_step} is no longer kept")
             return Committed(kept, carried=self._carries(peer_id, kept))
         if self.finished:
             return Finished(state.outer_step)
@@ -291,7 +291,7 @@ class LocalCollective:
     def __init__(self, run: LocalRun, peer_id: str) -> None:
         self._run = run
         self._peer_id = peer_id
-        self._regions: tuple[Region, ...] | None = None
+        self._shards: tuple[Shard, ...] | None = None
         self._told = 0  # losses before so many need no answer any more
 
     @property
@@ -299,10 +299,10 @@ class LocalCollective:
         """This peer's identity in verdicts."""
         return self._peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         """See `Collective.join`; the first to join founds the run, so let a replica's rank 0 join before its others."""
         snapshot = self._run.join(self._peer_id, schema, found)
-        self._regions = None if regions is None else tuple(regions)
+        self._shards = None if shards is None else tuple(shards)
         self._told = self._run.losses
         return self._cut_snapshot(snapshot)
 
@@ -323,23 +323,23 @@ class LocalCollective:
         return outcome
 
     def snapshot(self) -> Snapshot:
-        """theta at the last commit, of this rank's regions."""
+        """theta at the last commit, of this rank's shards."""
         return self._cut_snapshot(self._run.snapshot())
 
     def _cut_snapshot(self, snapshot: Snapshot) -> Snapshot:
-        if self._regions is None:
+        if self._shards is None:
             return snapshot
-        parts = zip(self._regions, snapshot.fragments, strict=True)
-        return replace(snapshot, fragments=tuple(region.take(theta) for region, theta in parts))
+        parts = zip(self._shards, snapshot.fragments, strict=True)
+        return replace(snapshot, fragments=tuple(shard.take(theta) for shard, theta in parts))
 
     def _cut_commit(self, commit: Commit) -> Commit:
-        if self._regions is None:
+        if self._shards is None:
             return commit
-        parts = [(fragment, self._regions[fragment.fragment_id]) for fragment in commit.fragments]
+        parts = [(fragment, self._shards[fragment.fragment_id]) for fragment in commit.fragments]
         return replace(
             commit,
             fragments=tuple(
-                fragment if fragment.payload is None else replace(fragment, payload=cut(fragment.payload, region))
-                for fragment, region in parts
+                fragment if fragment.payload is None else replace(fragment, payload=cut(fragment.payload, shard))
+                for fragment, shard in parts
             ),
         )

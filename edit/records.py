@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from edit.boxes import Box
+from edit.fragments.shards import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Aborted",
     "Arriving",
-    "Behind",
     "Commit",
     "Committed",
     "Contribution",
@@ -25,6 +24,7 @@ __all__ = [
     "Evicted",
     "Finished",
     "FragmentCommit",
+    "NeedsSnapshot",
     "Outcome",
     "PeerVerdict",
     "Snapshot",
@@ -79,7 +79,7 @@ class Contribution:
     """One fragment of one peer's pseudo-gradient, computed against the outer parameters of `outer_step`: the work began there.
 
     inner_steps, tokens: the work of THIS round behind it (never cumulative), of the whole replica. boxes: what of the fragment
-    the payload holds (see `edit.boxes.Region`); None: all of it.
+    the payload holds (see `edit.fragments.shards.Shard`); None: all of it.
     """
 
     outer_step: int
@@ -93,7 +93,7 @@ class Contribution:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentCommit:
     """One fragment's part of a commit. payload: the encoded outer step s, to be applied as theta <- theta - decode(payload);
-    None means rollback: theta stays. A rank that holds a region of the fragment gets what `edit.codecs.cut` leaves of it.
+    None means rollback: theta stays. A rank that holds a shard of the fragment gets what `edit.codecs.cut` leaves of it.
     merged_norm: ||D|| before the clip; clip: beta."""
 
     fragment_id: int
@@ -109,10 +109,11 @@ class FragmentCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """An advance from outer_step - 1 to `outer_step`. digest: of theta at `outer_step` (see `edit.outer.digest`).
+    """An advance from outer_step - 1 to `outer_step`. digest: of theta at `outer_step` (see
+    `edit.fragments.digest.digest`).
 
-    fragments: those that this outer step exchanges (`edit.schedule.fragments_due`), in ascending fragment_id; theta of the
-    others stays.
+    fragments: those that this outer step exchanges (`edit.fragments.groups.fragments_due`), in ascending fragment_id; theta
+    of the others stays.
     """
 
     outer_step: int
@@ -124,7 +125,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """theta at a committed outer step: one flat fp32 tensor per fragment, in fragment order; at a rank, of its regions.
+    """theta at a committed outer step: one flat fp32 tensor per fragment, in fragment order; at a rank, of its shards.
 
     digest: of all of theta, at every rank.
     """
@@ -158,7 +159,7 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class NeedsSnapshot:
     """The run is further ahead than the kept updates reach, or the peer's digest is wrong: take a snapshot."""
 
     reason: str
@@ -178,4 +179,4 @@ class Finished:
     outer_step: int
 
 
-Outcome = Committed | Aborted | Behind | Evicted | Finished
+Outcome = Committed | Aborted | NeedsSnapshot | Evicted | Finished

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from edit.exits import run_command
+from edit.command_line import run_command
 
 __all__ = ["app", "main"]
 
@@ -44,7 +44,7 @@ def join(
 
     Example: edit-peer join edit1.eyJ2Ijox... --home my-peer
     """
-    from peers.enrolment import join as redeem
+    from peers.identity.enrolment import join as redeem
 
     identity = redeem(invitation, home, time.time())
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
@@ -93,7 +93,7 @@ def run(
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers run --home my-peer --data ~/books
     """
     from peers.daemon import PeerOptions, run_peer
-    from peers.faults import parse_faults
+    from peers.training.fault_injection import parse_faults
 
     _log_lines()
     run_peer(
@@ -132,7 +132,7 @@ def region(
 
     Example: edit-peer region --home europe-above --below europe-below
     """
-    from peers.region import run_region
+    from peers.regions.daemon import run_region
 
     _log_lines()
     run_region(home, below)
@@ -154,11 +154,11 @@ def alone(
 
     Example: edit-peer alone --run run.toml --data ~/books --steps 1500 --out lone
     """
-    from edit.config import RunConfig
-    from peers.alone import AlonePlan, train_alone
-    from peers.data import open_tokens, stream_seed
-    from peers.models import build
-    from peers.trainer import choose_device, use_threads
+    from edit.config.run import RunConfig
+    from peers.models.registry import build
+    from peers.training.alone import AlonePlan, train_alone
+    from peers.training.data import open_tokens, stream_seed
+    from peers.training.trainer import choose_device, use_threads
 
     config = RunConfig.from_toml(run)
     use_threads(threads)
@@ -179,7 +179,7 @@ def alone(
 
 def _log_lines() -> None:
     """Rank 0 speaks for its replica; the others only warn."""
-    from peers.environment import launched
+    from peers.training.torchrun import launched
 
     launch = launched()
     level, who = (logging.INFO, "") if launch.leads else (logging.WARNING, f"rank {launch.rank}: ")

@@ -17,25 +17,25 @@ from typing import TypeVar
 import torch
 
 from edit.errors import ConfigError
-from edit.ranks import Ranks
+from edit.replica.ranks import Ranks
 from editpb.identity import Identity
-from peers.bridge import Bridge, Interrupted
-from peers.collectives import Collectives, agreed_configuration
-from peers.dial import Dial
-from peers.environment import ALONE, Launch, launched
-from peers.grpc_collective import GrpcCollective
-from peers.home import Enrolled, Home
-from peers.metrics import Metrics
-from peers.options import PeerOptions
-from peers.replica import lay_out, process_group
-from peers.serving import SnapshotServer
-from peers.trainer import choose_device, use_threads
-from peers.training import Place, Training
+from peers.carriers.hub.all_aggregators import AllAggregators, agreed_configuration
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.snapshot_server import SnapshotServer
+from peers.carriers.io_thread import Interrupted, IoThread
+from peers.identity.peer_folder import Enrolled, Home
+from peers.training.loop import Place, Training
+from peers.training.metrics import Metrics
+from peers.training.options import PeerOptions
+from peers.training.sharding import lay_out, process_group
+from peers.training.torchrun import ALONE, Launch, launched
+from peers.training.trainer import choose_device, use_threads
 
 __all__ = ["PeerOptions", "attend", "leaving", "run_peer", "server_of", "stopping"]
 
 _log = logging.getLogger("peers")
-_Connected = TypeVar("_Connected", GrpcCollective, Collectives)
+_Connected = TypeVar("_Connected", HubCollective, AllAggregators)
 
 
 def run_peer(options: PeerOptions) -> None:
@@ -51,7 +51,7 @@ def run_peer(options: PeerOptions) -> None:
     use_threads(options.threads)
     server = server_of(options, enrolled, launch)
     with process_group(launch, device):
-        attend(options, Dial(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch, server)
+        attend(options, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch, server)
 
 
 def server_of(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> SnapshotServer | None:
@@ -70,7 +70,7 @@ def server_of(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> Snaps
 
 def attend(
     options: PeerOptions,
-    dial: Dial,
+    dial: Channels,
     identity: Identity,
     device: torch.device,
     launch: Launch = ALONE,
@@ -83,7 +83,7 @@ def attend(
     ranks = Ranks.world()
     ranks.same("the identity in --home", identity.uri)
     with (
-        Bridge() as bridge,
+        IoThread() as bridge,
         Metrics(options.metrics if ranks.leads else None) as metrics,
         stopping(bridge),
         _serving(bridge, server),
@@ -96,7 +96,7 @@ def attend(
             if server is not None and config.aggregators.addresses:
                 count = config.aggregators.count
                 raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
-            with leaving(Collectives(bridge, dial, identity, config, ranks)) as collectives:
+            with leaving(AllAggregators(bridge, dial, identity, config, ranks)) as collectives:
                 if server is not None:
                     collectives[0].serves(server)
                 if run_step > 0:
@@ -121,7 +121,7 @@ def leaving(collectives: _Connected) -> Iterator[_Connected]:
 
 
 @contextlib.contextmanager
-def _serving(bridge: Bridge, server: SnapshotServer | None) -> Iterator[None]:
+def _serving(bridge: IoThread, server: SnapshotServer | None) -> Iterator[None]:
     """Listens for those who read snapshots."""
     if server is None:
         yield
@@ -135,7 +135,7 @@ def _serving(bridge: Bridge, server: SnapshotServer | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stopping(bridge: Bridge) -> Iterator[None]:
+def stopping(bridge: IoThread) -> Iterator[None]:
     """The first signal ends waits and, after it, the loop; then the default action is back, so a second one kills."""
 
     def stop(number: int, _: object) -> None:

@@ -1,7 +1,7 @@
 """Codecs: how a flat fp32 vector becomes bytes.
 
-`codec(name)` finds one; `encode` and `decode` carry the name along; `cut` leaves a rank's region of an encoded fragment,
-`decode_region` reads that.
+`codec(name)` finds one; `encode` and `decode` carry the name along; `cut` leaves a rank's shard of an encoded fragment,
+`decode_shard` reads that.
 
 Owns: the registry. To add a codec: a file beside this one with a class that follows `Codec`, a line in `_CODECS`, and its value
 in proto/editpb/tensors.proto. Must not know: peers, residuals, rounds.
@@ -14,15 +14,15 @@ import sys
 import torch
 from torch import Tensor
 
-from edit.boxes import Region
 from edit.codecs.base import PIECE, Buffer, Codec
 from edit.codecs.blocks import covering_numel, gather
 from edit.codecs.floats import RawFloat
 from edit.codecs.int8 import BlockInt8
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["PIECE", "Buffer", "Codec", "codec", "codec_names", "cut", "cut_numel", "decode", "decode_region", "encode"]
+__all__ = ["PIECE", "Buffer", "Codec", "codec", "codec_names", "cut", "cut_numel", "decode", "decode_shard", "encode"]
 
 _CODECS: tuple[Codec, ...] = (
     RawFloat("fp32", torch.float32),
@@ -57,31 +57,31 @@ def decode(encoded: EncodedTensor) -> Tensor:
     return codec(encoded.codec).decode(encoded.data, encoded.numel)
 
 
-def cut(encoded: EncodedTensor, region: Region) -> EncodedTensor:
-    """The shortest run of blocks of an encoded fragment that covers the region; the whole region: `encoded` itself.
+def cut(encoded: EncodedTensor, shard: Shard) -> EncodedTensor:
+    """The shortest run of blocks of an encoded fragment that covers the shard; the whole shard: `encoded` itself.
 
-    Element-wise codecs: exactly the region, in its order. Same region, same bytes; they may share memory with `encoded`.
+    Element-wise codecs: exactly the shard, in its order. Same shard, same bytes; they may share memory with `encoded`.
     """
     known = codec(encoded.codec)
-    if (region.fragment.numel, known.encoded_size(encoded.numel)) != (encoded.numel, memoryview(encoded.data).nbytes):
-        raise LocalProtocolError(f"{encoded.numel} elements are not fragment {region.fragment.name} ({region.fragment.numel})")
-    if region.is_whole:
+    if (shard.fragment.numel, known.encoded_size(encoded.numel)) != (encoded.numel, memoryview(encoded.data).nbytes):
+        raise LocalProtocolError(f"{encoded.numel} elements are not fragment {shard.fragment.name} ({shard.fragment.numel})")
+    if shard.is_whole:
         return encoded
-    return EncodedTensor(known.name, cut_numel(known.name, region), known.cut(encoded.data, region))
+    return EncodedTensor(known.name, cut_numel(known.name, shard), known.cut(encoded.data, shard))
 
 
-def cut_numel(codec_name: str, region: Region) -> int:
+def cut_numel(codec_name: str, shard: Shard) -> int:
     """How many elements `cut` leaves of a fragment encoded by that codec."""
-    return covering_numel(region, codec(codec_name).granule)
+    return covering_numel(shard, codec(codec_name).granule)
 
 
-def decode_region(encoded: EncodedTensor, region: Region) -> Tensor:
-    """The region's vector out of what `cut` gave for it: fp32, shape [region.numel].
+def decode_shard(encoded: EncodedTensor, shard: Shard) -> Tensor:
+    """The region's vector out of what `cut` gave for it: fp32, shape [shard.numel].
 
     Raises RemoteProtocolError when that is not what was cut, or its bytes are not what they claim to be.
     """
     known = codec(encoded.codec)
-    if encoded.numel != (expected := cut_numel(encoded.codec, region)):
-        raise RemoteProtocolError(f"fragment {region.fragment.name}: {encoded.numel} elements instead of {expected}")
+    if encoded.numel != (expected := cut_numel(encoded.codec, shard)):
+        raise RemoteProtocolError(f"fragment {shard.fragment.name}: {encoded.numel} elements instead of {expected}")
     flat = known.decode(encoded.data, encoded.numel)
-    return flat if known.granule == 1 or region.is_whole else gather(region, flat, known.granule)
+    return flat if known.granule == 1 or shard.is_whole else gather(shard, flat, known.granule)

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from edit.boxes import Region
 from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.fragments.shards import Shard
 
 __all__ = ["PIECE", "Buffer", "Codec", "flat_fp32", "new_buffer", "view"]
 
@@ -49,10 +49,10 @@ class Codec(Protocol):
         """
         ...
 
-    def cut(self, data: Buffer, region: Region) -> memoryview:
-        """What encodes a region out of `data`, which encodes its fragment; may share `data`'s memory.
+    def cut(self, data: Buffer, shard: Shard) -> memoryview:
+        """What encodes a shard out of `data`, which encodes its fragment; may share `data`'s memory.
 
-        granule 1: exactly the region, in its own order. Else: all blocks that it touches, ascending (see
+        granule 1: exactly the shard, in its own order. Else: all blocks that it touches, ascending (see
         `edit.codecs.blocks`), which is again a vector in this format. The length of `data` has been checked.
         """
         ...

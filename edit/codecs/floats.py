@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.boxes import Region
 from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
+from edit.fragments.shards import Shard
 
 __all__ = ["RawFloat"]
 
@@ -47,12 +47,12 @@ class RawFloat(Codec):
             raw = view(data, self._dtype, min(PIECE, numel - start), start * size, spare)
             yield raw if self.lossless else scratch[: raw.numel()].copy_(raw)
 
-    def cut(self, data: Buffer, region: Region) -> memoryview:
+    def cut(self, data: Buffer, shard: Shard) -> memoryview:
         """The region's elements as they are."""
         size, source = self._dtype.itemsize, memoryview(data).cast("B")
-        if region.span is not None:
-            start, end = region.span
+        if shard.span is not None:
+            start, end = shard.span
             return source[start * size : end * size]
         spare = bytearray(source.nbytes if source.readonly else 0)
-        part = region.take(view(source, self._dtype, region.fragment.numel, 0, spare))
+        part = shard.take(view(source, self._dtype, shard.fragment.numel, 0, spare))
         return part.view(torch.uint8).numpy().data

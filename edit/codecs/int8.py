@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.boxes import Region
 from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
 from edit.codecs.blocks import covering
+from edit.fragments.shards import Shard
 
 __all__ = ["BLOCK", "BlockInt8"]
 
@@ -63,12 +63,12 @@ class BlockInt8(Codec):
             scratch[: rows * BLOCK].view(rows, BLOCK).mul_(scales.unsqueeze(1))
             yield scratch[:count]
 
-    def cut(self, data: Buffer, region: Region) -> memoryview:
-        """Scales and values of the blocks that the region touches."""
-        numel, source = region.fragment.numel, memoryview(data).cast("B")
+    def cut(self, data: Buffer, shard: Shard) -> memoryview:
+        """Scales and values of the blocks that the shard touches."""
+        numel, source = shard.fragment.numel, memoryview(data).cast("B")
         spare = bytearray(source.nbytes if source.readonly else 0)
         scales = view(source, torch.float32, _blocks(numel), 0, spare)
-        kept = covering(region, BLOCK)
+        kept = covering(shard, BLOCK)
         whole, short = kept[kept < numel // BLOCK], numel % BLOCK if bool((kept == numel // BLOCK).any()) else 0
         count = whole.numel() * BLOCK + short
         cut = new_buffer(self.encoded_size(count))

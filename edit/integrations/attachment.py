@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from edit.collective import Collective
 from edit.errors import ConfigError
-from edit.ranks import Ranks
-from edit.worker import EditWorker, WorkerConfig
+from edit.replica.ranks import Ranks
+from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["Attachment"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from edit.collective import Collective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
-from edit.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["EditCallback"]
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from edit.collective import Collective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
-from edit.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["EditCallback"]
 

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from edit.exits import run_command
+from edit.command_line import run_command
 from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.options import ChaosOptions
-from edit.lab.demo import run_demo
-from edit.lab.plan import DemoOptions
+from edit.lab.demo.demo import run_demo
+from edit.lab.demo.plan import DemoOptions
 from edit.lab.simulation.command import EXAMPLE, run_simulation
 
 __all__ = ["app", "main"]

@@ -11,10 +11,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from aggregator.authority import Authority
-from aggregator.state_folder import StateFolder
+from aggregator.security.authority import Authority
+from aggregator.storage.state_folder import StateFolder
 from edit.lab.link import Link, LinkShape
-from peers.enrolment import join
+from peers.identity.enrolment import join
 
 __all__ = ["join_behind_a_link"]
 

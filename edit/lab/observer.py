@@ -18,9 +18,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from edit.errors import ConfigError, RemoteProtocolError
-from edit.lab.board import Status
+from edit.fragments.schema import Schema
+from edit.lab.observations import Status
 from edit.records import Snapshot
-from edit.schema import Schema
 from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
 
 __all__ = ["Observer", "open_observer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edit.lab.board import Point
+from edit.lab.observations import Point
 
 __all__ = ["bytes_text", "duration_text", "resample", "sparkline"]
 

@@ -117,7 +117,7 @@ class Welcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., found: bool = ..., outer_step: _Optional[int] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "heal", "found", "reason", "inner_steps", "draining")
+    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "resync", "found", "reason", "inner_steps", "draining")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -127,7 +127,7 @@ class View(_message.Message):
     LAST_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LAST_REASON_FIELD_NUMBER: _ClassVar[int]
-    HEAL_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -141,12 +141,12 @@ class View(_message.Message):
     last_round_id: int
     last_committed: bool
     last_reason: str
-    heal: str
+    resync: str
     found: bool
     reason: str
     inner_steps: int
     draining: bool
-    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., heal: _Optional[str] = ..., found: bool = ..., reason: _Optional[str] = ..., inner_steps: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., resync: _Optional[str] = ..., found: bool = ..., reason: _Optional[str] = ..., inner_steps: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class Expel(_message.Message):
     __slots__ = ("evicted", "reason")

@@ -9,7 +9,13 @@ are cut to one printable line on the way out, and must be one on the way in. The
 
 from __future__ import annotations
 
-from editpb._control import (
+from editpb.chunks import (
+    CHUNK_BYTES,
+    Reassembly,
+    checked,
+    make_chunks,
+)
+from editpb.control_messages import (
     coordinator_message_from_pb,
     coordinator_message_to_pb,
     evict_request_from_pb,
@@ -26,7 +32,7 @@ from editpb._control import (
     welcome_from_pb,
     welcome_to_pb,
 )
-from editpb._data import (
+from editpb.data_messages import (
     commit_from_parts,
     contribution_header_from_pb,
     contribution_header_to_pb,
@@ -42,24 +48,18 @@ from editpb._data import (
     update_request_from_pb,
     update_request_to_pb,
 )
-from editpb._injection import (
+from editpb.injection_messages import (
     inject_header_from_pb,
     inject_header_to_pb,
     injection_state_from_pb,
     injection_state_to_pb,
 )
-from editpb._tensors import (
+from editpb.tensor_messages import (
     CODEC_IDS,
     codec_from_pb,
     codec_to_pb,
     schema_from_pb,
     schema_to_pb,
-)
-from editpb.chunks import (
-    CHUNK_BYTES,
-    Reassembly,
-    checked,
-    make_chunks,
 )
 
 __all__ = [

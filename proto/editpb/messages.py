@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from edit.boxes import Box, Region
-from edit.injection import Injected
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Box, Shard
+from edit.merging.injection import Injected
 from edit.records import FragmentCommit
-from edit.schema import Schema
 
 __all__ = [
     "PROTOCOL",
@@ -139,7 +139,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The run as it stands, whole. round_id: the open round or 0; heal: why this peer must take a snapshot, or empty.
+    """The run as it stands, whole. round_id: the open round or 0; resync: why this peer must take a snapshot, or empty.
 
     reason: why the run cannot go on as it stands, or empty; inner_steps: until this peer's next contribution, from its next
     phase on; 0: as configured; draining: the run ends with the open round.
@@ -154,7 +154,7 @@ class View:
     last_round_id: int = 0
     last_committed: bool = False
     last_reason: str = ""
-    heal: str = ""
+    resync: str = ""
     found: bool = False
     reason: str = ""
     inner_steps: int = 0
@@ -184,8 +184,8 @@ class ContributionKey:
 class ContributionHeader:
     """What a contribution is, or one rank's part of it. numel: of the payload; total_bytes: exactly what `codec` makes of it.
 
-    boxes: what of the fragment the payload holds (see `edit.boxes.Region`), None: all of it; attempt: grows with each
-    contribution of the replica and is equal at its ranks, as inner_steps and tokens are.
+    boxes: what of the fragment the payload holds (see `edit.fragments.shards.Shard`), None: all of it; attempt: grows with
+    each contribution of the replica and is equal at its ranks, as inner_steps and tokens are.
     """
 
     run_id: str
@@ -218,11 +218,11 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """The update to `outer_step`. regions: what this rank holds, one per fragment of the schema; None: everything."""
+    """The update to `outer_step`. shards: what this rank holds, one per fragment of the schema; None: everything."""
 
     run_id: str
     outer_step: int
-    regions: tuple[Region, ...] | None = None
+    shards: tuple[Shard, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,9 +294,9 @@ class FoundHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectHeader:
-    """An `edit.injection.Injection` without its bytes, which follow, fp32, one of `fragments` after the other.
+    """An `edit.merging.injection.Injection` without its bytes, which follow, fp32, one of `fragments` after the other.
 
-    digest: over the fragments that follow (`edit.outer.digest`).
+    digest: over the fragments that follow (`edit.fragments.digest.digest`).
     """
 
     run_id: str

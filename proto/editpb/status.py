@@ -61,7 +61,7 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
         EvictedError: grpc.StatusCode.PERMISSION_DENIED,
         TransportError: grpc.StatusCode.UNAVAILABLE,
         StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,  # a full disk may have room again later
-        ConfigError: grpc.StatusCode.INTERNAL,  # of the answering side; the caller can do nothing about it
+        ConfigError: grpc.StatusCode.INTERNAL,  # of the abort_on_error side; the caller can do nothing about it
         LocalProtocolError: grpc.StatusCode.INTERNAL,
         EditError: grpc.StatusCode.INTERNAL,
     }

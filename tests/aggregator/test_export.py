@@ -10,17 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from aggregator.authority import Authority
 from aggregator.cli import app
 from aggregator.export import export_pretrained
-from aggregator.state_folder import StateFolder
-from aggregator.store import Store
-from edit.config import ModelConfig
+from aggregator.security.authority import Authority
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import Store
+from edit.config.run import ModelConfig
 from edit.errors import ConfigError
-from edit.hf import build, configuration
-from edit.outer_state import OuterState
-from edit.pseudo_gradient import flatten
-from edit.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
+from edit.integrations.huggingface import build, configuration
+from edit.merging.outer_state import OuterState
+from edit.replica.flat import flatten
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,23 +17,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from aggregator.authority import Authority, Members, check_equipped
-from aggregator.certificates import key_pem, new_key
 from aggregator.cli import app
 from aggregator.export import export_parameters
-from aggregator.state_folder import StateFolder
-from aggregator.store import Store
-from edit.config import RunConfig
+from aggregator.security.authority import Authority, Members, check_equipped
+from aggregator.security.certificates import key_pem, new_key
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import Store
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, RefusedError
-from edit.outer import digest
-from edit.outer_state import OuterState
-from edit.partition import assign
-from edit.ranks import ALONE
-from edit.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.assignment import assign
+from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging.outer_state import OuterState
+from edit.replica.ranks import ALONE
 from editpb.identity import Identity, from_certificate
-from peers.bridge import Bridge
-from peers.collectives import agreed_configuration
-from peers.dial import Dial
+from peers.carriers.hub.all_aggregators import agreed_configuration
+from peers.carriers.hub.channels import Channels
+from peers.carriers.io_thread import IoThread
 from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
 from tests.support.served import SCHEMA, theta
 
@@ -157,8 +157,8 @@ def test_a_peer_cannot_pose_as_an_aggregator(coordinator: StateFolder) -> None:
     )
     server.start()
     try:
-        dial = Dial((f"127.0.0.1:{port}",), grpc.ssl_channel_credentials(ca, key_pem(key), pem))
-        with Bridge() as bridge, pytest.raises(RefusedError, match="does not name the address dialled"):
+        dial = Channels((f"127.0.0.1:{port}",), grpc.ssl_channel_credentials(ca, key_pem(key), pem))
+        with IoThread() as bridge, pytest.raises(RefusedError, match="does not name the address dialled"):
             agreed_configuration(bridge, dial, mallory, ALONE)
     finally:
         server.stop(None)
@@ -170,12 +170,12 @@ def test_a_peer_enters_only_when_all_aggregators_have_the_coordinators_settings(
 
     me = Identity(RUN_ID, "peer", "a")
     values = {"sync": {"every": 8}, "name": "test"}
-    with Bridge() as bridge, faked(RunConfig.from_mapping(values)) as second:
+    with IoThread() as bridge, faked(RunConfig.from_mapping(values)) as second:
         address = f"127.0.0.1:{second.port}"
         config = RunConfig.from_mapping({**values, "aggregators": {"addresses": [address]}})
         second.config = config
         with faked(config) as first:
-            dial = Dial((f"127.0.0.1:{first.port}",))
+            dial = Channels((f"127.0.0.1:{first.port}",))
             assert agreed_configuration(bridge, dial, me, ALONE) == (dataclasses.replace(config, server=RunConfig().server), 0)
             second.config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, every=16))
             with pytest.raises(
@@ -188,7 +188,7 @@ def test_a_peer_enters_only_when_all_aggregators_have_the_coordinators_settings(
 
 
 class TestExport:
-    """Parts of a model of five layers, founded at three aggregators."""
+    """ShardedFragment of a model of five layers, founded at three aggregators."""
 
     schema = Schema(
         tuple(

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from edit.codecs import encode
-from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError, RefusedError
+from edit.fragments.digest import digest
+from edit.fragments.schema import plan_fragments
 from edit.local import LocalCollective, LocalRun
-from edit.outer import digest
-from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished, Verdict
-from edit.schema import plan_fragments
-from edit.worker import EditWorker, WorkerConfig
+from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Verdict
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted_peer import flat
 from tests.support.trainee import Trainee, config
@@ -260,7 +260,7 @@ def test_beyond_the_kept_commits_a_peer_is_behind() -> None:
     _, (a,) = founded(["a"], storage=StorageConfig(keep_updates=1))
     contribute(a, 0)
     contribute(a, 1)
-    assert isinstance(a.outcome(0, block=True), Behind) and isinstance(a.outcome(1, block=True), Committed)
+    assert isinstance(a.outcome(0, block=True), NeedsSnapshot) and isinstance(a.outcome(1, block=True), Committed)
 
 
 def test_the_last_outer_step_is_finished() -> None:

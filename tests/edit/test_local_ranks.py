@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.boxes import Box, Region
-from edit.codecs import codec_names, cut, decode_region, encode
-from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
+from edit.codecs import codec_names, cut, decode_shard, encode
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError
+from edit.fragments.digest import digest
+from edit.fragments.groups import fragments_due
+from edit.fragments.schema import Schema, plan_fragments
+from edit.fragments.shards import Box, Shard
 from edit.local import LocalCollective, LocalRun
-from edit.outer import digest
-from edit.records import Aborted, Behind, Committed, Contribution, Evicted, Finished
-from edit.schedule import fragments_due
-from edit.schema import Schema, plan_fragments
+from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot
 from tests.support.layouts import rows, whole
 from tests.support.models import TinyTransformer
 
@@ -42,14 +42,12 @@ class Sharded:
 
     def __init__(self, run: LocalRun, peer_id: str, ranks: int, dimension: int = 0) -> None:
         layouts = [rows(fragment, ranks, dimension) for fragment in SCHEMA.fragments]
-        self.regions = [
-            [Region(fragment, layout[rank]) for fragment, layout in zip(SCHEMA.fragments, layouts, strict=True)]
+        self.shards = [
+            [Shard(fragment, layout[rank]) for fragment, layout in zip(SCHEMA.fragments, layouts, strict=True)]
             for rank in range(ranks)
         ]
         self.sides: list[LocalCollective] = [run.collective(peer_id) for _ in range(ranks)]
-        self.joined = [
-            side.join(SCHEMA, lambda: THETA, regions) for side, regions in zip(self.sides, self.regions, strict=True)
-        ]
+        self.joined = [side.join(SCHEMA, lambda: THETA, shards) for side, shards in zip(self.sides, self.shards, strict=True)]
         self.theta = [[part.clone() for part in snapshot.fragments] for snapshot in self.joined]
 
     def contribute(
@@ -57,11 +55,11 @@ class Sharded:
     ) -> None:
         for rank in ranks:
             for i in due:
-                region = self.regions[rank][i]
-                if region.numel:
-                    payload = encode("fp32", region.take(deltas[i]))
+                shard = self.shards[rank][i]
+                if shard.numel:
+                    payload = encode("fp32", shard.take(deltas[i]))
                     part = Contribution(
-                        outer_step=outer_step, fragment_id=i, inner_steps=work, tokens=1, payload=payload, boxes=region.boxes
+                        outer_step=outer_step, fragment_id=i, inner_steps=work, tokens=1, payload=payload, boxes=shard.boxes
                     )
                     self.sides[rank].contribute(part)
 
@@ -70,13 +68,13 @@ class Sharded:
 
     def apply(self, outer_step: int) -> None:
         """Every rank takes its part of the commit from `outer_step`."""
-        for side, regions, theta in zip(self.sides, self.regions, self.theta, strict=True):
+        for side, shards, theta in zip(self.sides, self.shards, self.theta, strict=True):
             outcome = side.outcome(outer_step, block=True)
             assert isinstance(outcome, Committed)
             for fragment in outcome.commit.fragments:
                 if fragment.payload is not None:
                     i = fragment.fragment_id
-                    theta[i] = theta[i] - decode_region(fragment.payload, regions[i])
+                    theta[i] = theta[i] - decode_shard(fragment.payload, shards[i])
 
 
 def random_deltas(seed: int) -> list[Tensor]:
@@ -113,9 +111,9 @@ def test_the_run_is_the_same_to_the_bit_however_its_replicas_are_sharded(down: s
             for peer in peers:
                 peer.apply(outer_step)
         for peer in peers:
-            for regions, theta in zip(peer.regions, peer.theta, strict=True):
+            for shards, theta in zip(peer.shards, peer.theta, strict=True):
                 for i in ALL:
-                    assert torch.equal(theta[i], regions[i].take(run.state.theta[i]))
+                    assert torch.equal(theta[i], shards[i].take(run.state.theta[i]))
         digests.add(run.state.digest)
     assert len(digests) == 1 and digests != {digest(THETA)}
 
@@ -167,11 +165,11 @@ def test_a_new_attempt_of_one_rank_takes_nothing_of_the_others_old_one() -> None
 def test_a_snapshot_is_of_the_ranks_regions_with_the_digest_of_the_whole() -> None:
     run, peer = one_peer()
     peer.everywhere(random_deltas(0), ALL, 0)
-    for side, regions in zip(peer.sides, peer.regions, strict=True):
+    for side, shards in zip(peer.sides, peer.shards, strict=True):
         snapshot = side.snapshot()
         assert (snapshot.outer_step, snapshot.digest) == (1, run.state.digest)
-        for region, part, theta in zip(regions, snapshot.fragments, run.state.theta, strict=True):
-            assert torch.equal(part, region.take(theta))
+        for shard, part, theta in zip(shards, snapshot.fragments, run.state.theta, strict=True):
+            assert torch.equal(part, shard.take(theta))
     assert all(torch.equal(a, b) for a, b in zip(peer.joined[0].fragments, peer.theta[0], strict=True))
 
 
@@ -186,12 +184,12 @@ def test_payloads_are_cut_to_each_ranks_regions_and_whole_without_any() -> None:
         )
     published = plain.outcome(0, block=True)
     assert isinstance(published, Committed)
-    for side, regions in zip(peer.sides, peer.regions, strict=True):
+    for side, shards in zip(peer.sides, peer.shards, strict=True):
         mine = side.outcome(0, block=True)
         assert isinstance(mine, Committed) and mine.commit.digest == published.commit.digest
         for ours, all_of_it in zip(mine.commit.fragments, published.commit.fragments, strict=True):
             assert ours.payload is not None and all_of_it.payload is not None
-            expected = cut(all_of_it.payload, regions[ours.fragment_id])
+            expected = cut(all_of_it.payload, shards[ours.fragment_id])
             assert (ours.payload.numel, bytes(ours.payload.data)) == (expected.numel, bytes(expected.data))
 
 
@@ -209,7 +207,7 @@ def test_every_rank_gets_the_same_final_answers() -> None:
     peer.everywhere(random_deltas(0), ALL, 0)
     peer.everywhere(random_deltas(1), ALL, 1)
     for side in peer.sides:
-        assert isinstance(side.outcome(0, block=True), Behind) and side.outcome(2, block=True) == Finished(2)
+        assert isinstance(side.outcome(0, block=True), NeedsSnapshot) and side.outcome(2, block=True) == Finished(2)
     run.evict("a", "misbehaved")
     assert [side.outcome(2, block=True) for side in peer.sides] == [Evicted("misbehaved")] * 2
 

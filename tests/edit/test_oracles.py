@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from edit import reference
-from edit.config import OuterConfig, PenaltyConfig, RunConfig
+from edit.config.run import OuterConfig, PenaltyConfig, RunConfig
 from edit.local import LocalRun
-from edit.pseudo_gradient import load_fragment
 from edit.records import Commit, Verdict
-from edit.worker import EditWorker, WorkerConfig
+from edit.replica.flat import load_fragment
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
 from tests.support.scripted_peer import flat
 from tests.support.trainee import DILOCO, Trainee, config

@@ -15,7 +15,6 @@ EXAMPLE = ROOT / "examples" / "bring_your_own_loop.py"
 PROMISED = [
     "Aborted",
     "AggregatorsConfig",
-    "Behind",
     "CodecConfig",
     "Collective",
     "Commit",
@@ -37,6 +36,7 @@ PROMISED = [
     "LocalRun",
     "MembershipConfig",
     "ModelConfig",
+    "NeedsSnapshot",
     "Outcome",
     "OuterConfig",
     "OuterState",

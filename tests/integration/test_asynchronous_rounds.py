@@ -13,14 +13,14 @@ import grpc
 import pytest
 import torch
 
-from aggregator.operator import status_as_json
-from aggregator.pacing import dylu_steps, fastest, impossible, too_slow
+from aggregator.control.pacing import dylu_steps, fastest, impossible, too_slow
+from aggregator.operator_client import status_as_json
 from aggregator.resources import Clock
-from aggregator.state_folder import StateFolder
-from aggregator.store import load_outer
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
 from edit.codecs import encode
-from edit.config import RoundsConfig, RunConfig
-from edit.outer import digest
+from edit.config.run import RoundsConfig, RunConfig
+from edit.fragments.digest import digest
 from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc, convert
 from editpb.chunks import make_chunks

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
+from edit.fragments.schema import Schema
 from edit.records import Commit, Contribution, Outcome, PeerVerdict, Snapshot, Verdict
-from edit.schema import Schema
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View
-from peers.bridge import Bridge
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
 from tests.support.running import address, running
 from tests.support.served import new_folder
 
@@ -69,7 +69,7 @@ class SlowLink:
     def peer_id(self) -> str:
         return self.inner.peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[object] | None = None) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[object] | None = None) -> Snapshot:
         self.last = len(schema.fragments) - 1
         return self.inner.join(schema, found, None)
 
@@ -162,11 +162,11 @@ def entered(collectives: dict[str, Collective], config: RunConfig) -> Iterator[d
 @contextmanager
 def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
     state, now = new_folder(folder / "run", toml=toml), [0.0]
-    with running(state, lambda: now[0]) as here, Bridge() as bridge, ExitStack() as stack:
-        carriers: dict[str, GrpcCollective] = {}
+    with running(state, lambda: now[0]) as here, IoThread() as bridge, ExitStack() as stack:
+        carriers: dict[str, HubCollective] = {}
         for name in NAMES:
-            dial = Dial([address(state)], here.run.credentials(name))
-            carriers[name] = GrpcCollective(bridge, dial, Identity(state.run_id, "peer", name))
+            dial = Channels([address(state)], here.run.credentials(name))
+            carriers[name] = HubCollective(bridge, dial, Identity(state.run_id, "peer", name))
             stack.callback(carriers[name].close)
 
         def told(what: Callable[[View], bool]) -> None:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import edit.reference as reference
-from aggregator.certificates import key_pem, new_key
-from aggregator.state_folder import StateFolder
+from aggregator.security.certificates import key_pem, new_key
+from aggregator.storage.state_folder import StateFolder
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
-from edit.ranks import Ranks
+from edit.replica.ranks import Ranks
 from editpb.identity import Identity
-from peers.bridge import Bridge
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
 from tests.support.running import address, running
 from tests.support.served import Served, new_folder
 from tests.support.world import spawn
@@ -86,10 +86,10 @@ def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
 
 
 def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
-    with running(folder) as here, Bridge() as bridge:
+    with running(folder) as here, IoThread() as bridge:
         collectives = {
-            name: GrpcCollective(
-                bridge, Dial([address(folder)], here.run.credentials(name)), Identity(folder.run_id, "peer", name)
+            name: HubCollective(
+                bridge, Channels([address(folder)], here.run.credentials(name)), Identity(folder.run_id, "peer", name)
             )
             for name in NAMES
         }
@@ -174,9 +174,9 @@ def rank_of_a_peer(rank: int, settings: Settings) -> None:
         for module in (network[0], network[2], network):
             fully_shard(module)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
-    dial = Dial([settings.endpoint], grpc.ssl_channel_credentials(*settings.pems))
-    with Bridge() as bridge:
-        collective = GrpcCollective(
+    dial = Channels([settings.endpoint], grpc.ssl_channel_credentials(*settings.pems))
+    with IoThread() as bridge:
+        collective = HubCollective(
             bridge, dial, Identity(settings.run_id, "peer", settings.name), ranks=ranks, lazy=settings.worker.mode == "forward"
         )
         try:

@@ -12,17 +12,17 @@ import grpc
 import pytest
 import torch
 
-from aggregator.authority import Authority
 from aggregator.export import export_parameters
-from aggregator.operator import status_as_json
-from aggregator.orders import Orders
+from aggregator.operator_client import status_as_json
+from aggregator.security.authority import Authority
 from aggregator.server import Coordinator
-from aggregator.store import load_outer
+from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.store import load_outer
 from edit.codecs import encode
 from edit.errors import ConfigError, StorageError
-from edit.outer import digest
+from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Verdict
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
 from editpb.messages import Expel, RunPhase
@@ -442,7 +442,7 @@ def test_damaged_orders_are_one_line_that_names_the_file_and_the_mend(tmp_path: 
     path = tmp_path / "orders.json"
     path.write_text(kept)
     with pytest.raises(StorageError, match=r"orders\.json: is damaged \(.*remove it, and pause or drain the run again"):
-        Orders(path)
+        OperatorFlags(path)
 
 
 def test_a_wrong_digest_is_healed(tmp_path: Path) -> None:
@@ -450,11 +450,11 @@ def test_a_wrong_digest_is_healed(tmp_path: Path) -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
             await found_run(a)
             await a.report(0, digest_="0" * 64)
-            view = await a.view(lambda v: v.heal != "")
-            assert view.heal.startswith("digest 000000000000")
+            view = await a.view(lambda v: v.resync != "")
+            assert view.resync.startswith("digest 000000000000")
             manifest = await a.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=a.run_id))
             await a.report(0, digest_=manifest.digest)
-            await a.view(lambda v: v.heal == "" and v.sequence >= view.sequence)
+            await a.view(lambda v: v.resync == "" and v.sequence >= view.sequence)
 
     asyncio.run(scenario())
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aggregator.store import load_outer
-from edit.injection import Injected
-from edit.outer import digest
+from aggregator.storage.store import load_outer
+from edit.fragments.digest import digest
+from edit.merging.injection import Injected
 from editpb import convert, data_pb2, data_pb2_grpc
 from editpb.chunks import make_chunks
 from editpb.messages import Hello, InjectHeader, InjectionState, View

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from aggregator.resources import Clock
-from aggregator.store import load_outer
-from edit.boxes import Box, Region
-from edit.codecs import decode_region
-from edit.outer import digest
+from aggregator.storage.store import load_outer
+from edit.codecs import decode_shard
+from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Box, Shard
 from edit.records import Commit, Verdict
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2, convert, data_pb2
 from editpb.messages import Expel, View
 from tests.support.served import (
@@ -90,10 +90,10 @@ async def advance(replicas: Sequence[Sequence[BarePeer]], step: int, due: Sequen
 def put_together(commits: Sequence[Commit], layout: Layout, fragment_id: int) -> Tensor:
     """The step of one fragment out of what each rank got of it."""
     whole = torch.full((SCHEMA.fragments[fragment_id].numel,), torch.nan)
-    for commit, regions in zip(commits, layout, strict=True):
+    for commit, shards in zip(commits, layout, strict=True):
         payload = next(f.payload for f in commit.fragments if f.fragment_id == fragment_id)
         assert payload is not None
-        regions[fragment_id].put(decode_region(payload, regions[fragment_id]), whole)
+        shards[fragment_id].put(decode_shard(payload, shards[fragment_id]), whole)
     return whole
 
 
@@ -121,7 +121,7 @@ def test_replicas_of_one_two_and_three_ranks_give_the_bits_that_whole_ones_give(
             before = theta(0, SCHEMA)
             everything = await a[0].fetch(1)
             for ranks, layout in zip(replicas, layouts, strict=True):
-                commits = [await peer.fetch(1, regions=regions) for peer, regions in zip(ranks, layout, strict=True)]
+                commits = [await peer.fetch(1, shards=shards) for peer, shards in zip(ranks, layout, strict=True)]
                 assert {commit.digest for commit in commits} == {everything.digest}
                 steps = [put_together(commits, layout, i) for i in ALL]
                 assert digest([t - s for t, s in zip(before, steps, strict=True)]) == everything.digest
@@ -142,8 +142,8 @@ def test_the_same_boxes_get_the_same_bytes_and_no_more_than_they_need(tmp_path: 
         async with served(new_folder(tmp_path / "run", toml=INT8)) as run, run.replica("a", 2, SCHEMA) as ranks:
             await enter([ranks])
             await advance([ranks], 0, ALL, [ROWS_2])
-            regions = ROWS_2[1]
-            commits = [await peer.fetch(1, regions=regions) for peer in ranks]
+            shards = ROWS_2[1]
+            commits = [await peer.fetch(1, shards=shards) for peer in ranks]
             one, other = ([(p.numel, bytes(p.data)) for f in c.fragments if (p := f.payload)] for c in commits)
             assert one == other
             assert [numel for numel, _ in one] == [33, 30, 601 - 256, 0], "whole blocks of 256; nothing of the last"
@@ -158,8 +158,8 @@ def test_a_rank_reads_its_region_of_a_snapshot_and_goes_on_where_it_broke(tmp_pa
             await enter([ranks])
             manifest = await ranks[1].data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=ranks[1].run_id))
             assert manifest.outer_step == 0
-            for peer, regions in zip(ranks, COLUMNS_2, strict=True):
-                for region in (each for each in regions if each.numel):
+            for peer, shards in zip(ranks, COLUMNS_2, strict=True):
+                for region in (each for each in shards if each.numel):
                     expected = region.take(theta(0, SCHEMA)[region.fragment.fragment_id]).numpy().tobytes()
                     assert await peer.snapshot_part(0, region) == expected
                     assert await peer.snapshot_part(0, region, offset=len(expected) - 4) == expected[-4:]
@@ -196,7 +196,7 @@ def test_parts_that_contradict_one_another_are_the_peers_fault(
             view = await enter([[b], a])
             await a[0].contribute_part(view.round_id, 0, ROWS_2[0][0], delta(1)[0])
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await a[1].contribute_part(view.round_id, 0, Region(SCHEMA.fragments[0], boxes), delta(1)[0], **changes)
+                await a[1].contribute_part(view.round_id, 0, Shard(SCHEMA.fragments[0], boxes), delta(1)[0], **changes)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in refused.value.details()
             await b.contribute(view.round_id, 0, delta(2))
@@ -269,8 +269,8 @@ def test_a_newer_attempt_replaces_what_is_not_whole_and_an_older_one_is_stale(tm
             part = (view.round_id, 0)
             await a[0].contribute_part(*part, ROWS_2[0][0], delta(1)[0], attempt=7)  # then the replica was killed
             await a[0].contribute_part(*part, ROWS_2[0][3], delta(1)[3], attempt=7)  # whole: it stays
-            for peer, regions in zip(a, COLUMNS_2, strict=True):  # and came back with another layout
-                await peer.contribute_part(*part, regions[0], delta(2)[0], attempt=8, tokens=99)
+            for peer, shards in zip(a, COLUMNS_2, strict=True):  # and came back with another layout
+                await peer.contribute_part(*part, shards[0], delta(2)[0], attempt=8, tokens=99)
             with pytest.raises(grpc.aio.AioRpcError) as stale:
                 await a[1].contribute_part(*part, ROWS_2[1][2], delta(1)[2], attempt=7)
                 await a[0].contribute_part(*part, ROWS_2[0][2], delta(2)[2], attempt=8)
@@ -325,7 +325,7 @@ def test_norms_and_verdicts_are_of_the_whole_replica(tmp_path: Path) -> None:
             await contribute_sharded(a, ROWS_2, view.round_id, 0, dict(enumerate(bad)))
             await b.contribute(view.round_id, 0, delta(2))
             await b.view(lambda v: v.outer_step == 1)
-            commit = await a[1].fetch(1, regions=ROWS_2[1])
+            commit = await a[1].fetch(1, shards=ROWS_2[1])
             verdicts = [fragment.verdict_of("a") for fragment in commit.fragments]
             assert [v.verdict for v in verdicts if v] == [Verdict.OK, Verdict.OK, Verdict.NONFINITE, Verdict.OK]
             assert verdicts[0] is not None and verdicts[0].norm == pytest.approx(float(delta(1)[0].norm()), rel=1e-6)
@@ -379,7 +379,7 @@ def test_a_replica_that_lost_a_rank_is_not_waited_for_until_rank_0_reports_again
             await contribute_sharded([a[0], again], ROWS_2, opened.round_id, 1, some(4))
             await b.contribute(opened.round_id, 1, delta(5))
             after = await again.view(lambda v: v.outer_step == 2)
-            commit = await again.fetch(2, regions=ROWS_2[1])
+            commit = await again.fetch(2, shards=ROWS_2[1])
             assert all(fragment.verdict_of("a") for fragment in commit.fragments)
             await again.hang_up()
 
@@ -457,7 +457,7 @@ def test_groups_advance_one_after_the_other_and_survive_a_kill_bit_for_bit(tmp_p
             ):
                 await enter([a, b], step)
                 if step:
-                    last = await a[1].fetch(step, due=DUE[(step - 1) % 2], regions=ROWS_2[1])
+                    last = await a[1].fetch(step, due=DUE[(step - 1) % 2], shards=ROWS_2[1])
                     assert last.digest == (await a[1].view()).digest, "the last update outlives the kill"
                 while step < 7:
                     await advance([a, b], step, DUE[step % 2], [ROWS_2, ROWS_3])
@@ -486,7 +486,7 @@ def test_a_fragment_that_is_not_due_is_refused_and_an_update_holds_its_group_onl
         ):
             view = await found_run(a)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await a.contribute_part(view.round_id, 0, Region(SCHEMA.fragments[1]), delta(1)[1])
+                await a.contribute_part(view.round_id, 0, Shard(SCHEMA.fragments[1]), delta(1)[1])
             assert "fragment 1 is not exchanged from outer step 0; 0, 2 are" in refused.value.details()
             await a.hang_up()
             await b.attend()

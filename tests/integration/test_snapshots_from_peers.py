@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from aggregator.authority import Authority
-from edit.boxes import Box, Region
-from edit.outer import combine, digest, fragment_hash
-from edit.replica import Outer
-from edit.schema import FragmentSpec, Schema, TensorSpec
+from aggregator.security.authority import Authority
+from edit.fragments.digest import combine, digest, fragment_hash
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Box, Shard
+from edit.replica.replica import Outer
 from editpb import convert, data_pb2, data_pb2_grpc
 from editpb.identity import Identity
 from editpb.messages import Serving, SnapshotRequest
-from editpb.shelf import KEPT_S
-from peers.data_plane import DataPlane
-from peers.dial import Dial, Traffic
-from peers.serving import MAX_PAST, MAX_READERS, SnapshotServer
+from editpb.snapshot_cache import KEPT_S
+from peers.carriers.hub.channels import Channels, Traffic
+from peers.carriers.hub.data_calls import DataPlane
+from peers.carriers.hub.snapshot_server import MAX_PAST, MAX_READERS, SnapshotServer
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served, theta
 
-WHOLE = [Region(fragment) for fragment in SCHEMA.fragments]
+WHOLE = [Shard(fragment) for fragment in SCHEMA.fragments]
 
 
 def outer(step: int, fragments: list[Tensor]) -> Outer:
@@ -49,7 +49,7 @@ async def serving(run: Served, peer_id: str, **options: object) -> AsyncIterator
 
 @asynccontextmanager
 async def reading(run: Served, peer_id: str) -> AsyncIterator[DataPlane]:
-    dial = Dial([run.coordinator.listen], run.credentials(peer_id))
+    dial = Channels([run.coordinator.listen], run.credentials(peer_id))
     data = DataPlane(dial, run.folder.run_id, Traffic(), lambda: 0.0)
     try:
         yield data
@@ -179,7 +179,7 @@ async def calling(
     place = server.offer(0)
     assert place is not None
     name = Identity(run.folder.run_id, "peer", "a").server_name
-    dial = Dial([run.coordinator.listen], run.credentials(reader, role, authority))
+    dial = Channels([run.coordinator.listen], run.credentials(reader, role, authority))
     async with dial.member(place.address, name) as channel:
         yield channel
 
@@ -287,8 +287,8 @@ def test_a_step_in_the_middle_of_being_read_stays_a_while_others_go_and_memory_i
 def test_parameters_in_the_middle_of_landing_are_not_served(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with alone(tmp_path / "run") as (run, server), calling(run, server, "b") as channel:
-            landing = outer(0, [theta(1)[0], theta()[1]])
-            server.show(SCHEMA, Outer(0, digest(theta()), landing.fragments, landing.hashes))
+            partial = outer(0, [theta(1)[0], theta()[1]])
+            server.show(SCHEMA, Outer(0, digest(theta()), partial.fragments, partial.hashes))
             got = await ask(channel, run_id=run.folder.run_id, fragment_id=0, **WANTED)
             assert got == theta()[0].numpy().tobytes()
 

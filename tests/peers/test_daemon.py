@@ -15,23 +15,23 @@ from typing import cast
 import pytest
 import torch
 
-from edit.config import RunConfig
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, EvictedError
+from edit.fragments.schema import plan_fragments
 from edit.records import Verdict
-from edit.schema import plan_fragments
-from edit.worker import EditWorker
+from edit.worker.worker import EditWorker
 from editpb.identity import Identity
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
-from peers.bridge import Interrupted
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import Interrupted
 from peers.daemon import PeerOptions, attend, run_peer, server_of
-from peers.dial import Dial
-from peers.environment import Launch
-from peers.faults import Fault, FaultInjector, parse_faults
-from peers.grpc_collective import GrpcCollective
-from peers.home import Enrolled
-from peers.metrics import Metrics
-from peers.models import build
-from peers.training import Training
+from peers.identity.peer_folder import Enrolled
+from peers.models.registry import build
+from peers.training.fault_injection import Fault, FaultInjector, parse_faults
+from peers.training.loop import Training
+from peers.training.metrics import Metrics
+from peers.training.torchrun import Launch
 from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
 
 H, ROUNDS = 5, 3
@@ -70,7 +70,7 @@ def train(fake: FakeCoordinator, folder: Path, **rest: object) -> None:
     text = folder / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)
     options = PeerOptions(home=folder, data=text, **rest)  # type: ignore[arg-type]
-    attend(options, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), CPU)
+    attend(options, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), CPU)
 
 
 def test_a_peer_trains_until_the_run_has_finished_and_says_goodbye(tmp_path: Path) -> None:
@@ -187,13 +187,13 @@ class TestCheckpoints:
     ) -> None:
         looks = iter(range(100))
 
-        def stop_before_the_eighth_step(_: GrpcCollective) -> None:
+        def stop_before_the_eighth_step(_: HubCollective) -> None:
             if next(looks) == 7:
                 raise Interrupted("asked to stop")
 
         with coordinator() as fake:
             with monkeypatch.context() as patch:
-                patch.setattr(GrpcCollective, "check", stop_before_the_eighth_step)
+                patch.setattr(HubCollective, "check", stop_before_the_eighth_step)
                 train(fake, tmp_path)
             with caplog.at_level(logging.INFO):
                 train(fake, tmp_path)

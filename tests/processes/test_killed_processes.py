@@ -60,8 +60,8 @@ def rounds(state: Path) -> list[dict[str, object]]:
 
 def outer(state: Path) -> dict[str, object]:
     """What the folder of a killed coordinator holds."""
-    from aggregator.state_folder import StateFolder
-    from aggregator.store import load_outer
+    from aggregator.storage.state_folder import StateFolder
+    from aggregator.storage.store import load_outer
 
     state_now = load_outer(StateFolder(state))
     return {"outer_step": state_now.outer_step, "digest": state_now.digest}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import aggregator.cli
-from edit.lab.plan import Settings
+from edit.lab.run_toml import Settings
 from tests.support.daemons import Daemon, Site, call, small
 
 STEPS = 3

@@ -9,9 +9,9 @@ import pytest
 
 import aggregator.cli
 import peers.cli
-from aggregator.state_folder import StateFolder
-from aggregator.store import load_outer
-from edit.lab.plan import Settings
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
+from edit.lab.run_toml import Settings
 from tests.support.daemons import Daemon, Site, call, small
 
 STEPS = 8

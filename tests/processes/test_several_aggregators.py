@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import aggregator.cli
-from aggregator.state_folder import StateFolder
-from aggregator.store import load_outer
-from edit.config import RunConfig
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
+from edit.config.run import RunConfig
 from edit.errors import RefusedError, TransportError
-from edit.lab.plan import Setting, Settings
-from peers.models import build
+from edit.lab.run_toml import Setting, Settings
+from peers.models.registry import build
 from tests.support.daemons import Daemon, Site, call, small
 
 STEPS = 40

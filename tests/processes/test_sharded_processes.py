@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edit.lab.plan import Settings
+from edit.lab.run_toml import Settings
 from tests.support.daemons import Site, small
 
 STEPS = 16

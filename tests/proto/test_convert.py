@@ -12,11 +12,11 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edit.boxes import Box, Region
 from edit.codecs import codec_names
 from edit.errors import RemoteProtocolError
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Box, Shard
 from edit.records import EncodedTensor
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2 as cpb
 from editpb import convert, limits
 from editpb import data_pb2 as dpb
@@ -186,7 +186,7 @@ def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodby
     [
         msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', found=True, outer_step=7),
         VIEW,
-        *(dataclasses.replace(VIEW, phase=phase, heal="digest differs", last_committed=True) for phase in msg.RunPhase),
+        *(dataclasses.replace(VIEW, phase=phase, resync="digest differs", last_committed=True) for phase in msg.RunPhase),
         msg.Expel(True, "key lost"),
     ],
 )
@@ -390,23 +390,23 @@ def test_a_commit_survives_as_manifest_and_bytes() -> None:
             convert.commit_from_parts(manifest, wrong)
 
 
-def held(*parts: tuple[Box, ...] | None) -> tuple[Region, ...]:
-    return tuple(Region(fragment, boxes) for fragment, boxes in zip(SCHEMA.fragments, parts, strict=True))
+def held(*parts: tuple[Box, ...] | None) -> tuple[Shard, ...]:
+    return tuple(Shard(fragment, boxes) for fragment, boxes in zip(SCHEMA.fragments, parts, strict=True))
 
 
 def test_the_update_of_some_fragments_cut_to_what_a_rank_holds_survives() -> None:
-    regions = held((Box(0, (1, 0), (2, 3)),), ())
+    shards = held((Box(0, (1, 0), (2, 3)),), ())
     both = commit()
     cut = EncodedTensor("bf16", 6, bytes(range(6, 18)))
     nothing = dataclasses.replace(both.fragments[1], payload=EncodedTensor("int8", 0, b""))
     sent = dataclasses.replace(both, fragments=(dataclasses.replace(both.fragments[0], payload=cut), nothing))
     message = convert.update_manifest_to_pb(sent)
-    manifest = convert.update_manifest_from_pb(message, SCHEMA, 4, regions=regions)
+    manifest = convert.update_manifest_from_pb(message, SCHEMA, 4, shards=shards)
     assert [part.total_bytes for part in manifest.fragments] == [12, 0]
     assert convert.commit_from_parts(manifest, [cut.data, None]) == sent, "None: nothing was sent, which is no rollback"
     assert "6 were announced" in expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4), message)
     other = held((Box(0, (1, 0), (1, 3)),), ())
-    reason = expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4, regions=other), message)
+    reason = expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4, shards=other), message)
     assert reason == "fragment embed has 3 elements in those boxes, 6 were announced"
     second = convert.update_manifest_to_pb(dataclasses.replace(both, fragments=both.fragments[1:]))
     assert convert.update_manifest_from_pb(second, SCHEMA, 4, due=(1,)).fragments[0].commit == both.fragments[1]
@@ -415,13 +415,13 @@ def test_the_update_of_some_fragments_cut_to_what_a_rank_holds_survives() -> Non
 
 
 def test_what_a_rank_holds_survives_in_a_request_for_an_update() -> None:
-    regions = held(None, (Box(0, (1, 0), (1, 2)),))
-    sent = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, regions))
+    shards = held(None, (Box(0, (1, 0), (1, 2)),))
+    sent = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, shards))
     received = convert.update_request_from_pb(parse(dpb.UpdateRequest, sent.SerializeToString()), SCHEMA)  # type: ignore[arg-type]
-    assert received.regions is not None
-    assert [region.boxes for region in received.regions] == [region.boxes for region in regions]
+    assert received.shards is not None
+    assert [shard.boxes for shard in received.shards] == [shard.boxes for shard in shards]
     nothing = convert.update_request_from_pb(convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, ()))), SCHEMA)
-    assert nothing.regions is not None and [region.numel for region in nothing.regions] == [15, 0]
+    assert nothing.shards is not None and [shard.numel for shard in nothing.shards] == [15, 0]
     everything = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, None)))
     assert convert.update_request_from_pb(everything, SCHEMA) == msg.UpdateRequest(RUN, 4)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from edit.errors import RemoteProtocolError
-from edit.injection import Injected
+from edit.merging.injection import Injected
 from editpb import convert
 from editpb import data_pb2 as dpb
 from editpb.messages import InjectHeader, InjectionState, RunPhase

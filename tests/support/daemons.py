@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import aggregator.cli
 import peers.cli
 from edit.lab.link import Link, LinkShape
-from edit.lab.plan import Setting, Settings, to_toml
+from edit.lab.run_toml import Setting, Settings, to_toml
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL: Settings = {

@@ -15,12 +15,12 @@ from types import TracebackType
 import grpc
 from torch import Tensor
 
-from edit.boxes import Region, partition_fault
-from edit.config import RunConfig
-from edit.merge import Part, measure, whole_norm
-from edit.outer_state import Measured, OuterState
+from edit.config.run import RunConfig
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Shard, partition_fault
+from edit.merging.merge import Part, measure, whole_norm
+from edit.merging.outer_state import Measured, OuterState
 from edit.records import Commit, EncodedTensor
-from edit.schema import Schema
 from editpb import control_pb2_grpc, data_pb2_grpc
 from editpb.messages import (
     ContributionHeader,
@@ -30,7 +30,7 @@ from editpb.messages import (
     RunPhase,
     View,
 )
-from peers.bridge import Bridge
+from peers.carriers.io_thread import IoThread
 from tests.support.fake_control import RUN_ID, FakeControl
 from tests.support.fake_data import FakeData, Slot
 
@@ -44,7 +44,7 @@ class FakeCoordinator:
     """Context manager. `script`: called under the lock, on the loop, when a peer has delivered every fragment of a round."""
 
     def __init__(self, config: RunConfig, schema: Schema, theta: Sequence[Tensor] | None, *, peer_id: str = "a") -> None:
-        self.bridge = Bridge("fake-coordinator")
+        self.bridge = IoThread("fake-coordinator")
         self.config = config
         self.schema = schema
         self.peer_id = peer_id
@@ -73,9 +73,9 @@ class FakeCoordinator:
         self.damage_updates = 0
         self.damage_snapshots = 0
         self.lose_snapshots = 0
-        self.refuse_update: Callable[[Sequence[Region] | None], tuple[grpc.StatusCode, str] | None] = lambda regions: None
+        self.refuse_update: Callable[[Sequence[Shard] | None], tuple[grpc.StatusCode, str] | None] = lambda shards: None
         self.broken_gates: set[int] = set()
-        self.asked_for: list[Sequence[Region] | None] = []  # in FetchUpdate
+        self.asked_for: list[Sequence[Shard] | None] = []  # in FetchUpdate
         self._gates: dict[int, asyncio.Event] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.port = 0
@@ -211,13 +211,13 @@ class FakeCoordinator:
         for event in self._changed:
             event.set()
 
-    def _parts(self, round_id: int, fragment_id: int) -> list[tuple[ContributionHeader, Region, EncodedTensor]]:
+    def _parts(self, round_id: int, fragment_id: int) -> list[tuple[ContributionHeader, Shard, EncodedTensor]]:
         """By rank, of the newest attempt."""
         fragment = self.schema.fragments[fragment_id]
         slots = [slot for slot in sorted(self.headers) if slot[:2] == (round_id, fragment_id)]
         newest = max((self.headers[slot].attempt for slot in slots), default=0)
         return [
-            (header, Region(fragment, header.boxes), EncodedTensor(header.codec, header.numel, self.received[slot]))
+            (header, Shard(fragment, header.boxes), EncodedTensor(header.codec, header.numel, self.received[slot]))
             for slot in slots
             if (header := self.headers[slot]).attempt == newest
         ]
@@ -230,7 +230,7 @@ class FakeCoordinator:
             inner_steps=header.inner_steps,
             tokens=header.tokens,
             norm=whole_norm(measure(payload) for _, _, payload in parts),
-            payload=tuple(Part(region, payload) for _, region, payload in parts),
+            payload=tuple(Part(shard, payload) for _, shard, payload in parts),
         )
 
     async def _start(self) -> int:
@@ -251,6 +251,6 @@ class FakeCoordinator:
         """Whether every due fragment of a round is in, all parts of one attempt."""
         assert self.state is not None
         return all(
-            partition_fault(self.schema.fragments[i], [region.boxes for _, region, _ in self._parts(round_id, i)]) is None
+            partition_fault(self.schema.fragments[i], [shard.boxes for _, shard, _ in self._parts(round_id, i)]) is None
             for i in self.state.due
         )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import grpc
 import torch
 
-from edit.boxes import Region
 from edit.codecs import cut
-from edit.outer import digest, fragment_hash
-from edit.outer_state import OuterState
+from edit.fragments.digest import digest, fragment_hash
+from edit.fragments.shards import Shard
+from edit.merging.outer_state import OuterState
 from edit.records import Commit
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.convert import (
@@ -91,14 +91,14 @@ class FakeData(data_pb2_grpc.DataServicer):
     ) -> AsyncIterator[data_pb2.UpdatePart]:
         fake = self._fake
         fake.calls["FetchUpdate"] += 1
-        commit, regions = fake.updates.get(request.outer_step), update_request_from_pb(request, fake.schema).regions
+        commit, shards = fake.updates.get(request.outer_step), update_request_from_pb(request, fake.schema).shards
         if commit is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
             return
-        if (refusal := fake.refuse_update(regions)) is not None:
+        if (refusal := fake.refuse_update(shards)) is not None:
             await context.abort(*refusal)
-        commit = _cut(commit, regions) if regions is not None else commit
-        fake.asked_for.append(regions)
+        commit = _cut(commit, shards) if shards is not None else commit
+        fake.asked_for.append(shards)
         yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
         for fragment in commit.fragments:
             if await fake.gate(fragment.fragment_id):
@@ -136,7 +136,7 @@ class FakeData(data_pb2_grpc.DataServicer):
         assert fake.state is not None
         sent, limit = 0, fake.break_snapshot_after.pop(0) if fake.break_snapshot_after else None
         wanted = snapshot_request_from_pb(request, fake.schema)
-        part = Region(fake.schema.fragments[wanted.fragment_id], wanted.boxes).take(fake.state.theta[wanted.fragment_id])
+        part = Shard(fake.schema.fragments[wanted.fragment_id], wanted.boxes).take(fake.state.theta[wanted.fragment_id])
         for chunk in make_chunks(part.numpy().data, 1024, start=wanted.offset):
             if limit is not None and sent >= limit:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
@@ -166,11 +166,11 @@ class FakeData(data_pb2_grpc.DataServicer):
         fake.change_view(phase=RunPhase.GATHERING, digest=fake.state.digest, found=False)
 
 
-def _cut(commit: Commit, regions: Sequence[Region]) -> Commit:
+def _cut(commit: Commit, shards: Sequence[Shard]) -> Commit:
     return dataclasses.replace(
         commit,
         fragments=tuple(
-            dataclasses.replace(part, payload=part.payload and cut(part.payload, regions[part.fragment_id]))
+            dataclasses.replace(part, payload=part.payload and cut(part.payload, shards[part.fragment_id]))
             for part in commit.fragments
         ),
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import grpc
 from torch import Tensor
 
-from edit.boxes import Region
-from edit.schema import Schema
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.convert import make_chunks, snapshot_request_from_pb
 from editpb.messages import Donor, Serving, SnapshotRequest
@@ -94,7 +94,7 @@ class FakeDonor(data_pb2_grpc.DataServicer):
     ) -> AsyncIterator[tensors_pb2.Chunk]:
         wanted = snapshot_request_from_pb(request, self.schema)
         self.asked.append((wanted.fragment_id, wanted.offset, wanted.ticket))
-        part = Region(self.schema.fragments[wanted.fragment_id], wanted.boxes).take(self.theta[wanted.fragment_id])
+        part = Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes).take(self.theta[wanted.fragment_id])
         try:
             async for chunk in self.answer(wanted, part.numpy().tobytes()):
                 yield chunk

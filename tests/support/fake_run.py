@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from edit.codecs import encode
-from edit.config import RunConfig
-from edit.outer import digest
+from edit.config.run import RunConfig
+from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Contribution, Outcome
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState, RunPhase
-from peers.bridge import Bridge
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
 from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
 
 HEARTBEAT_S = 0.05
@@ -55,11 +55,11 @@ def vectors(sizes: Sequence[int], seed: int) -> list[Tensor]:
 class Peer:
     """A peer without a model: it contributes vectors and asks."""
 
-    def __init__(self, bridge: Bridge, fake: FakeCoordinator, lazy: bool = False) -> None:
+    def __init__(self, bridge: IoThread, fake: FakeCoordinator, lazy: bool = False) -> None:
         self.bridge = bridge
         self.schema = fake.schema
-        self.collective = GrpcCollective(
-            bridge, Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, draw=lambda: 0.0
+        self.collective = HubCollective(
+            bridge, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, draw=lambda: 0.0
         )
 
     def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
@@ -94,7 +94,7 @@ def run_of(
     theta = vectors(sizes, seed=0)
     with (
         FakeCoordinator(config(groups, max_staleness), schema_of(sizes), theta if founded else None) as fake,
-        Bridge() as bridge,
+        IoThread() as bridge,
     ):
         peer = Peer(bridge, fake, lazy)
         try:

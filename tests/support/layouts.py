@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edit.boxes import Box
-from edit.schema import FragmentSpec, TensorSpec
+from edit.fragments.schema import FragmentSpec, TensorSpec
+from edit.fragments.shards import Box
 
 
 def fragment(*shapes: tuple[int, ...]) -> FragmentSpec:

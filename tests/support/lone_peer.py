@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from edit import LocalRun, OuterConfig, RunConfig
-from edit.config import CodecConfig, PenaltyConfig, SyncConfig
+from edit.config.run import CodecConfig, PenaltyConfig, SyncConfig
 from edit.records import Contribution
 
 EVERY = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from edit.config import RunConfig, SyncConfig
+from edit.config.run import RunConfig, SyncConfig
 from edit.local import LocalRun
-from edit.region import Below, RegionalPeer, Sent
-from edit.worker import EditWorker, WorkerConfig
+from edit.regional_peer import Below, RegionalPeer, Sent
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.trainee import config
 

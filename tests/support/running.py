@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from aggregator.engine import Engine
+from aggregator.control.run import Run
 from aggregator.resources import Clock
-from aggregator.state_folder import StateFolder
+from aggregator.storage.state_folder import StateFolder
 from tests.support.served import Served, served
 
 WAIT_S = 30.0
@@ -25,10 +25,10 @@ class Running:
     loop: asyncio.AbstractEventLoop
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Run:
         return self.run.coordinator.engine
 
-    def tell(self, order: Callable[[Engine], None]) -> None:
+    def tell(self, order: Callable[[Run], None]) -> None:
         """Let the engine do this, on its own thread; returns when it is done."""
         done: Future[None] = Future()
 
@@ -39,7 +39,7 @@ class Running:
         self.loop.call_soon_threadsafe(obey)
         done.result(timeout=WAIT_S)
 
-    def await_(self, look: Callable[[Engine], object]) -> None:
+    def await_(self, look: Callable[[Run], object]) -> None:
         """Wait until `look` is true, as the engine's own thread sees it."""
 
         async def seen() -> bool:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from edit.boxes import Region
 from edit.codecs import decode, encode
 from edit.errors import TransportError
-from edit.outer import digest
+from edit.fragments.digest import digest
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Shard
 from edit.records import Commit, Committed, Contribution, FragmentCommit, Outcome, PeerVerdict, Snapshot, Verdict
-from edit.schema import Schema
 
 ME = "me"
 
@@ -83,7 +83,7 @@ class ScriptedCollective:
             attempts[-1].append(contribution)
         return attempts
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], regions: Sequence[Region] | None = None) -> Snapshot:
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         self.schema = schema
         if self.theta is None:
             self.theta = snapshot_of(0, found())

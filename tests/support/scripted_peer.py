@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from edit.records import Snapshot, Verdict
-from edit.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps
 

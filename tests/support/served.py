@@ -17,17 +17,17 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from torch import Tensor
 
-from aggregator.authority import Authority
-from aggregator.certificates import key_pem, new_key
-from aggregator.journal import Disk
 from aggregator.resources import Clock
+from aggregator.security.authority import Authority
+from aggregator.security.certificates import key_pem, new_key
 from aggregator.server import Coordinator
-from aggregator.state_folder import StateFolder
-from edit.boxes import Box, Region
+from aggregator.storage.journal import Disk
+from aggregator.storage.state_folder import StateFolder
 from edit.codecs import encode
-from edit.outer import digest
+from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Box, Shard
 from edit.records import Commit
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2_grpc, convert, data_pb2, data_pb2_grpc
 from editpb.chunks import make_chunks
 from editpb.identity import Identity
@@ -76,7 +76,7 @@ SCHEMA = Schema(
     )
 )
 WAIT_S = 30.0
-Layout = Sequence[Sequence[Region]]  # by rank, by fragment: what each rank owns
+Layout = Sequence[Sequence[Shard]]  # by rank, by fragment: what each rank owns
 
 
 def theta(seed: int = 0, schema: Schema = SCHEMA) -> list[Tensor]:
@@ -98,7 +98,7 @@ def sharded(schema: Schema, ranks: int, dimension: int) -> Layout:
         return Box(i, offsets, tuple(end - start if d == axis else n for d, n in enumerate(shape))) if end > start else None
 
     return [
-        [Region(f, [b for i, t in enumerate(f.tensors) if (b := box(i, t.shape, rank))]) for f in schema.fragments]
+        [Shard(f, [b for i, t in enumerate(f.tensors) if (b := box(i, t.shape, rank))]) for f in schema.fragments]
         for rank in range(ranks)
     ]
 
@@ -306,36 +306,36 @@ class BarePeer:
             await self.send(self.header(round_id, outer_step, i, len(data)), make_chunks(data, 512))
 
     async def contribute_part(
-        self, round_id: int, outer_step: int, region: Region, delta: Tensor, **changes: object
+        self, round_id: int, outer_step: int, shard: Shard, delta: Tensor, **changes: object
     ) -> data_pb2.ContributionReceipt:
-        """This rank's region of a fragment's `delta`."""
-        data = bytes(encode("fp32", region.take(delta)).data)
-        values: dict[str, object] = {"boxes": None if region.is_whole else region.boxes, "numel": region.numel, **changes}
-        header = self.header(round_id, outer_step, region.fragment.fragment_id, len(data), values)
+        """This rank's shard of a fragment's `delta`."""
+        data = bytes(encode("fp32", shard.take(delta)).data)
+        values: dict[str, object] = {"boxes": None if shard.is_whole else shard.boxes, "numel": shard.numel, **changes}
+        header = self.header(round_id, outer_step, shard.fragment.fragment_id, len(data), values)
         return await self.send(header, make_chunks(data, 512))
 
     async def fetch(
-        self, outer_step: int, *, due: Sequence[int] | None = None, regions: Sequence[Region] | None = None
+        self, outer_step: int, *, due: Sequence[int] | None = None, shards: Sequence[Shard] | None = None
     ) -> Commit:
-        """The update, or what of it concerns `regions`; due: the fragments that it must consist of."""
-        wanted = UpdateRequest(self.run_id, outer_step, None if regions is None else tuple(regions))
+        """The update, or what of it concerns `shards`; due: the fragments that it must consist of."""
+        wanted = UpdateRequest(self.run_id, outer_step, None if shards is None else tuple(shards))
         manifest, parts = None, {}
         async for part in self.data.FetchUpdate(convert.update_request_to_pb(wanted)):
             if part.WhichOneof("kind") == "manifest":
-                manifest = convert.update_manifest_from_pb(part.manifest, self.schema, outer_step, due=due, regions=regions)
+                manifest = convert.update_manifest_from_pb(part.manifest, self.schema, outer_step, due=due, shards=shards)
             else:
                 parts.setdefault(part.chunk.fragment_id, bytearray()).extend(part.chunk.chunk.data)
         assert manifest is not None
         return convert.commit_from_parts(manifest, [parts.get(f.commit.fragment_id) for f in manifest.fragments])
 
-    async def snapshot_part(self, outer_step: int, region: Region, offset: int = 0) -> bytes:
-        """The fp32 bytes of a region of theta, from `offset` on."""
+    async def snapshot_part(self, outer_step: int, shard: Shard, offset: int = 0) -> bytes:
+        """The fp32 bytes of a shard of theta, from `offset` on."""
         wanted = SnapshotRequest(
             run_id=self.run_id,
             outer_step=outer_step,
-            fragment_id=region.fragment.fragment_id,
+            fragment_id=shard.fragment.fragment_id,
             offset=offset,
-            boxes=None if region.is_whole else region.boxes,
+            boxes=None if shard.is_whole else shard.boxes,
         )
         chunks = [chunk async for chunk in self.data.FetchSnapshot(convert.snapshot_request_to_pb(wanted))]
         assert [chunk.offset for chunk in chunks][:1] in ([], [offset])
@@ -346,10 +346,10 @@ async def contribute_sharded(
     ranks: Sequence[BarePeer], layout: Layout, round_id: int, outer_step: int, deltas: Mapping[int, Tensor], attempt: int = 0
 ) -> None:
     """Every rank sends what it owns of the fragments in `deltas` (by fragment_id); who owns nothing of one sends nothing."""
-    for peer, regions in zip(ranks, layout, strict=True):
+    for peer, shards in zip(ranks, layout, strict=True):
         for fragment_id, delta in deltas.items():
-            if regions[fragment_id].numel:
-                await peer.contribute_part(round_id, outer_step, regions[fragment_id], delta, attempt=attempt)
+            if shards[fragment_id].numel:
+                await peer.contribute_part(round_id, outer_step, shards[fragment_id], delta, attempt=attempt)
 
 
 async def found_run(peer: BarePeer, seed: int = 0) -> View:

@@ -1,4 +1,4 @@
-"""The ranks of a replica as threads of one process: the calls of `edit.ranks.Ranks`, over a barrier instead of gloo."""
+"""The ranks of a replica as threads of one process: the calls of `edit.replica.ranks.Ranks`, over a barrier instead of gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from edit.errors import ConfigError
-from edit.ranks import Ranks
+from edit.replica.ranks import Ranks
 
 _T = TypeVar("_T")
 PATIENCE_S = 30.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from edit.config import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
 from edit.local import LocalRun
-from edit.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 
 EXACT = CodecConfig(up="fp32", down="fp32")

@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from edit.boxes import Box, Region
 from edit.codecs import encode
-from edit.ranks import Ranks
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Box, Shard
 from edit.records import Contribution, Snapshot
-from edit.schema import FragmentSpec, Schema, TensorSpec
+from edit.replica.ranks import Ranks
 from editpb.identity import Identity
-from peers.bridge import Bridge
-from peers.dial import Dial
-from peers.grpc_collective import GrpcCollective
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
 from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
 from tests.support.fake_run import config, vectors
 from tests.support.thread_ranks import at_every_rank
@@ -34,33 +34,33 @@ SCHEMA = Schema(
 T = TypeVar("T")
 
 
-def regions(rank: int) -> list[Region]:
+def shards(rank: int) -> list[Shard]:
     def boxes(rows: int) -> list[Box]:
         split = -(-rows // 2)
         first, last = ((0, split), (split, rows))[rank]
         return [Box(0, (first, 0), (last - first, COLUMNS))] if last > first else []
 
-    return [Region(fragment, boxes(rows)) for fragment, rows in zip(SCHEMA.fragments, ROWS, strict=True)]
+    return [Shard(fragment, boxes(rows)) for fragment, rows in zip(SCHEMA.fragments, ROWS, strict=True)]
 
 
 @dataclass
 class Rank:
     ranks: Ranks
-    bridge: Bridge
-    collective: GrpcCollective
-    regions: Sequence[Region]
+    bridge: IoThread
+    collective: HubCollective
+    shards: Sequence[Shard]
     gate: threading.Barrier
 
     def join(self) -> Snapshot:
-        return self.collective.join(SCHEMA, lambda: vectors(SIZES, 0), self.regions)
+        return self.collective.join(SCHEMA, lambda: vectors(SIZES, 0), self.shards)
 
     def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
-        for i, region in enumerate(self.regions):
-            if region.numel:
-                payload = encode("fp32", region.take(deltas[i]))
+        for i, shard in enumerate(self.shards):
+            if shard.numel:
+                payload = encode("fp32", shard.take(deltas[i]))
                 self.collective.contribute(
                     Contribution(
-                        outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload, boxes=region.boxes
+                        outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload, boxes=shard.boxes
                     )
                 )
 
@@ -89,10 +89,10 @@ def with_two_ranks(
     with FakeCoordinator(config(max_staleness=max_staleness), SCHEMA, vectors(SIZES, 0) if founded else None) as fake:
 
         def one(ranks: Ranks) -> T:
-            with Bridge() as bridge:
-                dial, identity = Dial([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
-                collective = GrpcCollective(bridge, dial, identity, ranks=ranks, lazy=lazy, draw=lambda: 0.0)
-                rank = Rank(ranks, bridge, collective, regions(ranks.rank), gate)
+            with IoThread() as bridge:
+                dial, identity = Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
+                collective = HubCollective(bridge, dial, identity, ranks=ranks, lazy=lazy, draw=lambda: 0.0)
+                rank = Rank(ranks, bridge, collective, shards(ranks.rank), gate)
                 try:
                     if join:
                         rank.join()

@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from edit.codecs import codec
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
-from edit.schema import FragmentSpec, Schema, TensorSpec
 from editpb import messages as msg
 
 __all__ = ["DIGEST", "RUN", "SCHEMA", "commit", "header", "messages"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from edit.errors import ConfigError
+from edit.lab.programs import COORDINATOR
 
-__all__ = ["COORDINATOR", "Fault", "Kind", "draw_schedule", "kinds_for"]
+__all__ = ["Fault", "Kind", "draw_schedule", "kinds_for"]
 
-COORDINATOR = "coordinator"
 _SETTLE_S = 4.0  # between two faults of one target: it came back, now it must have had a chance
 _LONGEST_GAP = 4.0  # times the mean
 _RATES = (128e3, 256e3, 1e6)  # bits per second

@@ -13,12 +13,13 @@ from heapq import heappop, heappush
 from typing import NoReturn
 
 from edit.errors import EditError, StorageError
-from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
+from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.history import Blow, History, Memory
 from edit.lab.chaos.invariants import Violation, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.chaos.site import Site
 from edit.lab.observer import Observer, open_observer
+from edit.lab.programs import COORDINATOR
 from edit.lab.tail import JsonLines
 
 __all__ = ["Broken", "Chaos", "Report"]

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
+from edit.lab.chaos.faults import Fault, Kind
+from edit.lab.programs import COORDINATOR
 
 __all__ = ["Blow", "Claim", "Commit", "History", "Memory", "Recovered"]
 

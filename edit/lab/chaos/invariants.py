@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from edit.lab.chaos.faults import COORDINATOR, Kind
+from edit.lab.chaos.faults import Kind
 from edit.lab.chaos.history import Blow, Claim, Commit, History
+from edit.lab.programs import COORDINATOR
 
 __all__ = ["Bounds", "Violation", "broken", "broken_at_end", "journal_differs", "may_not_start"]
 

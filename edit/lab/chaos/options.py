@@ -11,7 +11,7 @@ from pathlib import Path
 from edit.errors import ConfigError
 from edit.lab.chaos.faults import Fault, Kind, draw_schedule
 from edit.lab.chaos.invariants import Bounds
-from edit.lab.plan import Settings
+from edit.lab.run_toml import Settings
 
 __all__ = ["SHARDED", "ChaosOptions"]
 

@@ -17,21 +17,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from aggregator.journal import replay
-from aggregator.state_folder import StateFolder
-from aggregator.store import load_outer
+from aggregator.storage.journal import replay
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
 from edit.lab.chaos import procfs
 from edit.lab.chaos.disk import open_disk
-from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
+from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.history import Recovered
 from edit.lab.chaos.options import SHARDED, ChaosOptions
-from edit.lab.crew import Programs
-from edit.lab.folder import DemoFolder
+from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
-from edit.lab.plan import to_toml
 from edit.lab.processes import ChildDied, Exit, Supervisor
+from edit.lab.programs import COORDINATOR, Programs
+from edit.lab.run_toml import to_toml
 
 __all__ = ["Site"]
 

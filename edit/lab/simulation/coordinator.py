@@ -1,8 +1,8 @@
 """The coordinator in virtual time: feeds the real round machine and the real membership, and carries out what they decide.
 
-Owns: what `aggregator.engine` owns, without connections, tensors and disk: the order of events, the views, the worker that
-merges one thing after the other, the ticks. Decides nothing about rounds (`aggregator.rounds`) or leases
-(`aggregator.membership`).
+Owns: what `aggregator.control.run` owns, without connections, tensors and disk: the order of events, the views, the worker that
+merges one thing after the other, the ticks. Decides nothing about rounds (`edit.rounds.machine`) or leases
+(`aggregator.control.membership`).
 
 Two things are done less often than in a real run, with the same result. The coordinator there looks at the clock every quarter
 of a second; here it does so at those of these moments at which a deadline or a lease may be over. A heartbeat that repeats the
@@ -17,21 +17,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
-from aggregator import round_events as events
-from aggregator.membership import Change, Membership
-from aggregator.round_events import Phase
-from aggregator.rounds import RoundMachine
+from aggregator.control.membership import Change, Membership
 from edit.errors import RefusedError
+from edit.fragments.groups import fragments_due
 from edit.lab.simulation.agenda import Agenda
 from edit.lab.simulation.judge import Judge
 from edit.lab.simulation.ledger import Ledger, Share
 from edit.lab.simulation.scenario import Scenario
-from edit.schedule import fragments_due
+from edit.rounds import events
+from edit.rounds.events import Phase
+from edit.rounds.machine import RoundMachine
 from editpb.messages import Heartbeat, PeerState, RunPhase, View
 
 __all__ = ["Coordinator", "Listener"]
 
-TICK_S = 0.25  # as `aggregator.engine`
+TICK_S = 0.25  # as `aggregator.control.run`
 KEPT_VIEWS = 64  # the oldest are older than any latency
 _PHASES = {phase: RunPhase[phase.name] for phase in Phase}
 _HASTEN = (events.Arrived, events.MemberLost, events.Tick)  # after others no deadline is nearer than before
@@ -181,7 +181,7 @@ class Coordinator:
         self._feed(events.Tick())
 
     def _feed(self, event: events.Event) -> bool:
-        """As `Engine._feed`; False when the machine refused."""
+        """As `Run._feed`; False when the machine refused."""
         machine, taken = self.machine, True
         for effect in machine.handle(event, self._agenda.now):
             if isinstance(effect, events.Refused):

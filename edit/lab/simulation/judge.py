@@ -1,4 +1,4 @@
-"""Really merges: every contribution is a small vector, measured and merged by `edit.merge` with the run's [penalty].
+"""Really merges: every contribution is a small vector, measured and merged by `edit.merging.merge` with the run's [penalty].
 
 Owns: the vectors, and the statistics that outlive a round. A vector's length follows sqrt(inner steps), as a random walk's
 does, with a lognormal spread of 0.1; a damaged one is NaN or a thousand times too long. Must not know: rounds, peers' lives.
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from edit.config import PenaltyConfig
+from edit.config.run import PenaltyConfig
 from edit.lab.simulation.ledger import Share
-from edit.merge import Measured, measure, merge
-from edit.penalty import NormStatistics
+from edit.merging.merge import Measured, measure, merge
+from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
 
 __all__ = ["Judge"]

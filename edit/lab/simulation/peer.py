@@ -1,7 +1,7 @@
 """One simulated peer: trains, contributes, waits, fails, comes back; in virtual time.
 
-Owns: the order of a peer's actions, as `edit.worker` and the daemon have it. What became of an outer step is decided by the
-peer's own `peers.session.Session`, from views that reach it one latency after they are published.
+Owns: the order of a peer's actions, as `edit.worker.worker` and the daemon have it. What became of an outer step is decided
+by the peer's own `peers.carriers.hub.session.Session`, from views that reach it one latency after they are published.
 
 A peer's life is a generator. It yields the virtual time at which it goes on, or VIEW: when a new view has changed its mind.
 `blocking`: waits for the update. `delayed`: trains on for sync.delay steps and waits then; the update is fetched meanwhile.
@@ -24,9 +24,9 @@ from edit.lab.simulation.presence import Presence
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.lab.simulation.training import Training, Work
-from edit.schedule import due
+from edit.worker.schedule import due
 from editpb.messages import View, Welcome
-from peers.session import Decision, Session
+from peers.carriers.hub.session import Decision, Session
 
 __all__ = ["Peer"]
 
@@ -276,7 +276,7 @@ class Peer:
             self._presence.report(outer_step)
         self._listen()
         began = outer_step - self._staleness // 2
-        began = began if began > self._began else self._began  # as `edit.exchange.Exchange.contribute`
+        began = began if began > self._began else self._began  # as `edit.worker.exchange.Exchange.contribute`
         return self._sending.begin(self._session, began, shares, wait_at, late)
 
     def _prefetch(self, pending: Pending) -> None:
@@ -305,7 +305,7 @@ class Peer:
         return self._session.decide(self.outer_step, pending.sent if pending is not None else None, self._agenda.now)[0]
 
     def _resolve(self, pending: Pending, *, block: bool) -> Life:
-        """Take the outcome, as `edit.exchange.Exchange.resolve`."""
+        """Take the outcome, as `edit.worker.exchange.Exchange.resolve`."""
         while (decision := self._outcome(pending)) is Decision.WAIT and block:
             self._sending.advance(self._session)
             yield VIEW
@@ -338,7 +338,7 @@ class Peer:
     def _leave_off(self, decision: Decision) -> Life:
         """The run went on without this peer, or is over."""
         if decision is Decision.BEHIND:
-            yield from self._heal()
+            yield from self._resync()
         else:
             self.finished = True
 
@@ -363,7 +363,7 @@ class Peer:
         self._presence.report(outer_step, self._pace.step_s)
         return taken
 
-    def _heal(self) -> Life:
+    def _resync(self) -> Life:
         """Take a snapshot; whether what is pending is in it cannot be known, so only the work since is kept."""
         yield from self._take_snapshot()
         self._work.in_doubt(self._sending.pending.shares if self._sending.pending else (), self.outer_step)

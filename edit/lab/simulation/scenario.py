@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edit.config import RunConfig, SyncConfig, build
+from edit.config.run import RunConfig, SyncConfig, build
 from edit.errors import ConfigError
 
 __all__ = ["Compute", "Faults", "Hub", "Link", "PeerClass", "Scenario", "Size"]

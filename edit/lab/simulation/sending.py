@@ -1,4 +1,4 @@
-"""What a simulated peer contributes at present, and its way to the coordinator. Owns: what `peers.uplink` does."""
+"""What a simulated peer contributes at present, and its way to the coordinator. Owns: what `peers.carriers.hub.uplink` does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edit.lab.simulation.agenda import Agenda
 from edit.lab.simulation.coordinator import Coordinator
 from edit.lab.simulation.ledger import Share
 from edit.lab.simulation.link import Line
-from peers.session import Sent, Session
+from peers.carriers.hub.session import Sent, Session
 
 __all__ = ["Pending", "Sending"]
 

@@ -1,0 +1,205 @@
+"""Who is here: attendance, leases and states of the members, each change with its reason. Sans-IO.
+
+Owns: which connection of an identity counts, when silence becomes loss, the per-member counters, the comparison of digests.
+Must not know: time (every call takes `now`, seconds of one monotonic clock), certificates, rounds, files, gRPC, logging.
+
+state                           event                            next
+------------------------------  -------------------------------  -----------------------------------------------------
+any but EVICTED                 attended                         STARTING  (a new attendance; an older one counts no more)
+STARTING, TRAINING, EXCHANGING  heartbeat                        as the heartbeat says
+LOST (silence)                  heartbeat, progress              as the (last) heartbeat says: the same attendance, back again
+STARTING, TRAINING, EXCHANGING  tick, silent for > lease_s       LOST      "no heartbeat for N s"
+any live, LOST                  closed, polite                   LEFT
+any live                        closed, not polite               LOST      at once, with the reason
+any                             evict                            EVICTED   (final)
+Words of an attendance that counts no more are refused (heartbeat) or have no effect (closed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from edit.config.run import MembershipConfig
+from edit.errors import EvictedError, RefusedError
+
+if TYPE_CHECKING:
+    from editpb.messages import Heartbeat
+
+__all__ = ["REPLACED", "Change", "Member", "MemberState", "Membership", "digest_mismatch"]
+
+REPLACED = "replaced by a newer connection of the same identity"
+
+
+class MemberState(Enum):
+    """Where a member stands. The first three are live; their names are those of `editpb.messages.PeerState`."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    EXCHANGING = "exchanging"
+    LOST = "lost"
+    LEFT = "left"
+    EVICTED = "evicted"
+
+    @property
+    def live(self) -> bool:
+        return self in (MemberState.STARTING, MemberState.TRAINING, MemberState.EXCHANGING)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A member's state changed, and why."""
+
+    peer_id: str
+    state: MemberState
+    reason: str
+
+    @property
+    def live(self) -> bool:
+        return self.state.live
+
+
+@dataclass(slots=True)
+class Member:
+    """One identity. attendance: number of the connection that counts, 0 for none; last_seen: on the clock of `now`;
+    contributions, rejections: rounds that merged it with a weight, with weight 0; absences: committed without it."""
+
+    peer_id: str
+    state: MemberState
+    reason: str
+    last_seen: float
+    attendance: int = 0
+    heartbeat: Heartbeat | None = None
+    contributions: int = 0
+    rejections: int = 0
+    absences: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.state.live
+
+
+class Membership:
+    """All members of one run. `evicted`: reasons of identities that were evicted earlier."""
+
+    def __init__(self, config: MembershipConfig, evicted: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._config = config
+        self._attendances = 0
+        self._members = {
+            peer_id: Member(peer_id=peer_id, state=MemberState.EVICTED, reason=reason, last_seen=float("-inf"))
+            for peer_id, reason in evicted.items()
+        }
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """Everybody ever seen, by peer_id; to be read only."""
+        return MappingProxyType(self._members)
+
+    def live(self) -> frozenset[str]:
+        """The members that are here."""
+        return frozenset(peer_id for peer_id, member in self._members.items() if member.live)
+
+    def attended(self, peer_id: str, now: float) -> tuple[int, list[Change]]:
+        """A connection of this identity opened: its attendance number, larger than any before. The newest one counts.
+
+        Raises EvictedError.
+        """
+        member = self._members.get(peer_id)
+        if member is None:
+            member = self._members[peer_id] = Member(peer_id=peer_id, state=MemberState.LOST, reason="", last_seen=now)
+        if member.state is MemberState.EVICTED:
+            raise EvictedError(member.reason)
+        reason = REPLACED if member.attendance else "attends"
+        self._attendances += 1
+        member.attendance, member.last_seen, member.heartbeat = self._attendances, now, None
+        changes = (
+            _change(member, MemberState.LOST, reason) if member.live else []
+        )  # its process may be a new one: it starts anew
+        return self._attendances, changes + _change(member, MemberState.STARTING, "attends")
+
+    def heartbeat(self, peer_id: str, attendance: int, heartbeat: Heartbeat, now: float) -> list[Change]:
+        """The peer reported. Raises RefusedError when this attendance counts no more."""
+        member = self._counting(peer_id, attendance)
+        if member is None:
+            raise RefusedError(REPLACED)
+        known, lost = member.heartbeat, member.state is MemberState.LOST
+        member.last_seen, member.heartbeat = now, heartbeat
+        if known is not None and known.state is heartbeat.state and not lost:
+            return []
+        reason = "heard again" if lost else "heartbeat"
+        return _change(member, MemberState[heartbeat.state.name], reason)
+
+    def progress(self, peer_id: str, now: float) -> list[Change]:
+        """Bytes of this peer arrive on the data plane: a busy link is not silence."""
+        member = self._members.get(peer_id)
+        if member is None or not member.attendance:
+            return []
+        member.last_seen = now
+        if member.state is not MemberState.LOST:
+            return []
+        state = MemberState[member.heartbeat.state.name] if member.heartbeat else MemberState.STARTING
+        return _change(member, state, "heard again")
+
+    def closed(self, peer_id: str, attendance: int, reason: str, now: float, *, polite: bool = False) -> list[Change]:
+        """The connection ended. polite: the peer said goodbye. No effect when the attendance counts no more."""
+        member = self._counting(peer_id, attendance)
+        if member is None:
+            return []
+        member.attendance = 0
+        if polite:
+            return _change(member, MemberState.LEFT, reason)
+        return _change(member, MemberState.LOST, reason) if member.live else []
+
+    def tick(self, now: float, among: Iterable[str] | None = None) -> list[Change]:
+        """Time has passed: who was silent for longer than the lease is lost. among: who may have been; None: anybody."""
+        changes = []
+        for member in self._members.values() if among is None else [self._members[peer_id] for peer_id in among]:
+            silent = now - member.last_seen
+            if silent > self._config.lease_s and member.live:
+                changes += _change(member, MemberState.LOST, f"no heartbeat for {silent:.1f} s")
+        return changes
+
+    def evict(self, peer_id: str, reason: str, now: float) -> list[Change]:
+        """The operator's word; final. An identity that was never here may be evicted as well."""
+        member = self._members.get(peer_id)
+        if member is None:
+            member = self._members[peer_id] = Member(peer_id=peer_id, state=MemberState.LOST, reason="", last_seen=now)
+        member.attendance = 0
+        return _change(member, MemberState.EVICTED, reason)
+
+    def count(self, *, merged: Iterable[str] = (), rejected: Iterable[str] = (), absent: Iterable[str] = ()) -> None:
+        """Count one committed round: contributions, rejections, absences. Unknown identities are passed over."""
+        for member in self._known(merged):
+            member.contributions += 1
+        for member in self._known(rejected):
+            member.rejections += 1
+        for member in self._known(absent):
+            member.absences += 1
+
+    def _known(self, peers: Iterable[str]) -> Iterator[Member]:
+        return (self._members[peer_id] for peer_id in peers if peer_id in self._members)
+
+    def _counting(self, peer_id: str, attendance: int) -> Member | None:
+        member = self._members.get(peer_id)
+        return member if member is not None and attendance and member.attendance == attendance else None
+
+
+def digest_mismatch(reported: str, outer_step: int, own: str) -> str:
+    """Why a peer that reports this digest for `outer_step` must take a snapshot, or ''. own: the run's digest of that step.
+
+    An empty digest, on either side, says nothing.
+    """
+    if not reported or not own or reported == own:
+        return ""
+    return f"digest {reported[:12]} at outer step {outer_step}, the run has {own[:12]}"
+
+
+def _change(member: Member, state: MemberState, reason: str) -> list[Change]:
+    """Enter `state`; a state that is kept keeps its reason, too."""
+    if member.state is state:
+        return []
+    member.state, member.reason = state, reason
+    return [Change(member.peer_id, state, reason)]

@@ -1,0 +1,30 @@
+"""Which members a reader of a snapshot may also ask. Sans-IO.
+
+Owns: the choice. Never one below the committed outer step, nor one whose digest is another. Must not know: connections, time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from aggregator.control.membership import Member
+from editpb.limits import MAX_DONORS
+from editpb.messages import Donor, SnapshotManifest
+
+__all__ = ["donors_of"]
+
+
+def donors_of(manifest: SnapshotManifest, members: Iterable[Member], reader: str) -> tuple[Donor, ...]:
+    """Live members but the reader that serve this very snapshot, at most MAX_DONORS; where there are more, each reader is told
+    of others, so that they share the load."""
+    donors = [
+        Donor(member.peer_id, beat.serving)
+        for member in members
+        if member.live
+        and member.peer_id != reader
+        and (beat := member.heartbeat) is not None
+        and beat.serving is not None
+        and (beat.outer_step, beat.digest) == (manifest.outer_step, manifest.digest)
+    ]
+    return tuple(sorted(donors, key=lambda donor: zlib.crc32(f"{reader} {donor.peer_id}".encode()))[:MAX_DONORS])

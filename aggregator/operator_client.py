@@ -1,0 +1,213 @@
+"""The operator's and observer's side of the Control service: what the command line asks of a running coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import ConfigError, EditError, TransportError
+from editpb import control_pb2 as pb
+from editpb import control_pb2_grpc
+from editpb.status import from_status
+
+__all__ = [
+    "Answers",
+    "call_every",
+    "call_operator",
+    "connect",
+    "drain_run",
+    "evict_peer",
+    "pause_run",
+    "read_status",
+    "resume_run",
+    "status_as_json",
+]
+
+_T = TypeVar("_T")
+_TIMEOUT_S = 20.0
+
+
+def connect(folder: StateFolder) -> grpc.aio.Channel:
+    """A channel to this folder's coordinator as its operator. Raises ConfigError when none was ever started."""
+    if not folder.addresses.exists():
+        raise ConfigError(f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {folder.path}")
+    address = str(json.loads(folder.addresses.read_text())["listen"])
+    name = folder.config().server.advertise[0]  # stands in the server's certificate, whatever address it listens on
+    return grpc.aio.secure_channel(address, _credentials(folder.path), options=[("grpc.ssl_target_name_override", name)])
+
+
+def _credentials(path: Path) -> grpc.ChannelCredentials:
+    try:
+        ca, key, certificate = ((path / name).read_bytes() for name in ("ca.pem", "operator.key", "operator.pem"))
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: cannot be read ({error.strerror}); only the run's operator may do this"
+        ) from error
+    return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def _connect_further(folder: StateFolder, address: str) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, _credentials(folder.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[_T]):
+    """What each aggregator said, by number; 0 is the coordinator. failures: why one did not do it, one line each."""
+
+    said: dict[int, _T]
+    failures: list[str]
+
+    def check(self) -> None:
+        """Raises TransportError that names those that did not do it."""
+        if self.failures:
+            raise TransportError(f"{'; '.join(self.failures)}; repeat the command when they are back, the others have done it")
+
+
+def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
+    """As `call_operator`, at every aggregator of the run; the coordinator's refusal ends it.
+
+    With one aggregator it raises what `call_operator` raises.
+    """
+    addresses = folder.config().aggregators.addresses
+    answers: Answers[_T] = Answers({}, [])
+    try:
+        answers.said[0] = call_operator(folder, call)
+    except TransportError as error:
+        if not addresses:
+            raise
+        answers.failures.append(str(error))
+    for number, address in enumerate(addresses, start=1):
+        try:
+            answers.said[number] = _run(partial(_connect_further, folder, address), call, f"aggregator {number} ({address})")
+        except TransportError as error:
+            answers.failures.append(str(error))
+        except EditError as error:
+            answers.failures.append(f"aggregator {number} ({address}): {error}")
+    return answers
+
+
+def call_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
+    """Run one call against the running coordinator. Raises TransportError when it does not answer."""
+    return _run(lambda: connect(folder), call, f"{folder.path}: the coordinator")
+
+
+def _run(dial: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_T]], who: str) -> _T:
+    async def run() -> _T:
+        async with dial() as channel:
+            try:
+                return await call(control_pb2_grpc.ControlStub(channel))
+            except grpc.aio.AioRpcError as error:
+                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise TransportError(f"{who} does not answer; is `serve` running?") from error
+                raise from_status(error.code(), error.details() or "") from error
+
+    return asyncio.run(run())
+
+
+async def read_status(stub: Any) -> dict[str, Any]:
+    """StatusReply as plain JSON values."""
+    return status_as_json(await stub.Status(pb.StatusRequest(), timeout=_TIMEOUT_S))
+
+
+async def pause_run(stub: Any) -> None:
+    await stub.Pause(pb.PauseRequest(), timeout=_TIMEOUT_S)
+
+
+async def resume_run(stub: Any) -> None:
+    await stub.Resume(pb.ResumeRequest(), timeout=_TIMEOUT_S)
+
+
+async def drain_run(stub: Any) -> None:
+    await stub.Drain(pb.DrainRequest(), timeout=_TIMEOUT_S)
+
+
+def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:
+    async def call(stub: Any) -> None:
+        await stub.Evict(pb.EvictRequest(peer_id=peer_id, reason=reason), timeout=_TIMEOUT_S)
+
+    return call
+
+
+def status_as_json(reply: pb.StatusReply) -> dict[str, Any]:
+    """Flat, stable names for scripts; enums as their lower-case words; NaN as null."""
+    return {
+        "run_id": reply.run_id,
+        "phase": pb.RunPhase.Name(reply.view.phase).removeprefix("RUN_PHASE_").lower(),
+        "outer_step": reply.view.outer_step,
+        "outer_steps": reply.outer_steps,
+        "round_id": reply.view.round_id,
+        "reason": reply.view.reason,
+        "draining": reply.view.draining,
+        "tokens": reply.tokens,
+        "stop_tokens": reply.stop_tokens,
+        "digest": reply.view.digest,
+        "parameters": reply.parameters,
+        "peak_memory_bytes": reply.peak_memory_bytes,
+        "expected": list(reply.expected),
+        "arrived": list(reply.arrived),
+        "deadline_in_s": reply.deadline_in_s,
+        "members": [_member(member) for member in reply.members],
+        "rounds": [_round(line) for line in reply.rounds],
+    }
+
+
+def _member(member: pb.MemberStatus) -> dict[str, Any]:
+    heartbeat = member.heartbeat
+    return {
+        "peer_id": member.peer_id,
+        "role": member.role,
+        "state": member.state,
+        "reason": member.reason,
+        "silent_s": member.silent_s,
+        "outer_step": heartbeat.outer_step,
+        "inner_steps": heartbeat.inner_steps,
+        "loss": heartbeat.loss if math.isfinite(heartbeat.loss) else None,
+        "tokens_per_s": heartbeat.tokens_per_s,
+        "step_s": heartbeat.step_s,
+        "bytes_sent": heartbeat.bytes_sent,
+        "bytes_received": heartbeat.bytes_received,
+        "contributions": member.contributions,
+        "rejections": member.rejections,
+        "absences": member.absences,
+        "deadline_s": member.deadline_s,
+        "phase": member.phase,
+        "upload_bytes": member.upload_bytes,
+        "upload_total_bytes": member.upload_total_bytes,
+        "download_s": member.download_s,
+        "compute_s": member.compute_s,
+        "upload_s": member.upload_s,
+    }
+
+
+def _round(line: pb.RoundStatus) -> dict[str, Any]:
+    return {
+        "round_id": line.round_id,
+        "outer_step": line.outer_step,
+        "committed": line.committed,
+        "reason": line.reason,
+        "seconds": line.seconds,
+        "bytes_in": line.bytes_in,
+        "bytes_out": line.bytes_out,
+        "missing": list(line.missing),
+        "carried": list(line.carried),
+        "digest": line.digest,
+        "verdicts": [
+            {
+                "fragment_id": fragment.fragment_id,
+                "merged_norm": fragment.merged_norm,
+                "clip": fragment.clip,
+                "peers": {v.peer_id: [v.verdict, v.norm, v.weight] for v in fragment.verdicts},
+                "staleness": {v.peer_id: v.staleness for v in fragment.verdicts if v.staleness},
+            }
+            for fragment in line.fragments
+        ],
+    }

@@ -1,0 +1,342 @@
+"""The run's certificate authority on disk, and who is a member: creating, inviting, redeeming, evicting.
+
+Owns: ca.pem, ca.key, server.pem/.key, operator.pem/.key, invitations/, members.json of the coordinator's folder. An invitation
+lies there as `<sha256 of its token>.json`, never with the token itself. Redeeming renames it to
+`<sha256>.<sha256 of the public key>.used` before a certificate is issued: the rename succeeds once, and its name says for which
+key, so that a crash or a lost reply burns nothing for the machine that redeemed it. Must not know: gRPC, the clock (`now`, unix
+seconds, is an argument).
+
+One process at a time redeems and evicts (the one that holds the folder's lock); `invite` may run beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from aggregator.security.certificates import (
+    CA_LIFETIME_S,
+    Issuer,
+    key_pem,
+    make_ca,
+    names_of,
+    new_key,
+    public_der,
+    public_key_of,
+)
+from aggregator.storage.state_folder import write_atomic
+from edit.errors import ConfigError, RefusedError, StorageError
+from editpb.identity import ROLES, Identity
+from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
+from editpb.limits import one_line
+
+__all__ = ["MEMBER_LIFETIME_S", "Authority", "MemberRecord", "Members", "check_equipped"]
+
+MEMBER_LIFETIME_S = 365 * 86400.0
+OPERATOR_ID = "operator"
+COORDINATOR_ID = "coordinator"
+_RENEW_BEFORE_S = 30 * 86400.0
+_UNKNOWN = "this invitation is not known here: it is for another run, was withdrawn, or was altered; ask for a new one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRecord:
+    """One member. serial: of its newest certificate, in hexadecimal; issued: unix seconds; evicted: the reason, or None."""
+
+    peer_id: str
+    role: str
+    serial: str
+    issued: float
+    evicted: str | None = None
+
+
+class Members:
+    """members.json: everybody who was ever enrolled. Raises StorageError when the file is damaged or cannot be written.
+
+    enrols: False at a further aggregator, which is not told who was enrolled: whoever has a certificate of the run's authority
+    is a member, until evicted here, or until a certificate of the same name that was issued later has been seen.
+    """
+
+    def __init__(self, path: Path, *, enrols: bool = True) -> None:
+        self._path, self._enrols = path, enrols
+        try:
+            rows = json.loads(path.read_text()) if path.exists() else []
+            self._records = {row["peer_id"]: MemberRecord(**row) for row in rows}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise StorageError(f"{path}: is damaged; restore it from a copy ({error})") from error
+
+    def all(self) -> tuple[MemberRecord, ...]:
+        """Everybody, by peer_id."""
+        return tuple(self._records[peer_id] for peer_id in sorted(self._records))
+
+    def get(self, peer_id: str) -> MemberRecord | None:
+        """One member, or None."""
+        return self._records.get(peer_id)
+
+    def refusal(self, peer_id: str) -> str | None:
+        """Why the holder of a certificate for this identity may not take part; None when it may."""
+        record = self._records.get(peer_id)
+        if record is None:
+            return f"{peer_id} is not a member of this run"
+        return record.evicted
+
+    def is_allowed(self, identity: Identity, serial: int | None = None) -> str | None:
+        """As `refusal`, also for another role; with the certificate's serial number: when a newer certificate replaced it."""
+        record = self._records.get(identity.peer_id)
+        if record is None or record.evicted is not None:
+            return self.refusal(identity.peer_id)
+        if record.role != identity.role:
+            return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
+        if serial is not None and f"{serial:x}" != record.serial:
+            return f"the certificate of {identity.peer_id} was replaced by a newer one"
+        return None
+
+    def see(self, identity: Identity, certificate: x509.Certificate) -> None:
+        """A caller whose certificate is of the run's authority, before `is_allowed`; of use only where nobody is enrolled."""
+        record = self._records.get(identity.peer_id)
+        issued = certificate.not_valid_before_utc.timestamp()
+        if self._enrols or (record is not None and (record.evicted is not None or record.issued >= issued)):
+            return
+        self.admit(identity, certificate, issued)
+
+    def evicted(self, peer_id: str) -> bool:
+        """Whether the operator shut this member out."""
+        record = self._records.get(peer_id)
+        return record is not None and record.evicted is not None
+
+    def admit(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
+        """Remember a member and its newest certificate."""
+        record = MemberRecord(peer_id=identity.peer_id, role=identity.role, serial=f"{certificate.serial_number:x}", issued=now)
+        self._save({**self._records, identity.peer_id: record})
+
+    def evict(self, peer_id: str, reason: str) -> None:
+        """Shut a member out for good. Raises RefusedError for one that was never enrolled, and for the run's own operator."""
+        if peer_id == OPERATOR_ID:
+            raise RefusedError(f"{OPERATOR_ID} is this folder's own identity and cannot be evicted")
+        record = self._records.get(peer_id)
+        if record is None and not self._enrols:
+            record = MemberRecord(peer_id=peer_id, role="peer", serial="", issued=0.0)
+        if record is None:
+            raise RefusedError(f"{one_line(peer_id, 64)} is not a member of this run")
+        reason = one_line(reason) or "evicted by the operator"
+        self._save({**self._records, peer_id: dataclasses.replace(record, evicted=reason)})
+
+    def _save(self, records: dict[str, MemberRecord]) -> None:
+        rows = [dataclasses.asdict(records[peer_id]) for peer_id in sorted(records)]
+        write_atomic(self._path, json.dumps(rows, indent=1).encode(), 0o600)
+        self._records = records
+
+
+class Authority:
+    """One run's authority. `create` makes it, `load` opens it."""
+
+    def __init__(self, path: Path, run_id: str, issuer: Issuer, members: Members) -> None:
+        self.run_id, self.members = run_id, members
+        self._path, self._issuer, self._invitations = path, issuer, path / "invitations"
+
+    @classmethod
+    def create(cls, path: Path, run_id: str, advertise: Sequence[str], *, now: float) -> Authority:
+        """Make authority, server certificate (for the names in `advertise`) and operator certificate in the folder `path`.
+
+        Raises ConfigError (already there, wrong names), StorageError.
+        """
+        if (path / "ca.key").exists():
+            raise ConfigError(f"{path / 'ca.key'}: exists already; a second authority would shut every member out")
+        coordinator, operator = Identity(run_id, "coordinator", COORDINATOR_ID), Identity(run_id, "operator", OPERATOR_ID)
+        issuer = Issuer(*make_ca(run_id, now))
+        try:
+            (path / "invitations").mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+        authority = cls(path, run_id, issuer, Members(path / "members.json"))
+        authority._issue_own("server", coordinator, now, tuple(advertise))
+        authority.members.admit(operator, authority._issue_own("operator", operator, now), now)
+        write_atomic(path / "ca.pem", _pem(issuer.certificate))
+        write_atomic(path / "ca.key", key_pem(issuer.key), 0o600)  # last: its presence means that all is there
+        return authority
+
+    @classmethod
+    def load(cls, path: Path, run_id: str) -> Authority:
+        """Open the folder. Raises ConfigError that names the file, StorageError."""
+        try:
+            key = serialization.load_pem_private_key((path / "ca.key").read_bytes(), None)
+            certificate = x509.load_pem_x509_certificate((path / "ca.pem").read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot be read ({error.strerror}); only the run's operator may do this"
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: ca.key or ca.pem is damaged; restore both from a copy") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise ConfigError(f"{path}: ca.key and ca.pem do not belong together; restore both from a copy")
+        return cls(path, run_id, Issuer(key, certificate), Members(path / "members.json"))
+
+    @property
+    def ca_der(self) -> bytes:
+        """The authority's certificate."""
+        return self._issuer.der
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the authority's certificate, as `invite` prints it."""
+        return fingerprint(self.ca_der)
+
+    def issue(
+        self,
+        identity: Identity,
+        public_key: ec.EllipticCurvePublicKey,
+        *,
+        lifetime_s: float,
+        now: float,
+        server_names: Sequence[str] = (),
+    ) -> x509.Certificate:
+        """See `aggregator.security.certificates.Issuer.issue`."""
+        return self._issuer.issue(identity, public_key, lifetime_s=lifetime_s, now=now, server_names=server_names)
+
+    def equip(self, path: Path, aggregator: int, name: str, *, now: float) -> None:
+        """Give the folder of a further aggregator its key, a certificate to serve as host `name`, and the authority's own.
+
+        The authority's key stays here, so nobody can be enrolled with what is there. Raises ConfigError (name), StorageError.
+        """
+        identity, key = _aggregator(self.run_id, aggregator), new_key()
+        certificate = self._issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=(name,))
+        write_atomic(path / "ca.pem", _pem(self._issuer.certificate))
+        write_atomic(path / "server.key", key_pem(key), 0o600)
+        write_atomic(path / "server.pem", _pem(certificate))
+
+    def renew_server(self, advertise: Sequence[str], *, now: float) -> bool:
+        """Issue the server's certificate anew when server.advertise changed or it soon expires; says whether it did."""
+        identity = Identity(self.run_id, "coordinator", COORDINATOR_ID)
+        if _still_good(self._path / "server.pem", set(names_of(identity, tuple(advertise))), now + _RENEW_BEFORE_S):
+            return False
+        self._issue_own("server", identity, now, tuple(advertise))
+        return True
+
+    def invite(self, peer_id: str, *, role: str, enrol: Sequence[str], lifetime_s: float, now: float) -> Invitation:
+        """A new single-use invitation; for a present member it means a new machine for the same identity.
+
+        enrol: HOST:PORT where it can be redeemed. Raises ConfigError (name, role, address), RefusedError (evicted, other role).
+        """
+        identity = Identity(self.run_id, role, peer_id)
+        self._check_invitable(identity)
+        wrong = next((each for each in enrol if not is_endpoint(each)), None if enrol else "nothing")
+        if wrong is not None or len(enrol) > MAX_ENDPOINTS:
+            raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
+        token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
+        record = {"peer_id": peer_id, "role": role, "expires": expires}
+        write_atomic(self._invitations / f"{_hash(token.encode())}.json", json.dumps(record).encode(), 0o600)
+        return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
+
+    def redeem(self, token: str, csr_der: bytes, *, now: float) -> tuple[bytes, Identity]:
+        """(certificate DER, identity) for the machine that holds the key of the request.
+
+        The same key may ask again until the invitation expires, and gets the same certificate. Raises RefusedError (unknown,
+        used, expired, evicted), RemoteProtocolError (request damaged), StorageError. Nothing is used up by an error.
+        """
+        if not TOKEN.fullmatch(token):
+            raise RefusedError(_UNKNOWN)
+        public_key = public_key_of(csr_der)
+        pending = self._invitations / f"{_hash(token.encode())}.json"
+        used = pending.with_suffix(f".{_hash(public_der(public_key))}.used")
+        if not used.exists() and not pending.exists():
+            raise RefusedError(self._why_gone(pending))
+        record = _read_record(used if used.exists() else pending)
+        identity = Identity(self.run_id, str(record["role"]), str(record["peer_id"]))
+        self._check_invitable(identity)
+        if now >= float(record["expires"]):
+            raise RefusedError("this invitation has expired; ask the run's operator for a new one")
+        if not used.exists():
+            self._claim(pending, used)
+        if "certificate" not in record:
+            record["certificate"] = self._enrol(identity, public_key, now)
+            write_atomic(used, json.dumps(record).encode(), 0o600)
+        return base64.b64decode(record["certificate"]), identity
+
+    def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
+        certificate = self._issuer.issue(identity, public_key, lifetime_s=MEMBER_LIFETIME_S, now=now)
+        self.members.admit(identity, certificate, now)
+        return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
+
+    def _claim(self, pending: Path, used: Path) -> None:
+        try:
+            pending.rename(used)
+        except FileNotFoundError:
+            raise RefusedError(self._why_gone(pending)) from None
+        except OSError as error:
+            raise StorageError(f"{pending}: cannot be renamed ({error.strerror})") from error
+
+    def _why_gone(self, pending: Path) -> str:
+        if any(self._invitations.glob(f"{pending.stem}.*.used")):
+            return "this invitation was used already, by another key; ask the run's operator for a new one"
+        return _UNKNOWN
+
+    def _check_invitable(self, identity: Identity) -> None:
+        if identity.role not in ROLES or identity.role == "coordinator" or identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):
+            raise ConfigError(f"{identity.role} {identity.peer_id} cannot be invited; choose another name or role")
+        record = self.members.get(identity.peer_id)
+        if record is not None and record.evicted is not None:
+            raise RefusedError(f"{identity.peer_id} was evicted ({record.evicted}); choose another name")
+        if record is not None and record.role != identity.role:
+            raise RefusedError(f"{identity.peer_id} is a member as {record.role} already; choose another name")
+
+    def _issue_own(self, name: str, identity: Identity, now: float, server_names: tuple[str, ...] = ()) -> x509.Certificate:
+        key = new_key()
+        certificate = self._issuer.issue(
+            identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=server_names
+        )
+        write_atomic(self._path / f"{name}.key", key_pem(key), 0o600)
+        write_atomic(self._path / f"{name}.pem", _pem(certificate))
+        return certificate
+
+
+def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: float) -> None:
+    """Raise ConfigError unless the folder of a further aggregator has what `Authority.equip` gives, for that host name."""
+    for needed in ("ca.pem", "server.key", "server.pem"):
+        if not (path / needed).is_file():
+            raise ConfigError(f"{path / needed}: is missing; {_EQUIP}")
+    if not _still_good(path / "server.pem", set(names_of(_aggregator(run_id, aggregator), (name,))), now):
+        raise ConfigError(f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, or has expired; {_EQUIP}")
+
+
+_EQUIP = "make it with `edit-coordinator new-aggregator` on the coordinator's machine, and copy the folder"
+
+
+def _aggregator(run_id: str, number: int) -> Identity:
+    return Identity(run_id, "coordinator", f"aggregator-{number}")
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _still_good(path: Path, names: set[x509.GeneralName], until: float) -> bool:
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        present = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return False
+    return set(present) == names and certificate.not_valid_after_utc.timestamp() > until
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+        return {**record, "expires": float(record["expires"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{path}: is damaged; delete it and invite anew ({error})") from error

@@ -1,0 +1,143 @@
+"""The Control service of control.proto: one stream per rank of a peer, and the operator's calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from aggregator.control.run import Attendance, Run
+from aggregator.control.status import status_reply
+from aggregator.services.admission import admit
+from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
+from editpb import control_pb2 as cpb
+from editpb import convert
+from editpb.abort_on_error import abort_on_error
+from editpb.identity import Identity
+from editpb.messages import PROTOCOL, Expel, Goodbye, Heartbeat, Hello, Welcome
+
+if TYPE_CHECKING:
+    import grpc
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+__all__ = ["ControlService"]
+
+_HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
+
+
+class ControlService:
+    """Control of control.proto."""
+
+    def __init__(self, engine: Run) -> None:
+        self._engine = engine
+
+    async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
+        """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
+        async with abort_on_error(context):
+            try:
+                hello = await self._hello(messages)  # also of whoever is refused: or its write might fail before it hears why
+                identity = admit(self._engine, context, "peer", "region")
+                if identity.role == "region" and hello.schema is not None:
+                    raise RefusedError(
+                        "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
+                    )
+                attendance = self._attendance(identity, hello)
+            except (EvictedError, RefusedError) as error:
+                yield _expel(error)
+                return
+            yield convert.coordinator_message_to_pb(self._welcome(identity))
+            if attendance is not None:
+                async for message in self._converse(attendance, messages):
+                    yield message
+
+    async def _hello(self, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
+        try:
+            first = await asyncio.wait_for(anext(messages), _HELLO_S)
+        except (TimeoutError, StopAsyncIteration):
+            raise RemoteProtocolError("the first message must be Hello") from None
+        hello = convert.peer_message_from_pb(first)
+        if not isinstance(hello, Hello):
+            raise RemoteProtocolError("the first message must be Hello")
+        if hello.protocol != PROTOCOL:
+            raise RefusedError(f"this coordinator speaks protocol {PROTOCOL}, the peer {hello.protocol}; use the same version")
+        if hello.run_id != self._engine.run_id:
+            raise RefusedError(f"this is run {self._engine.run_id}, not {hello.run_id}")
+        return hello
+
+    def _attendance(self, identity: Identity, hello: Hello) -> Attendance | None:
+        if hello.schema is None:
+            return None
+        return self._engine.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
+
+    def _welcome(self, identity: Identity) -> Welcome:
+        engine = self._engine
+        config_json, outer_step = engine.config.to_json(), engine.published_step
+        return Welcome(run_id=engine.run_id, peer_id=identity.peer_id, config_json=config_json, outer_step=outer_step)
+
+    async def _converse(
+        self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]
+    ) -> AsyncIterator[cpb.CoordinatorMessage]:
+        ears = asyncio.get_running_loop().create_task(self._listen(attendance, messages))
+        ears.add_done_callback(lambda _: attendance.changed.set())
+        try:
+            while attendance.expelled is None and not attendance.over and not ears.done():
+                attendance.changed.clear()
+                yield convert.coordinator_message_to_pb(self._engine.view(attendance))
+                await attendance.changed.wait()
+            if attendance.expelled is not None:
+                yield _expel(attendance.expelled)
+        finally:
+            goodbye = ears.result() if ears.done() and not ears.cancelled() and ears.exception() is None else ""
+            fault = ears.exception() if ears.done() and not ears.cancelled() else None
+            ears.cancel()
+            reason = goodbye or (str(fault) if isinstance(fault, EditError) else "the connection broke")
+            self._engine.leave(attendance, reason, polite=bool(goodbye))
+        if fault is not None:
+            raise fault
+
+    async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]) -> str:
+        """Heartbeats, until the stream ends; returns the words of a polite goodbye, or ''. Raises RemoteProtocolError."""
+        async for message in messages:
+            match convert.peer_message_from_pb(message):
+                case Goodbye(reason):
+                    return reason or "goodbye"
+                case Heartbeat() as heartbeat:
+                    self._engine.heartbeat(attendance, heartbeat)
+                case Hello():
+                    raise RemoteProtocolError("Hello is said once")
+        return ""
+
+    async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
+        async with abort_on_error(context):
+            admit(self._engine, context, "operator", "observer")
+            return status_reply(self._engine, request.rounds_after)
+        raise AssertionError("unreachable: abort raises")
+
+    async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
+        async with abort_on_error(context):
+            admit(self._engine, context, "operator")
+            self._engine.evict(*convert.evict_request_from_pb(request))
+        return cpb.EvictReply()
+
+    async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
+        async with abort_on_error(context):
+            admit(self._engine, context, "operator")
+            self._engine.pause()
+        return cpb.PauseReply()
+
+    async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
+        async with abort_on_error(context):
+            admit(self._engine, context, "operator")
+            self._engine.resume()
+        return cpb.ResumeReply()
+
+    async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
+        async with abort_on_error(context):
+            admit(self._engine, context, "operator")
+            self._engine.drain()
+        return cpb.DrainReply()
+
+
+def _expel(error: EvictedError | RefusedError) -> cpb.CoordinatorMessage:
+    return convert.coordinator_message_to_pb(Expel(evicted=isinstance(error, EvictedError), reason=str(error)))

@@ -1,0 +1,320 @@
+"""The journal: merged fragments and commits, appended record by record, so that a kill at any moment loses no committed step.
+
+Owns: the order (fragments, then their commit, then fsync), what is cut off and what is damage. Must not know: how a merged
+fragment is applied, when rounds close, where checkpoints lie, how a record is laid out (`journal_records`).
+
+A file is one segment: the commits that follow the checkpoint of `base_outer_step`; its first record names that step. A
+fragment counts only with the commit of its round after it. What follows the last commit is cut off when the segment is opened:
+a record torn by a crash, or the fragments of a round that was never committed. A bad record with a good one after it is not
+torn, it is damage: StorageError. A round that is given up leaves no trace: its records go when the next round writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aggregator.storage.journal_records import (
+    BadRecord,
+    Buffer,
+    Record,
+    body_of,
+    fragment_header,
+    frame,
+    good_record_after,
+    merged_of,
+    records,
+)
+from edit.errors import LocalProtocolError, StorageError
+from edit.merging.injection import Injected
+from edit.merging.merge import Merged
+
+__all__ = ["CommittedRound", "Cut", "Disk", "Journal", "replay", "replay_segments"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRound:
+    """One committed round: what advanced the run TO `outer_step`; fragments in fragment order; tokens: merged so far in all.
+
+    injected: what the injection in the fragments, if there is one, brings.
+    """
+
+    round_id: int
+    outer_step: int
+    reason: str
+    fragments: tuple[Merged, ...]
+    tokens: int
+    injected: Injected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What opening a segment cut off its end."""
+
+    cut_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The two calls that a full or dying disk fails; injected for tests."""
+
+    write: Callable[[int, memoryview], int] = os.write
+    fsync: Callable[[int], None] = os.fsync
+
+
+class Journal:
+    """One segment, open for appending. Build it with `create` or `open`; one writer at a time."""
+
+    def __init__(self, path: Path, descriptor: int, disk: Disk, survey: _Survey) -> None:
+        self.path = path
+        self.cut = survey.cut
+        self._descriptor = descriptor
+        self._disk = disk
+        self._outer_step = survey.outer_step
+        self._committed = survey.end  # the file up to here is on disk
+        self._end = survey.end  # the file up to here is whole
+        self._torn = False  # bytes behind _end could not be cut off
+        self._round_id = 0
+        self._fragments: set[int] = set()
+
+    @classmethod
+    def create(cls, path: Path, base_outer_step: int, disk: Disk | None = None) -> Journal:
+        """Begin a segment after the checkpoint of `base_outer_step`. Raises StorageError, also when the file exists."""
+        disk = disk or Disk()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be created ({error.strerror})") from error
+        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None))
+        try:
+            journal._begin(base_outer_step)
+        except StorageError:
+            journal.close()
+            path.unlink(missing_ok=True)
+            raise
+        return journal
+
+    @classmethod
+    def open(cls, path: Path, base_outer_step: int, disk: Disk | None = None) -> Journal:
+        """Open a segment for appending; what follows its last commit is cut off (`cut` says how much and why).
+
+        Raises StorageError for damage, with file and offset, and for a segment of another base.
+        """
+        survey = _survey(path, base_outer_step)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+            os.ftruncate(descriptor, survey.end)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened for writing ({error.strerror})") from error
+        journal = cls(path, descriptor, disk or Disk(), survey)
+        if survey.end == 0:  # torn while it was created
+            journal._begin(base_outer_step)
+        return journal
+
+    @property
+    def outer_step(self) -> int:
+        """The last committed outer step of this segment, or its base."""
+        return self._outer_step
+
+    @property
+    def size(self) -> int:
+        """Bytes of whole records."""
+        return self._end
+
+    def append_fragment(self, round_id: int, outer_step: int, merged: Merged) -> None:
+        """Write one merged fragment of the round that advances TO `outer_step`. Not yet durable.
+
+        Raises StorageError: the file ends with the last whole record again, the next append works when the disk does.
+        """
+        self._check_step(outer_step)
+        if round_id != self._round_id:
+            self._give_up_round()
+        self._append(fragment_header(round_id, outer_step, merged), body_of(merged))
+        self._round_id = round_id
+        self._fragments.add(merged.fragment_id)
+
+    def append_commit(
+        self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
+    ) -> None:
+        """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
+
+        Raises StorageError.
+        """
+        self._check_step(outer_step)
+        if round_id != self._round_id or not self._fragments:
+            raise LocalProtocolError(f"journal: commit of round {round_id} without its fragments")
+        header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
+        header["injected"] = injected.to_json() if injected is not None else None
+        self._append({**header, "fragments": sorted(self._fragments)}, b"")
+        self._make_durable()
+        self._outer_step, self._round_id = outer_step, 0
+        self._fragments.clear()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _begin(self, base_outer_step: int) -> None:
+        self._append({"kind": "segment", "format": FORMAT, "base_outer_step": base_outer_step}, b"")
+        self._make_durable()
+        try:
+            _sync_folder(self.path.parent, self._disk)
+        except OSError as error:
+            raise StorageError(f"{self.path.parent}: cannot be written ({error.strerror})") from error
+
+    def _check_step(self, outer_step: int) -> None:
+        if outer_step != self._outer_step + 1:
+            raise LocalProtocolError(f"journal: outer step {outer_step} after {self._outer_step}")
+
+    def _append(self, header: Mapping[str, object], body: Buffer) -> None:
+        self._mend()
+        try:
+            for part in frame(header, body):
+                rest = memoryview(part).cast("B")
+                while rest:
+                    rest = rest[self._disk.write(self._descriptor, rest) :]
+        except OSError as error:
+            self._cut_back(self._end)
+            raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self._end = os.fstat(self._descriptor).st_size
+
+    def _make_durable(self) -> None:
+        try:
+            self._disk.fsync(self._descriptor)
+        except OSError as error:
+            self._give_up_round()  # after a failed fsync nothing since the last one can be trusted
+            raise StorageError(f"{self.path}: cannot be synced ({error.strerror})") from error
+        self._committed = self._end
+
+    def _give_up_round(self) -> None:
+        self._fragments.clear()
+        self._round_id = 0
+        if self._end != self._committed:
+            self._cut_back(self._committed)
+
+    def _cut_back(self, end: int) -> None:
+        self._end, self._torn = end, True
+        try:
+            os.ftruncate(self._descriptor, end)
+        except OSError:
+            return  # `_mend` tries again before the next append
+        self._torn = False
+
+    def _mend(self) -> None:
+        if self._torn:
+            self._cut_back(self._end)
+        if self._torn:
+            raise StorageError(f"{self.path}: bytes behind {self._end} cannot be cut off")
+
+
+def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
+    """The committed rounds of a segment in order, one at a time; a tail without commit is passed over, the file not touched.
+
+    Raises StorageError for damage, with file and offset, and for a segment of another base.
+    """
+    end = _survey(path, base_outer_step).end  # damage is found before anything is applied
+    pending: dict[int, Merged] = {}
+    round_id = 0
+    for record in records(path) if end else ():
+        header = record.header
+        if header["kind"] == "fragment":
+            pending, round_id = (pending if header["round_id"] == round_id else {}), header["round_id"]
+            merged = merged_of(path, record)
+            pending[merged.fragment_id] = merged
+        elif header["kind"] == "commit":
+            fragments = tuple(pending[fragment_id] for fragment_id in sorted(pending))
+            yield _committed(path, record, fragments)
+            pending = {}
+        if record.end >= end:
+            return
+
+
+def _committed(path: Path, record: Record, fragments: tuple[Merged, ...]) -> CommittedRound:
+    header = record.header
+    try:
+        injected = Injected.from_json(header["injected"])
+        return CommittedRound(header["round_id"], header["outer_step"], header["reason"], fragments, header["tokens"], injected)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{path}: the record at byte {record.offset} is not a commit ({error!r})") from error
+
+
+def replay_segments(segments: Iterable[tuple[int, Path]], outer_step: int, at_least: int = 0) -> Iterator[CommittedRound]:
+    """The committed rounds after the checkpoint of `outer_step`, across segments (base, path) in order.
+
+    at_least: an outer step known to be committed. Raises StorageError as `replay`, and when steps are missing between segments.
+    """
+    for base, path in segments:
+        if base != outer_step:
+            raise StorageError(f"{path}: begins after outer step {base}, but what comes before ends at {outer_step}")
+        for committed in replay(path, base):
+            outer_step = committed.outer_step
+            yield committed
+    if outer_step < at_least:
+        raise StorageError(
+            f"the journal ends at outer step {outer_step}, but step {at_least} was committed; a segment is missing"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """end: of the last commit (or of the first record); outer_step: there."""
+
+    end: int
+    outer_step: int
+    cut: Cut | None
+
+
+def _survey(path: Path, base_outer_step: int) -> _Survey:
+    """Check a whole segment. Raises StorageError for damage."""
+    end, outer_step, round_id, fragments = 0, base_outer_step, 0, set[int]()
+    reason = "the last round was not committed"
+    try:
+        for record in records(path):
+            header = record.header
+            if record.offset == 0:
+                _check_base(path, header, base_outer_step)
+                end = record.end
+            elif header["kind"] == "fragment":
+                fragments = (fragments if header["round_id"] == round_id else set()) | {header["fragment_id"]}
+                round_id = header["round_id"]
+            elif header["kind"] == "commit":
+                _check_commit(path, record, outer_step, round_id, fragments)
+                end, outer_step, fragments = record.end, header["outer_step"], set()
+    except BadRecord as bad:
+        if good_record_after(path, bad.offset):
+            raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad}); restore it from a copy") from None
+        reason = f"torn at byte {bad.offset}: {bad}"
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"{path}: not a journal of format {FORMAT} ({error!r})") from error
+    size = path.stat().st_size
+    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None)
+
+
+def _check_base(path: Path, header: Mapping[str, Any], base_outer_step: int) -> None:
+    if header["kind"] != "segment" or header["format"] != FORMAT:
+        raise StorageError(f"{path}: not a journal of format {FORMAT}")
+    if header["base_outer_step"] != base_outer_step:
+        raise StorageError(f"{path}: follows outer step {header['base_outer_step']}, not {base_outer_step}")
+
+
+def _check_commit(path: Path, record: Record, outer_step: int, round_id: int, fragments: set[int]) -> None:
+    header = record.header
+    if header["outer_step"] != outer_step + 1 or header["round_id"] != round_id or header["fragments"] != sorted(fragments):
+        raise StorageError(f"{path}: damaged at byte {record.offset} (a commit that does not fit what is before it)")
+
+
+def _sync_folder(folder: Path, disk: Disk) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        disk.fsync(descriptor)
+    finally:
+        os.close(descriptor)

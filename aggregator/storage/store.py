@@ -1,0 +1,203 @@
+"""The outer state on disk: founding, journal, checkpoints, recovery, and the published updates that latecomers still need.
+
+Owns: the order in which they are written, so that a SIGKILL between any two writes loses no committed step. Runs in the worker
+thread, except what is said of published updates; the journal is written on a thread of its own, beside the computation. Must
+not know: rounds, peers, the event loop.
+
+With a checkpoint the published updates are written, too: after a restart a peer that missed commits can still take them one by
+one, and one whose contribution was in doubt when the process died learns that it was merged. What they hold lies on disk before
+the checkpoint counts, and goes with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple
+
+from aggregator.storage import checkpoint
+from aggregator.storage import published_updates as updates
+from aggregator.storage.journal import CommittedRound, Disk, Journal, replay_segments
+from aggregator.storage.pending_injection import Injections
+from aggregator.storage.state_folder import StateFolder
+from edit.config.run import RunConfig
+from edit.errors import ConfigError, EditError, StorageError
+from edit.fragments.schema import Schema
+from edit.merging.injection import Injected
+from edit.merging.merge import Merged
+from edit.merging.outer_state import OuterState
+from edit.records import Commit
+
+__all__ = ["Store", "load_outer"]
+
+_log = logging.getLogger(__name__)
+
+
+class Store:
+    """One run's outer state in `folder`. disk: injected for tests; tokens: merged so far, as far as it is on disk."""
+
+    def __init__(self, folder: Path, config: RunConfig, run_id: str, disk: Disk | None = None) -> None:
+        self.tokens = 0
+        self.injections = Injections(folder)
+        self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
+        self._journal: Journal | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
+        self._writing: Future[None] | None = None
+        self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
+
+    # ---- the published updates ---------------------------------------------------------------------------------------------
+
+    @property
+    def oldest_update(self) -> int:
+        """The smallest outer step an update is kept TO; 0 when none is."""
+        return next(iter(self._updates), 0)
+
+    def update(self, outer_step: int) -> Commit | None:
+        """The published update to this outer step, if it is kept."""
+        return self._updates.get(outer_step)
+
+    def publish(self, commit: Commit) -> None:
+        """Keep this update for the peers, and forget the oldest beyond the configured number."""
+        kept = [*self._updates.values(), commit][-self._config.kept_updates :]
+        self._updates = {one.outer_step: one for one in kept}
+
+    # ---- writing -----------------------------------------------------------------------------------------------------------
+
+    def found(self, outer: OuterState) -> None:
+        """The first state of the run. Raises StorageError; then the run is not founded."""
+        self.checkpoint(outer)
+
+    def begin_fragment(self, round_id: int, outer_step: int, merged: Merged) -> Future[None]:
+        """Begin to write one merged fragment of the round that advances TO outer_step, once the one before is written: so one
+        at a time is kept in memory for it. The result may be StorageError; a commit needs all of its fragments' results."""
+        if self._writing is not None:
+            wait([self._writing])
+        self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, outer_step, merged))
+        return self._writing
+
+    def append_commit(
+        self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
+    ) -> None:
+        """The round is committed when this returns; it is on disk. tokens: merged with it; injected: see `OuterState.commit`.
+
+        Raises StorageError.
+        """
+        total = self.tokens + tokens
+        self._writer.submit(lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected)).result()
+        self.tokens = total
+
+    def checkpoint(self, outer: OuterState) -> None:
+        """Write the whole state and begin a new journal segment. Raises StorageError; the journal before it goes on."""
+        if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
+            return
+        metadata = {
+            **outer.metadata(),
+            "run_id": self._run_id,
+            "tokens": self.tokens,
+            "schema": outer.schema.to_json(),
+        }
+        if self._updates:
+            updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
+        checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
+        journal = Journal.create(checkpoint.segment_of(self._folder, outer.outer_step), outer.outer_step, self._disk)
+        self._writer.submit(self._turn_to, journal).result()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._writer.submit(self._turn_to, None).result()
+
+    def _turn_to(self, journal: Journal | None) -> None:
+        before, self._journal = self._journal, journal
+        if before is not None:
+            before.close()
+
+    def _open_journal(self) -> Journal:
+        if self._journal is None:
+            raise StorageError(f"{self._folder}: the journal is not open")
+        return self._journal
+
+    # ---- reading -----------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> OuterState | None:
+        """The state of the last commit, bit for bit, and the updates before it; None for a run that was never founded.
+
+        Raises StorageError for damage that loses a committed step, ConfigError when the folder is another run's.
+        """
+        loaded = _load(self._folder, self._config, self._run_id)
+        if loaded is None:
+            return None
+        self.tokens = loaded.tokens
+        self.injections.recover(loaded.outer.injected)
+        for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
+            self.publish(commit)
+        self._journal = self._go_on(loaded.base)
+        return loaded.outer
+
+    def _load_updates(self, outer_step: int) -> list[Commit]:
+        """Those that were kept with the checkpoint of outer_step. Without them a peer takes a snapshot: nothing is lost."""
+        path = checkpoint.updates_of(self._folder, outer_step)
+        try:
+            return updates.load(path, outer_step) if outer_step else []
+        except StorageError as error:
+            _log.warning("%s; peers that missed an update before outer step %d take a snapshot", error, outer_step + 1)
+            return []
+
+    def _go_on(self, base: int) -> Journal:
+        segment = checkpoint.segment_of(self._folder, base)
+        if not segment.exists():
+            return Journal.create(segment, base, self._disk)
+        journal = Journal.open(segment, base, self._disk)
+        if journal.cut is not None:
+            _log.warning("%s: cut off %d bytes: %s", segment, journal.cut.cut_bytes, journal.cut.reason)
+        return journal
+
+
+def load_outer(folder: StateFolder) -> OuterState:
+    """The outer state of the last commit, read without touching the folder. Raises ConfigError when the run has none yet."""
+    loaded = _load(folder.outer, folder.config(), folder.run_id, tidy=False)
+    if loaded is None:
+        raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
+    return loaded.outer
+
+
+class _Loaded(NamedTuple):
+    """begun_with: the checkpoint's outer step; commits: the last ones after it; base: of the newest journal segment."""
+
+    outer: OuterState
+    begun_with: int
+    commits: list[Commit]
+    base: int
+    tokens: int
+
+
+def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> _Loaded | None:
+    recovered = checkpoint.recover(folder, tidy=tidy)
+    if recovered is None:
+        return None
+    for note in recovered.notes:
+        _log.warning("%s", note)
+    metadata = recovered.metadata
+    if metadata.get("run_id") != run_id:
+        raise ConfigError(f"{recovered.path}: belongs to run {metadata.get('run_id')}, not {run_id}")
+    try:
+        outer = OuterState.restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
+        tokens = int(metadata["tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
+    commits: deque[Commit] = deque(maxlen=config.kept_updates)
+    for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
+        commits.append(_apply(outer, committed))
+        tokens = committed.tokens
+    base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
+    return _Loaded(outer, recovered.outer_step, list(commits), base, tokens)
+
+
+def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
+    """Replay one journalled round through the same code that committed it."""
+    try:
+        staged = [outer.stage(merged) for merged in committed.fragments]
+        return outer.commit(committed.round_id, committed.reason, staged, committed.injected)
+    except EditError as error:
+        raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error

@@ -1,0 +1,229 @@
+"""The settings of the algorithm itself: when a peer exchanges, what a merge and the outer step compute, when a round closes.
+
+Owns: the sections sync, penalty, outer, codec and rounds of a run's configuration, with their defaults and bounds. Must not
+know: the model, addresses, files. What one section makes of another is checked by `edit.config.run.RunConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edit.config.validation import one_of, positive, require, within
+
+__all__ = ["CODECS", "CodecConfig", "OuterConfig", "PenaltyConfig", "RoundsConfig", "SyncConfig"]
+
+CODECS = ("fp32", "bf16", "fp16", "int8")  # those of `edit.codecs`, whose import needs torch; a test holds them together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """When fragments are exchanged and how an update is applied.
+
+    every: H, the inner steps between two exchanges of the same fragment. outer_steps: the run ends after so many outer steps;
+    tokens: or, unless 0, once so many have been merged, whichever comes first.
+    schedule: `steps`, or `time` (A-EDiT): a peer contributes at the first optimizer step at which `time_s` seconds (of its own
+    clock; for one fragment, so with groups every time_s / P) have passed since the last outcome was applied. `every` then is
+    only what the learning rate's schedule counts an outer step as.
+    dylu: each peer's H is scaled by its measured speed, so that all contribute together (arXiv 2401.09135, section 5).
+    groups: P of Streaming DiLoCo: an outer step exchanges one of P groups of fragments, every H / P inner steps; pattern:
+    `sequential` (neighbours) or `strided` (every P-th).
+    mode: `blocking`: training waits for the update; `forward`: for the update of a layer, just before that layer's forward;
+    `delayed`: the update is applied `delay` inner steps after the contribution; `eager`: training goes on at once from an
+    estimate of the update, which is replaced by the update `delay` inner steps later.
+    mix: with `delayed`, what becomes of the progress made meanwhile: `replay` puts it onto the new outer parameters, `replace`
+    drops it, `lerp` keeps alpha of the local parameters (alpha * local + (1 - alpha) * outer).
+    strict: never train on without an outcome, even when the coordinator is away: slower after faults, but an interrupted
+    run is the same as one that was not, to the bit.
+    """
+
+    every: int = 128
+    outer_steps: int = 1000
+    groups: int = 1
+    pattern: str = "strided"
+    mode: str = "blocking"
+    delay: int = 1
+    mix: str = "replay"
+    alpha: float = 0.5
+    strict: bool = False
+    schedule: str = "steps"
+    time_s: float = 600.0
+    dylu: bool = False
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        within("sync.every", self.every, 1, 1 << 32)
+        within("sync.outer_steps", self.outer_steps, 1, 1 << 40)
+        within("sync.tokens", self.tokens, 0, 1 << 62)
+        one_of("sync.schedule", self.schedule, ("steps", "time"))
+        within("sync.time_s", self.time_s, 1e-3, 1e7)
+        require(not (self.dylu and self.schedule == "time"), "sync.dylu", True, 'has no effect with sync.schedule = "time"')
+        within("sync.groups", self.groups, 1, 1 << 20)
+        require(self.every % self.groups == 0, "sync.groups", self.groups, f"must divide sync.every ({self.every})")
+        one_of("sync.pattern", self.pattern, ("sequential", "strided"))
+        one_of("sync.mode", self.mode, ("blocking", "forward", "delayed", "eager"))
+        one_of("sync.mix", self.mix, ("replay", "replace", "lerp"))
+        within("sync.alpha", self.alpha, 0, 1)
+        within("sync.delay", self.delay, 1, 1 << 32)
+        require(self.mode != "eager" or self.groups == 1, "sync.groups", self.groups, 'must be 1 with sync.mode = "eager"')
+        if self.mode in ("delayed", "eager"):
+            require(
+                self.delay <= self.interval,
+                "sync.delay",
+                self.delay,
+                f"must not exceed sync.every / sync.groups ({self.interval}): one contribution is on its way at a time",
+            )
+
+    @property
+    def interval(self) -> int:
+        """Inner steps between two outer steps: H / P."""
+        return self.every // self.groups
+
+    @property
+    def overlap(self) -> int:
+        """Inner steps that a peer goes on training after it began to contribute, before it waits for the update."""
+        return self.delay if self.mode in ("delayed", "eager") else 0
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from an applied outcome to the next contribution, with schedule = "time"."""
+        return self.time_s / self.groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenaltyConfig:
+    """The EDiT pseudo-gradient penalty (arXiv 2412.07210, section 3.3); `enabled = false` gives DiLoCo's mean.
+
+    alpha: EMA rate of the norm statistics; delta: z-score above which a norm is anomalous; observations: W, norms to see before
+    the detector judges; temperature: T of the softmax over -G/T; clip: phi, the largest norm of a merged fragment, 0 turns it
+    off; norm: what enters the softmax (`raw` G, `per_sqrt_step` G/sqrt(inner steps), `relative` G / median of the round);
+    idle_ratio: a norm below this share of the round's median is a free rider, weight 0 (0 turns it off);
+    weighting: with the penalty off, `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
+    staleness: a contribution that was carried over and is s outer steps old has its share multiplied by (1 + s) ** -staleness
+    (arXiv 1903.03934); the shares are then made to sum to 1 again. damping: that exponent with rounds.merging = "arrivals",
+    where they are not: what arrives counts less the older it is. 0, because each arrival of M peers is M - 1 outer steps old,
+    and damping all of them cost loss in each setting measured (docs/measurements.md).
+    """
+
+    enabled: bool = True
+    alpha: float = 0.02
+    delta: float = 3.0
+    observations: int = 10
+    temperature: float = 1.0
+    clip: float = 10.0
+    norm: str = "relative"
+    idle_ratio: float = 0.01
+    weighting: str = "uniform"
+    staleness: float = 0.5
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        within("penalty.alpha", self.alpha, 1e-6, 1)
+        positive("penalty.delta", self.delta)
+        within("penalty.observations", self.observations, 1, 1 << 30)
+        positive("penalty.temperature", self.temperature)
+        within("penalty.clip", self.clip, 0, 1e12)
+        one_of("penalty.norm", self.norm, ("raw", "per_sqrt_step", "relative"))
+        within("penalty.idle_ratio", self.idle_ratio, 0, 0.5)
+        one_of("penalty.weighting", self.weighting, ("uniform", "tokens", "tokens2_per_step"))
+        within("penalty.staleness", self.staleness, 0, 10)
+        within("penalty.damping", self.damping, 0, 10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterConfig:
+    """The outer optimizer, and how contributions become the one pseudo-gradient it is given.
+
+    optimizer: sgd | nesterov | adam | yogi | delayed_nesterov (for merging = "arrivals"); momentum for both nesterovs; beta1,
+    beta2, eps for adam, yogi; period: N, after how many outer steps delayed_nesterov's momentum moves (the number of peers);
+    c: the share of the momentum that it applies at the outer steps between, at most 1 / N.
+    direction: `mean`, or `rda`: the direction is the mean of the contributions' directions, the length the mean of their
+    lengths (arXiv 2604.21428). correct: `none`, or `heloco`: what goes against the momentum is shrunk or turned towards it,
+    tensor by tensor (arXiv 2606.00271).
+
+    Short runs want a small or no momentum (see docs); EDiT's paper uses 0.8 / 0.85, DiLoCo's 0.7 / 0.9.
+    """
+
+    optimizer: str = "nesterov"
+    lr: float = 0.8
+    momentum: float = 0.85
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-3
+    period: int = 4
+    c: float = 0.0
+    direction: str = "mean"
+    correct: str = "none"
+
+    def __post_init__(self) -> None:
+        one_of("outer.optimizer", self.optimizer, ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov"))
+        positive("outer.lr", self.lr)
+        within("outer.momentum", self.momentum, 0, 0.9999)
+        within("outer.beta1", self.beta1, 0, 0.9999)
+        within("outer.beta2", self.beta2, 0, 0.99999)
+        positive("outer.eps", self.eps)
+        within("outer.period", self.period, 1, 1 << 20)
+        require(0 <= self.c * self.period <= 1, "outer.c", self.c, f"must be between 0 and 1 / outer.period ({self.period})")
+        one_of("outer.direction", self.direction, ("mean", "rda"))
+        one_of("outer.correct", self.correct, ("none", "heloco"))
+        if self.correct == "heloco":
+            rule = 'must be one of nesterov, delayed_nesterov with outer.correct = "heloco", which compares with the momentum'
+            require(self.optimizer in ("nesterov", "delayed_nesterov"), "outer.optimizer", self.optimizer, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecConfig:
+    """up, down: codec of the contributions and of the published update, by name (see `edit.codecs`)."""
+
+    up: str = "int8"
+    down: str = "bf16"
+
+    def __post_init__(self) -> None:
+        one_of("codec.up", self.up, CODECS)
+        one_of("codec.down", self.down, CODECS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsConfig:
+    """When a round opens and closes.
+
+    start_peers: live peers before the first round opens; quorum: contributors without which a round never commits;
+    floor_s, ceiling_s: bounds of the deadline; spread: k in median + k * MAD of each peer's measured times;
+    wait: for whom a round still waits when the quorum is in: `times`: for each missing peer until it is overdue by its own
+    measured times, then grace_s longer; `slack`: for nobody beyond grace_s, or as long as that costs nobody anything, because
+    those who are in still train behind the exchange (sync.delay). So a slow peer never holds up a quorum of faster ones.
+    grace_s: how much longer.
+    merging: `rounds`: as said; `arrivals`: each contribution is merged as soon as it is complete, nobody is waited for, and the
+    settings above have no effect.
+    max_staleness: a contribution against outer step s is merged at t as long as t - s does not exceed it, and refused after
+    that: with `rounds` 0 means that one that misses its round is lost, more that it counts in a later one.
+    """
+
+    start_peers: int = 1
+    quorum: int = 1
+    floor_s: float = 5.0
+    ceiling_s: float = 600.0
+    spread: float = 6.0
+    wait: str = "times"
+    grace_s: float = 2.0
+    merging: str = "rounds"
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        within("rounds.start_peers", self.start_peers, 1, 1 << 20)
+        within("rounds.quorum", self.quorum, 1, 1 << 20)
+        positive("rounds.floor_s", self.floor_s)
+        positive("rounds.ceiling_s", self.ceiling_s)
+        require(
+            self.floor_s <= self.ceiling_s,
+            "rounds.floor_s",
+            self.floor_s,
+            f"must not exceed rounds.ceiling_s ({self.ceiling_s})",
+        )
+        within("rounds.spread", self.spread, 0, 1000)
+        one_of("rounds.wait", self.wait, ("times", "slack"))
+        within("rounds.grace_s", self.grace_s, 0, 1e6)
+        one_of("rounds.merging", self.merging, ("rounds", "arrivals"))
+        within("rounds.max_staleness", self.max_staleness, 0, 1 << 20)
+        if self.merging == "arrivals":
+            rule = 'must be at least 1 with rounds.merging = "arrivals", or only one peer at a time could contribute'
+            require(self.max_staleness >= 1, "rounds.max_staleness", self.max_staleness, rule)

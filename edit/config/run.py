@@ -1,0 +1,327 @@
+"""One run's configuration: frozen, keyword-only, validated values, and their TOML form.
+
+Owns: every setting of a run, its default, its bounds, and the messages for wrong ones. `run.toml` on the coordinator is the
+single source; peers receive the same values as JSON on joining. Must not know: files other than the one it is given, the
+environment, the network. An unknown key, or a key that the rest of the configuration would make ineffective, is a ConfigError
+that names it (defect T11 of the EDiT authors' code: settings silently ignored).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edit.config.algorithm import CODECS, CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
+from edit.config.validation import build, positive, require, within
+from edit.errors import ConfigError
+
+__all__ = [
+    "CODECS",
+    "AggregatorsConfig",
+    "CodecConfig",
+    "InnerConfig",
+    "MembershipConfig",
+    "ModelConfig",
+    "OuterConfig",
+    "PenaltyConfig",
+    "RoundsConfig",
+    "RunConfig",
+    "ServerConfig",
+    "StorageConfig",
+    "SyncConfig",
+    "build",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model a run trains.
+
+    name: `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
+    entry point of group `edit.models` that each peer's operator has allowed. layers, heads and width belong to `builtin:gpt`.
+    options: of the transformers configuration or for the entry point; an error for a builtin.
+    """
+
+    name: str = "builtin:gpt"
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 128
+    vocabulary: int = 256
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kind, _, rest = self.name.partition(":")
+        require(
+            (kind == "builtin" and rest == "gpt")
+            or (kind == "hf" and rest.isascii() and rest.replace("-", "_").isidentifier())
+            or (kind == "entry" and rest.isidentifier()),
+            "model.name",
+            self.name,
+            "must be builtin:gpt, hf:MODEL_TYPE or entry:NAME",
+        )
+        for name, high in (("layers", 1024), ("heads", 1024), ("width", 65536), ("context", 1 << 20), ("vocabulary", 1 << 22)):
+            within(f"model.{name}", getattr(self, name), 1, high)
+        require(self.width % self.heads == 0, "model.width", self.width, f"must be a multiple of model.heads ({self.heads})")
+        if kind == "builtin" and self.options:
+            raise ConfigError("model.options has no effect with builtin:gpt; remove it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerConfig:
+    """The inner optimizer (AdamW) of every peer: its schedule (linear warm-up, then cosine to `lr * final_lr_ratio`).
+
+    batch_size: sequences per micro-batch; accumulation: micro-batches per inner step; clip_norm: global gradient norm, 0 turns
+    clipping off; autocast: bf16 autocast where the device has it.
+    """
+
+    lr: float = 2e-3
+    final_lr_ratio: float = 0.1
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    batch_size: int = 4
+    accumulation: int = 1
+    clip_norm: float = 1.0
+    autocast: bool = True
+
+    def __post_init__(self) -> None:
+        positive("inner.lr", self.lr)
+        within("inner.final_lr_ratio", self.final_lr_ratio, 0, 1)
+        within("inner.warmup_steps", self.warmup_steps, 0, 1 << 40)
+        within("inner.weight_decay", self.weight_decay, 0, 10)
+        within("inner.beta1", self.beta1, 0, 0.9999)
+        within("inner.beta2", self.beta2, 0, 0.99999)
+        within("inner.batch_size", self.batch_size, 1, 1 << 20)
+        within("inner.accumulation", self.accumulation, 1, 1 << 20)
+        within("inner.clip_norm", self.clip_norm, 0, 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipConfig:
+    """heartbeat_s: how often a peer reports; lease_s: silence after which it is lost."""
+
+    heartbeat_s: float = 2.0
+    lease_s: float = 6.0
+
+    def __post_init__(self) -> None:
+        within("membership.heartbeat_s", self.heartbeat_s, 0.05, 3600)
+        require(
+            self.lease_s >= 2 * self.heartbeat_s,
+            "membership.lease_s",
+            self.lease_s,
+            "must be at least twice membership.heartbeat_s",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageConfig:
+    """What the aggregator keeps, where.
+
+    buffer_bytes: contributions held in memory before they spill to disk; checkpoint_every: outer steps between checkpoints;
+    keep_checkpoints: how many; keep_updates: published updates kept for peers that missed a commit, over a restart, too; with
+    sync.groups so many of each group.
+    """
+
+    buffer_bytes: int = 256 << 20
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 2
+    keep_updates: int = 4
+
+    def __post_init__(self) -> None:
+        within("storage.buffer_bytes", self.buffer_bytes, 0, 1 << 50)
+        within("storage.checkpoint_every", self.checkpoint_every, 1, 1 << 30)
+        within("storage.keep_checkpoints", self.keep_checkpoints, 1, 1000)
+        within("storage.keep_updates", self.keep_updates, 1, 1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The coordinator's own addresses; never sent to peers.
+
+    listen: HOST:PORT of control and data (mutual TLS); enrol_listen: HOST:PORT where invitations are redeemed;
+    advertise: host names or addresses that peers dial and that the server's certificate names.
+    """
+
+    listen: str = "127.0.0.1:7700"
+    enrol_listen: str = "127.0.0.1:7701"
+    advertise: tuple[str, ...] = ("127.0.0.1", "localhost")
+
+    def __post_init__(self) -> None:
+        for name in ("listen", "enrol_listen"):
+            host, _, port = getattr(self, name).rpartition(":")
+            require(
+                bool(host) and port.isdigit() and int(port) < 65536, f"server.{name}", getattr(self, name), "must be HOST:PORT"
+            )
+        require(len(self.advertise) > 0, "server.advertise", self.advertise, "must name at least one host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorsConfig:
+    """Over which aggregators the model's fragments are spread.
+
+    addresses: HOST:PORT of each further one, as peers dial it and its certificate names it; aggregator 0 is the coordinator
+    itself. They have about equal shares of the parameters, in this order; which it is, is fixed once the run is founded. One
+    listens on the port of its address (on a loopback address only there) and has no use for the section `server`.
+    """
+
+    addresses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            known = bool(host) and port.isdigit() and 0 < int(port) < 65536
+            require(known, "aggregators.addresses", address, "must be HOST:PORT, and the port not 0")
+        twice = next((each for each in self.addresses if self.addresses.count(each) > 1), None)
+        require(twice is None, "aggregators.addresses", twice, "must not be named twice")
+        within("aggregators.addresses (their number)", len(self.addresses), 0, 255)
+
+    @property
+    def count(self) -> int:
+        """How many there are, the coordinator included."""
+        return 1 + len(self.addresses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that all peers of one run share. `name` becomes part of the run_id; `seed` seeds the initial parameters."""
+
+    name: str = "run"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
+    membership: MembershipConfig = field(default_factory=MembershipConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            0 < len(self.name) <= 55 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in self.name),
+            "name",
+            self.name,
+            "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'",
+        )
+        within("seed", self.seed, 0, 2**63 - 1)
+        _check_eager(self)
+        _check_carried(self)
+        if self.aggregators.addresses:
+            rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
+            require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
+        for applies, because in _without_promise(self):
+            require(not (self.sync.strict and applies), "sync.strict", True, f"cannot be kept with {because}: leave it out")
+
+    @property
+    def kept_updates(self) -> int:
+        """How many published updates are kept in all. With groups an outer step is the update of one group only."""
+        return self.storage.keep_updates * self.sync.groups
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:
+        """Build from nested mappings. Raises ConfigError for unknown keys, wrong types, bounds and ineffective keys."""
+        config = build(cls, mapping, "")
+        _reject_ineffective(config, mapping)
+        return config
+
+    @classmethod
+    def from_toml(cls, path: Path) -> RunConfig:
+        """Read `run.toml`. Raises ConfigError that names the file and the field."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); `edit-coordinator init` writes one") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: is not UTF-8 text") from error
+        try:
+            return cls.from_mapping(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: is not TOML: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        """Parse what `to_json` wrote. Every key is present there, so ineffective keys are not looked for."""
+        try:
+            mapping = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"configuration is not JSON: {error}") from error
+        if not isinstance(mapping, dict):
+            raise ConfigError("configuration must be a JSON object")
+        return build(cls, mapping, "")
+
+    def to_json(self) -> str:
+        """The configuration as peers receive it: everything but the server's own section."""
+        values = dataclasses.asdict(self)
+        del values["server"]
+        return json.dumps(values, sort_keys=True)
+
+
+def _check_eager(config: RunConfig) -> None:
+    """Eager foresees an outer step, so that must be linear in the pseudo-gradient, and this peer part of it."""
+    if config.sync.mode != "eager":
+        return
+    with_eager, outer = 'with sync.mode = "eager"', config.outer
+    one_of = ("sgd", "nesterov")
+    require(outer.optimizer in one_of, "outer.optimizer", outer.optimizer, f"must be one of {', '.join(one_of)} {with_eager}")
+    require(outer.direction == "mean", "outer.direction", outer.direction, f"must be mean {with_eager}")
+    require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
+    require(config.rounds.max_staleness == 0, "rounds.max_staleness", config.rounds.max_staleness, f"must be 0 {with_eager}")
+
+
+def _check_carried(config: RunConfig) -> None:
+    """A contribution that counts later finds its own fragments due then only if all of them always are."""
+    if config.rounds.max_staleness:
+        rule = "must be 1 with rounds.max_staleness above 0: a later outer step would exchange other fragments"
+        require(config.sync.groups == 1, "sync.groups", config.sync.groups, rule)
+
+
+def _without_promise(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """What depends on the time that something took, so that a run cannot be repeated to the bit."""
+    yield config.sync.schedule == "time", 'sync.schedule = "time"'
+    yield config.sync.dylu, "sync.dylu = true"
+    yield config.rounds.merging == "arrivals", 'rounds.merging = "arrivals"'
+    yield config.rounds.max_staleness > 0, "rounds.max_staleness above 0"
+
+
+def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
+    """T11: a key that was written but can have no effect in this combination is an error."""
+    for applies, section, keys, because in _ineffective(config):
+        written = sorted(keys & set(mapping.get(section, {})))
+        if applies and written:
+            raise ConfigError(f"{section}.{written[0]} has no effect with {because}; remove it")
+
+
+def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]:
+    """(whether it applies, section, keys, because of what)."""
+    sync, penalty, outer, rounds = config.sync, config.penalty, config.outer, config.rounds
+    of_penalty = {f.name for f in dataclasses.fields(PenaltyConfig)} - {"enabled", "weighting", "staleness", "damping"}
+    yield not penalty.enabled, "penalty", of_penalty, "penalty.enabled = false"
+    yield penalty.enabled, "penalty", {"weighting"}, "penalty.enabled = true"
+    yield rounds.max_staleness == 0, "penalty", {"staleness"}, "rounds.max_staleness = 0"
+    yield rounds.merging == "arrivals", "penalty", {"staleness"}, 'rounds.merging = "arrivals" (penalty.damping has)'
+    yield rounds.merging == "rounds", "penalty", {"damping"}, 'rounds.merging = "rounds"'
+    yield sync.schedule == "steps", "sync", {"time_s"}, 'sync.schedule = "steps"'
+    yield sync.groups == 1, "sync", {"pattern"}, "sync.groups = 1"
+    yield sync.mode in ("blocking", "forward"), "sync", {"delay"}, f'sync.mode = "{sync.mode}"'
+    yield sync.mode != "delayed", "sync", {"mix"}, f'sync.mode = "{sync.mode}"'
+    yield sync.mode != "delayed" or sync.mix != "lerp", "sync", {"alpha"}, 'sync.mix other than "lerp"'
+    of_optimizer = f'outer.optimizer = "{outer.optimizer}"'
+    yield outer.optimizer not in ("nesterov", "delayed_nesterov"), "outer", {"momentum"}, of_optimizer
+    yield outer.optimizer not in ("adam", "yogi"), "outer", {"beta1", "beta2", "eps"}, of_optimizer
+    yield outer.optimizer != "delayed_nesterov", "outer", {"period", "c"}, of_optimizer
+    of_rounds = {"start_peers", "quorum", "floor_s", "ceiling_s", "spread", "wait", "grace_s"}
+    yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
+    of_builtin = {"layers", "heads", "width"}
+    yield not config.model.name.startswith("builtin:"), "model", of_builtin, f'model.name = "{config.model.name}"'

@@ -1,0 +1,31 @@
+"""The digest of the outer parameters: equal at two peers exactly when every bit is equal.
+
+A digest is the BLAKE3 of the fragments' BLAKE3 hashes, in fragment order, so that one changed fragment costs one hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["combine", "digest", "fragment_hash"]
+
+
+def fragment_hash(fragment: Tensor) -> bytes:
+    """BLAKE3 of a flat fp32 tensor's little-endian bytes."""
+    return blake3(fragment.detach().contiguous().numpy().data.cast("B")).digest()
+
+
+def combine(hashes: Iterable[bytes]) -> str:
+    """The digest (hex) of theta from its fragments' hashes, in fragment order."""
+    return blake3(b"".join(hashes)).hexdigest()
+
+
+def digest(fragments: Sequence[Tensor]) -> str:
+    """BLAKE3 (hex) over the BLAKE3 of each fragment's bytes: equal exactly when theta is equal to the bit."""
+    return combine(fragment_hash(fragment) for fragment in fragments)

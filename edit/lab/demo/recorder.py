@@ -1,0 +1,81 @@
+"""Gathers the lines of all processes, and the lab's own, into one DemoState and one metrics.jsonl.
+
+Owns: the sources, the merged file, translating the lone peer's lines. Must not know: processes, screens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from edit.lab.demo.event_messages import EventMessages
+from edit.lab.demo.state import DemoState
+from edit.lab.tail import JsonLines
+
+__all__ = ["LONE", "Recorder"]
+
+LONE = "lone"
+
+
+class Recorder:
+    """Context manager over the merged file. `poll` takes what is new; every line in the file names its source.
+
+    unix: seconds since 1970.
+    """
+
+    def __init__(self, board: DemoState, merged: Path, unix: Callable[[], float]) -> None:
+        self.board, self._merged, self._unix = board, merged, unix
+        self._narrator = EventMessages()
+        self._sources: dict[str, JsonLines] = {}
+        self._begun: dict[str, float] = {}
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Recorder:
+        self._file = self._merged.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def follow(self, source: str, path: Path) -> None:
+        """Read `path` from now on, under the name `source`."""
+        self._sources[source] = JsonLines(path)
+        self._begun[source] = self._unix()
+
+    def poll(self) -> None:
+        """Take every line that was finished since the last call."""
+        for source, lines in self._sources.items():
+            for record in lines.read():
+                for translated in self._translate(source, record):
+                    self._take(source, translated)
+
+    def event(self, text: str, tone: str = "info") -> None:
+        """A line for people, from the lab."""
+        self._take("lab", {"kind": "event", "t": self._unix(), "text": text, "tone": tone})
+
+    def validation(self, who: str, step: int, loss: float) -> None:
+        """A held-out loss after `step` inner steps."""
+        self._take("lab", {"kind": "validation", "t": self._unix(), "who": who, "step": step, "loss": loss})
+
+    def _take(self, source: str, record: Mapping[str, Any]) -> None:
+        self.board.apply(record)
+        if self._file is not None:
+            self._file.write(json.dumps({"source": source, **record}) + "\n")
+            self._file.flush()
+        for event in self._narrator.tell(record, self.board):
+            self._take("lab", {"kind": "event", "t": event.t, "text": event.text, "tone": event.tone})
+
+    def _translate(self, source: str, record: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """A peer's own lines do not name it; the lone one counts seconds from its own start."""
+        if source in self.board.peers:
+            yield {**record, "peer_id": source}
+        elif source != LONE:
+            yield record
+        elif "validation_loss" in record:
+            loss = record["validation_loss"]
+            yield {"kind": "validation", "who": LONE, "t": self._unix(), "step": record.get("step"), "loss": loss}
+        else:
+            yield {**record, "kind": LONE, "t": self._begun[source] + float(record.get("t") or 0.0)}

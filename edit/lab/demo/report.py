@@ -1,0 +1,249 @@
+"""report.html: one self-contained page with the curves, the verdicts, the numbers and the story of a demo.
+
+Owns: what the page says. Must not know: processes, files other than its own template. The page needs no network and no script.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from string import Template
+
+from edit.lab.demo.charts import Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
+from edit.lab.demo.results import Results
+from edit.lab.demo.state import DemoState, Event, RoundRow
+from edit.lab.observations import Point
+from edit.lab.units import bytes_text, duration_text
+
+__all__ = ["render_report"]
+
+_SERIES_STYLES = 8
+_TOLD = ("fault", "good", "bad")
+_VERDICT_WORDS = {
+    "ok": "merged (fuller: more weight)",
+    "nonfinite": "rejected: NaN or infinite",
+    "anomalous": "rejected: norm far above the usual",
+    "idle": "rejected: no work in it",
+    "absent": "absent",
+}
+
+
+def render_report(board: DemoState, results: Results, settings: str, started: float) -> str:
+    """The page. settings: the run.toml; started: unix seconds."""
+    template = Template(resources.files("edit.lab").joinpath("report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        run_id=escape(results.run_id),
+        series_css=" ".join(f".s{n} {{ --c: var(--s{n}); }}" for n in range(_SERIES_STYLES)),
+        headline=escape(headline(results)),
+        summary=escape(summary(results)),
+        tiles=_tiles(results),
+        validation_note=escape(_validation_note(results)),
+        validation_chart=_validation_chart(board),
+        events=_events(board, started),
+        verdict_key=_verdict_key(),
+        verdict_chart=_verdict_chart(board),
+        training_chart=_training_chart(board),
+        bytes_note=escape(_bytes_note(results)),
+        bytes_chart=_bytes_chart(results),
+        results_table=_results_table(results),
+        peers_table=_peers_table(results),
+        sample_note=f"Drawn from the outer parameters byte by byte, seed {results.seed}.",
+        sample=escape(results.sample or "(none)"),
+        settings=escape(settings.strip()),
+    )
+
+
+def headline(results: Results) -> str:
+    """The result in one sentence."""
+    peers = "one peer" if len(results.peers) == 1 else f"{len(results.peers)} peers"
+    if not results.complete:
+        return f"Stopped after outer step {results.outer_steps}: partial results of {peers}"
+    percent = results.losses.percent_below_lone if results.losses else None
+    if percent is None:
+        return f"{peers.capitalize()} trained one model"
+    return f"{peers.capitalize()} trained one model {abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than one alone"
+
+
+def summary(results: Results) -> str:
+    """Size, length and network of the run in two sentences."""
+    fewer = f", {results.fewer_bytes:.0f} times less than data-parallel training (computed)" if results.fewer_bytes else ""
+    return (
+        f"A byte-level GPT of {results.parameters:,} parameters, {results.steps} inner steps per peer, exchanged every "
+        f"{results.sync_every} steps over gRPC with mutual TLS. Each peer sent {bytes_text(results.mean_sent)}{fewer}."
+    )
+
+
+def _tiles(results: Results) -> str:
+    rows: list[tuple[str, str]] = []
+    if results.losses is not None:
+        percent = results.losses.percent_below_lone
+        rows.append((f"{results.losses.outer:.3f}", "held-out loss of the outer parameters, nats per byte"))
+        if percent is not None:
+            rows.append((f"{-percent:+.1f} %".replace("-", "−"), "against the same peer alone, same number of steps"))
+    if results.fewer_bytes:
+        rows.append((f"{results.fewer_bytes:.0f}×", "fewer bytes sent than data-parallel (computed)"))
+    rows.append((f"{results.committed}", f"rounds committed, {results.aborted} aborted"))
+    equal = results.digests.compared - len(results.digests.unequal)
+    rows.append((f"{equal}/{results.digests.compared}", "reported digests equal to the committed ones"))
+    rows.append((duration_text(results.wall_s), "wall time, all processes on one machine"))
+    return "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in rows)
+
+
+def _validation_note(results: Results) -> str:
+    where = "Files of every peer's packages that no peer has trained on."
+    if results.losses is None:
+        return where
+    return (
+        f"{where} All peers start from the same values, whose loss is {results.losses.initial:.3f}. The table of results is "
+        f"measured on {results.losses.windows} windows of that text, the curve on fewer of them."
+    )
+
+
+def _points(points: Sequence[Point]) -> list[tuple[float, float]]:
+    return [(point.step, point.loss) for point in points]
+
+
+def _smooth(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """Mean of each loss and up to seven before it: one batch of text differs much from the next."""
+    return [
+        (point.step, sum(one.loss for one in points[max(0, place - 7) : place + 1]) / min(8, place + 1))
+        for place, point in enumerate(points)
+    ]
+
+
+def _validation_chart(board: DemoState) -> str:
+    lone = _points(board.validation.get("lone", ()))
+    if len(lone) == 1:  # only its end is known: a short line to see
+        lone = [(lone[0][0] * 0.97, lone[0][1]), lone[0]]
+    outer = _points(board.validation.get("outer", ()))
+    series = [Series("outer parameters", "s0", outer), Series("peer-0 alone", "lone", lone)]
+    longest = max((x for x, _ in lone), default=0.0)
+    return line_chart(series, _marks(board), max(longest, _last_step(board)), "inner steps", height=340)
+
+
+def _training_chart(board: DemoState) -> str:
+    rows = list(board.peers.values())[:_SERIES_STYLES]
+    series = [Series(row.peer_id, f"s{place}", _smooth(row.curve)) for place, row in enumerate(rows)]
+    series.append(Series("peer-0 alone", "lone", _smooth(board.lone)))
+    longest = max((x for one in series for x, _ in one.points), default=0.0)
+    return line_chart(series, (), max(longest, _last_step(board)), "own inner steps", height=300)
+
+
+def _last_step(board: DemoState) -> float:
+    return float(board.outer_steps * board.sync_every)
+
+
+def told(board: DemoState) -> list[Event]:
+    """The events that the charts number: faults and how each was overcome."""
+    return [event for event in board.events if event.tone in _TOLD]
+
+
+def _progress_at(rows: Sequence[RoundRow], t: float) -> float:
+    """Outer steps committed by then, with the share of the open round that had passed."""
+    times = [row.t for row in rows]
+    done = bisect.bisect_right(times, t)
+    if done == 0 or done == len(rows):
+        return float(rows[done - 1].outer_step) if done else 0.0
+    return rows[done - 1].outer_step + min(0.95, (t - times[done - 1]) / max(1e-6, times[done] - times[done - 1]))
+
+
+def _marks(board: DemoState) -> list[Mark]:
+    rows = [row for row in board.rounds if row.committed]
+    return [Mark(_progress_at(rows, event.t) * board.sync_every, event.text, event.tone) for event in told(board)]
+
+
+def _verdict_chart(board: DemoState) -> str:
+    rows = [row for row in board.rounds if row.committed]
+    names = list(board.peers)
+    full = 2.0 / max(1, len(names))  # twice the fair share is the fullest colour
+    tiles = [_tile(row, column, place, name, full) for column, row in enumerate(rows) for place, name in enumerate(names)]
+    return tile_grid(names, max(len(rows), 1), tiles, [Mark(_progress_at(rows, e.t), e.text, e.tone) for e in told(board)])
+
+
+def _tile(row: RoundRow, column: int, place: int, name: str, full: float) -> Tile:
+    cell = row.cells.get(name)
+    if cell is None:
+        return Tile(column, place, "absent", 1.0, f"{name}, outer step {row.outer_step}: absent ({row.reason})")
+    title = f"{name}, outer step {row.outer_step}: {cell.verdict}, weight {cell.weight:.3f}, norm {cell.norm:.3g}"
+    return Tile(column, place, cell.verdict, cell.weight / full if cell.verdict == "ok" else 1.0, title)
+
+
+def _verdict_key() -> str:
+    colours = {"ok": "good", "nonfinite": "bad", "anomalous": "fault", "idle": "idle", "absent": "rule"}
+    keys = (f'<i style="background:var(--{colours[name]})"></i>{escape(text)}' for name, text in _VERDICT_WORDS.items())
+    return f"One column per committed round.{''.join(keys)}"
+
+
+def _events(board: DemoState, started: float) -> str:
+    numbers = {id(event): number for number, event in enumerate(told(board), 1)}
+    items = []
+    for event in board.events:
+        badge = f'<b class="{event.tone}">{numbers[id(event)]}</b>' if id(event) in numbers else "<b></b>"
+        items.append(f"<li><time>{duration_text(event.t - started)}</time>{badge}<span>{escape(event.text)}</span></li>")
+    return f'<ol class="events">{"".join(items)}</ol>'
+
+
+def _bytes_note(results: Results) -> str:
+    return (
+        "Counted on each peer's data connection, over all its processes. Data-parallel is COMPUTED: a ring all-reduce of fp32 "
+        f"gradients in each of the same {results.steps} steps. Logarithmic scale."
+    )
+
+
+def _bytes_chart(results: Results) -> str:
+    bars = [Bar(peer.peer_id, peer.sent, bytes_text(peer.sent), f"s{n % 8}") for n, peer in enumerate(results.peers)]
+    computed = results.data_parallel_bytes
+    return log_bars([*bars, Bar("data-parallel (computed)", computed, bytes_text(computed), "lone")])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _results_table(results: Results) -> str:
+    return _table(("", "value", "how"), [(name, value, how) for name, value, how in result_rows(results)])
+
+
+def result_rows(results: Results) -> list[tuple[str, str, str]]:
+    """(name, value, measured or computed) of every result; the terminal prints the same."""
+    rows: list[tuple[str, str, str]] = []
+    if results.losses is not None:
+        rows.append(("held-out loss, initial parameters", f"{results.losses.initial:.4f}", "measured"))
+        if results.losses.lone is not None:
+            rows.append(("held-out loss, peer-0 alone", f"{results.losses.lone:.4f}", "measured"))
+        rows.append(("held-out loss, outer parameters", f"{results.losses.outer:.4f}", "measured"))
+        if results.losses.percent_below_lone is not None:
+            rows.append(("outer below alone", f"{results.losses.percent_below_lone:.1f} %", "measured"))
+    own = [peer.own_steps for peer in results.peers]
+    rows.append(("own inner steps, peers", f"{min(own)} to {max(own)}", "counted"))
+    rows.append(("own inner steps, peer-0 alone", str(results.lone_steps), "counted"))
+    received = sum(peer.received for peer in results.peers) / len(results.peers)
+    rows.append(("sent per peer", bytes_text(results.mean_sent), "counted, mean"))
+    rows.append(("received per peer", bytes_text(received), "counted, mean"))
+    rows.append(("data-parallel would send per peer", bytes_text(results.data_parallel_bytes), "computed"))
+    rows.append(("rounds committed / aborted", f"{results.committed} / {results.aborted}", "measured"))
+    rows.append(("seconds per round", f"{results.round_s:.2f}", "measured, median"))
+    checked = f"{results.digests.compared - len(results.digests.unequal)} of {results.digests.compared}"
+    rows.append(("peers' digests equal to the committed", checked, f"reported, {results.digests.outer_steps} outer steps"))
+    if results.restart is not None:
+        same = "unchanged" if results.restart.equal else "CHANGED"
+        rows.append(("digest over the coordinator's restart", same, f"measured, outer step {results.restart.outer_step}"))
+    if results.coordinator_memory_bytes:
+        rows.append(("coordinator's peak memory", bytes_text(results.coordinator_memory_bytes), "measured"))
+    rows.append(("wall time", duration_text(results.wall_s), "measured"))
+    return rows
+
+
+def _peers_table(results: Results) -> str:
+    head = ("peer", "own inner steps", "sent", "received", "merged", "rejected", "verdicts")
+    rows = []
+    for peer in results.peers:
+        bad = sum(count for verdict, count in peer.verdicts.items() if verdict != "ok")
+        words = ", ".join(f"{verdict} {count}" for verdict, count in sorted(peer.verdicts.items()))
+        numbers = (str(peer.own_steps), bytes_text(peer.sent), bytes_text(peer.received), str(peer.merged), str(bad), words)
+        rows.append((peer.peer_id, *numbers))
+    return _table(head, rows)

@@ -1,0 +1,178 @@
+"""What a demo proved, as numbers: measured ones, and the one computed comparison, marked as such.
+
+Owns: the arithmetic of the results and their JSON form. Must not know: files, processes, how anything is shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edit.lab.demo.state import DemoState
+
+__all__ = ["DigestCheck", "Losses", "PeerResult", "Restart", "Results", "check_digests", "collect", "data_parallel_bytes"]
+
+
+def data_parallel_bytes(peers: int, parameters: int, steps: int) -> int:
+    """Bytes that each peer would send, and also receive, with gradients averaged every step: COMPUTED, not measured.
+
+    Ring all-reduce of fp32 gradients: 2 (N - 1) / N * 4 bytes * parameters per step (Patarasuk and Yuan 2009).
+    """
+    return 2 * (peers - 1) * 4 * parameters * steps // peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Held-out loss in nats per byte, all from the same `windows` of text. lone None: was not measured."""
+
+    initial: float
+    outer: float
+    lone: float | None
+    windows: int
+
+    @property
+    def percent_below_lone(self) -> float | None:
+        """How far the outer parameters' loss is below the lone peer's; negative when it is above."""
+        return None if self.lone is None else 100.0 * (self.lone - self.outer) / self.lone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerResult:
+    """One peer over all its processes. sent, received: bytes counted on its data connection."""
+
+    peer_id: str
+    own_steps: int
+    sent: int
+    received: int
+    merged: int
+    verdicts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestCheck:
+    """Peers' reports of the digest of their outer parameters, each compared with the committed one of the same outer step."""
+
+    compared: int
+    outer_steps: int
+    unequal: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The outer parameters' digest just before the coordinator was killed and when it answered again."""
+
+    outer_step: int
+    before: str
+    after: str
+
+    @property
+    def equal(self) -> bool:
+        return self.before == self.after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Everything that results.json, the terminal and report.html say."""
+
+    run_id: str
+    complete: bool
+    seed: int
+    parameters: int
+    outer_steps: int
+    sync_every: int
+    committed: int
+    aborted: int
+    round_s: float
+    wall_s: float
+    coordinator_memory_bytes: int
+    losses: Losses | None
+    peers: tuple[PeerResult, ...]
+    lone_steps: int
+    data_parallel_bytes: int
+    digests: DigestCheck
+    restart: Restart | None
+    sample: str
+
+    @property
+    def steps(self) -> int:
+        return self.outer_steps * self.sync_every
+
+    @property
+    def mean_sent(self) -> float:
+        return statistics.fmean(peer.sent for peer in self.peers)
+
+    @property
+    def fewer_bytes(self) -> float | None:
+        """How many times less a peer sent than data-parallel training would; None without traffic to compare."""
+        return self.data_parallel_bytes / self.mean_sent if self.mean_sent and self.data_parallel_bytes else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; what is computed rather than measured says so in its name."""
+        values = dataclasses.asdict(self)
+        values["data_parallel_bytes_per_peer_computed"] = values.pop("data_parallel_bytes")
+        values["times_fewer_bytes_than_data_parallel_computed"] = self.fewer_bytes
+        if self.losses is not None:
+            values["losses"]["percent_below_lone"] = self.losses.percent_below_lone
+        if self.restart is not None:
+            values["restart"]["equal"] = self.restart.equal
+        return values
+
+
+def check_digests(board: DemoState) -> DigestCheck:
+    """Compare every digest that a peer reported for a committed outer step. A digest is reported at most once a second."""
+    committed = board.digests
+    reports = [report for report in board.digest_reports if report[1] in committed]
+    unequal = sorted((peer_id, step) for peer_id, step, digest in reports if digest != committed[step])
+    return DigestCheck(compared=len(reports), outer_steps=len({step for _, step, _ in reports}), unequal=tuple(unequal))
+
+
+def collect(
+    board: DemoState, *, run_id: str, seed: int, wall_s: float, losses: Losses | None, restart: Restart | None, sample: str
+) -> Results:
+    """Results of the board as it stands; complete only when the last outer step was committed."""
+    committed = [row for row in board.rounds if row.committed]
+    parameters = board.status.parameters if board.status else 0
+    steps = board.outer_step * board.sync_every
+    return Results(
+        run_id=run_id,
+        complete=board.outer_step >= board.outer_steps,
+        seed=seed,
+        parameters=parameters,
+        outer_steps=board.outer_step,
+        sync_every=board.sync_every,
+        committed=len(committed),
+        aborted=len(board.rounds) - len(committed),
+        round_s=statistics.median(row.seconds for row in committed) if committed else 0.0,
+        wall_s=wall_s,
+        coordinator_memory_bytes=board.status.memory_bytes if board.status else 0,
+        losses=losses,
+        peers=_peers(board),
+        lone_steps=max((point.step for point in board.lone), default=0),
+        data_parallel_bytes=data_parallel_bytes(len(board.peers), parameters, steps),
+        digests=check_digests(board),
+        restart=restart,
+        sample=sample,
+    )
+
+
+def _peers(board: DemoState) -> tuple[PeerResult, ...]:
+    verdicts = {peer_id: Counter[str]() for peer_id in board.peers}
+    for row in board.rounds:
+        for peer_id, cell in row.cells.items():
+            if row.committed and peer_id in verdicts:
+                verdicts[peer_id][cell.verdict] += 1
+    return tuple(
+        PeerResult(
+            peer_id=row.peer_id,
+            own_steps=row.steps.value,
+            sent=row.sent.value,
+            received=row.received.value,
+            merged=row.merged,
+            verdicts=dict(verdicts[row.peer_id]),
+        )
+        for row in board.peers.values()
+    )

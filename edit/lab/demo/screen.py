@@ -1,0 +1,221 @@
+"""The live screen: pure functions from a DemoState to rich renderables, and one line of text for a plain terminal.
+
+Owns: layout, colours, wording. Must not know: where the DemoState's lines come from; the clock (`now` is an argument).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from edit.lab.demo.plan import ShowPlan
+from edit.lab.demo.state import Cell, DemoState, Event, PeerRow, RoundRow
+from edit.lab.units import bytes_text, duration_text, resample, sparkline
+
+__all__ = ["Frame", "event_line", "progress_line", "render"]
+
+_TONES = {"info": "dim", "fault": "yellow", "good": "green", "bad": "bold red"}
+_STATES = {
+    "training": "green",
+    "exchanging": "cyan",
+    "starting": "yellow",
+    "invited": "dim",
+    "lost": "bold red",
+    "killed": "bold red",
+    "left": "dim",
+}
+_VERDICTS = {"nonfinite": ("NaN", "bold red"), "anomalous": ("huge", "red"), "idle": ("idle", "yellow")}
+_SHOWN_PEERS = 6
+_SPARK_BINS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What a picture needs besides the board. started, now: unix seconds."""
+
+    run_id: str
+    show: ShowPlan
+    started: float
+    now: float
+    rounds: int = 7
+    events: int = 6
+
+
+def render(board: DemoState, frame: Frame) -> RenderableType:
+    """The whole screen; readable from 100 columns on."""
+    return Group(
+        header(board, frame), peers_table(board, frame), rounds_table(board, frame), curves(board), events(board, frame)
+    )
+
+
+def header(board: DemoState, frame: Frame) -> RenderableType:
+    grid = Table.grid(expand=True, padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    step = Text.assemble("outer step ", (f"{board.outer_step}", "bold"), f"/{board.outer_steps}")
+    bar = ProgressBar(total=board.outer_steps, completed=board.outer_step, complete_style="cyan", finished_style="green")
+    grid.add_row(step, bar, Text(duration_text(frame.now - frame.started), style="bold"))
+    second = Table.grid(expand=True)
+    second.add_column(no_wrap=True)
+    second.add_column(no_wrap=True, justify="right")
+    second.add_row(phase_text(board), traffic_text(board))
+    title = Text.assemble(("EDiT ", "bold"), frame.run_id)
+    return Panel(Group(grid, second), title=title, title_align="left", box=box.ROUNDED, border_style="cyan")
+
+
+def phase_text(board: DemoState) -> Text:
+    status = board.status
+    if status is None:
+        return Text("waiting for the coordinator", style="yellow")
+    text = Text(status.phase, style="green" if status.phase in ("collecting", "committing", "finished") else "yellow")
+    if status.deadline_s is not None:
+        text.append(f" · {status.arrived} of {status.expected} in · deadline in {max(0.0, status.deadline_s):.0f} s", "dim")
+    return text
+
+
+def traffic_text(board: DemoState) -> Text:
+    sent = sum(row.sent.value for row in board.peers.values())
+    received = sum(row.received.value for row in board.peers.values())
+    return Text.assemble("sent ", (bytes_text(sent), "bold"), " · received ", (bytes_text(received), "bold"))
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(title, style="bold cyan"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        expand=True,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        header_style="dim",
+    )
+
+
+def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
+    for name in names:
+        table.add_column(name, justify=justify, no_wrap=True)
+
+
+def peers_table(board: DemoState, frame: Frame) -> Table:
+    table = _table("peers")
+    _columns(table, "left", "peer", "state", "part")
+    _columns(table, "right", "outer", "steps", "loss", "tok/s", "up", "down", "kB/s", "ok/bad")
+    for row in board.peers.values():
+        table.add_row(*_peer_cells(row, frame.show.part_of(row.peer_id)))
+    return table
+
+
+def _peer_cells(row: PeerRow, part: str) -> list[Text]:
+    return [
+        Text(row.peer_id, style="bold"),
+        Text(row.state, style=_STATES.get(row.state, "")),
+        Text(part, style="yellow"),
+        Text(str(row.outer_step)),
+        Text(str(row.steps.value)),
+        Text("" if math.isnan(row.loss) else f"{row.loss:.3f}"),
+        Text(f"{row.tokens_per_s:.0f}" if row.tokens_per_s else ""),
+        Text(bytes_text(row.sent.value)),
+        Text(bytes_text(row.received.value)),
+        Text(f"↑{row.sent_rate / 1e3:.0f} ↓{row.received_rate / 1e3:.0f}", style="dim"),
+        Text.assemble(str(row.merged), ("/", "dim"), (str(row.rejected), "red" if row.rejected else "dim")),
+    ]
+
+
+def rounds_table(board: DemoState, frame: Frame) -> Table:
+    table = _table("rounds: weight of each peer in the merge, or why it has none")
+    shown = list(board.peers)[:_SHOWN_PEERS]
+    _columns(table, "right", "round", "outer", *shown, "seconds", "bytes")
+    table.add_column("closed because", ratio=1, no_wrap=True, overflow="ellipsis")
+    for row in board.rounds[-frame.rounds :]:
+        table.add_row(*_round_cells(row, shown))
+    return table
+
+
+def _round_cells(row: RoundRow, shown: list[str]) -> list[Text]:
+    reason = Text(row.reason) if row.committed else Text(f"aborted: {row.reason}", style="red")
+    return [
+        Text(str(row.round_id % 1_000_000), style="dim"),
+        Text(str(row.outer_step), style="bold" if row.committed else "red"),
+        *(_weight(row.cells.get(peer_id)) for peer_id in shown),
+        Text(f"{row.seconds:.1f}"),
+        Text(bytes_text(row.bytes_in)),
+        reason,
+    ]
+
+
+def _weight(cell: Cell | None) -> Text:
+    if cell is None:
+        return Text("absent", style="dim")
+    if cell.verdict in _VERDICTS:
+        return Text(*_VERDICTS[cell.verdict])
+    return Text(f"{cell.weight:.2f}", style="green")
+
+
+def curves(board: DemoState) -> RenderableType:
+    """Training losses of the peers' mean and the lone peer on one scale, and the held-out loss of the outer parameters."""
+    last_step = board.outer_steps * board.sync_every
+    together = sorted((point for row in board.peers.values() for point in row.curve), key=lambda point: point.step)
+    lines = [
+        ("peers, training", "cyan", resample(together, _SPARK_BINS, last_step)),
+        ("lone peer, training", "magenta", resample(board.lone, _SPARK_BINS, last_step)),
+        ("outer, held out", "green", resample(board.validation.get("outer", ()), _SPARK_BINS, last_step)),
+    ]
+    finite = [value for _, _, values in lines for value in values if not math.isnan(value)]
+    if not finite:
+        return Text()
+    low, high = min(finite), min(max(finite), 1.8 * min(finite))  # the steep beginning would flatten the rest
+    table = _table("loss")
+    _columns(table, "left", "", "")
+    _columns(table, "right", "")
+    table.show_header = False
+    for name, style, values in lines:
+        newest = next((value for value in reversed(values) if not math.isnan(value)), math.nan)
+        number = "" if math.isnan(newest) else f"{newest:.3f}"
+        table.add_row(name, Text(sparkline(_carried(values), low, high), style=style), Text(number, style=style))
+    return table
+
+
+def _carried(values: list[float]) -> list[float]:
+    """Fill gaps between points with the point before them."""
+    filled = list(values)
+    last = max((place for place, value in enumerate(values) if not math.isnan(value)), default=0)
+    for place in range(1, last):
+        if math.isnan(filled[place]):
+            filled[place] = filled[place - 1]
+    return filled
+
+
+def events(board: DemoState, frame: Frame) -> RenderableType:
+    lines = [event_line(event, frame.started) for event in board.events[-frame.events :]]
+    return Panel(Group(*lines), title="events", title_align="left", box=box.ROUNDED, border_style="dim")
+
+
+def event_line(event: Event, started: float) -> Text:
+    """One event with the time since the start."""
+    line = Text(f"{duration_text(event.t - started):>5}  ", style="dim", no_wrap=True, overflow="ellipsis")
+    return line.append(event.text, _TONES.get(event.tone, ""))
+
+
+def progress_line(board: DemoState, frame: Frame) -> str:
+    """One line for a terminal that cannot be redrawn, or a log."""
+    losses = [row.loss for row in board.peers.values() if not math.isnan(row.loss)]
+    parts = [f"{duration_text(frame.now - frame.started):>5}  outer step {board.outer_step}/{board.outer_steps}"]
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.3f}")
+    if board.lone:
+        parts.append(f"lone {board.lone[-1].loss:.3f}")
+    if board.validation.get("outer"):
+        parts.append(f"held out {board.validation['outer'][-1].loss:.3f}")
+    parts.append(f"sent {bytes_text(sum(row.sent.value for row in board.peers.values()))}")
+    if board.rounds:
+        parts.append(f"last round {board.rounds[-1].seconds:.1f} s, {board.rounds[-1].reason}")
+    return " · ".join(parts)

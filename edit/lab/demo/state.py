@@ -1,0 +1,240 @@
+"""Everything known about a running demo, folded from the lines of its metrics files.
+
+Owns: what the lines mean (coordinator: member, round, peer; peers: step, outer; lone peer: lone; lab: event, validation) and
+the running totals. Must not know: where lines come from, how they are shown, the clock: every line carries its own time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edit.lab.observations import Point, Status
+
+__all__ = ["Cell", "DemoState", "Event", "PeerRow", "RoundRow", "Total"]
+
+Record = Mapping[str, Any]
+_BAD_ORDER = ("nonfinite", "anomalous", "idle")  # a round's cell shows the worst verdict over its fragments
+
+
+class Total:
+    """A counter that starts again from zero whenever its process does; `value` counts on."""
+
+    def __init__(self) -> None:
+        self._before, self._last = 0, 0
+
+    def update(self, count: int) -> None:
+        if count < self._last:
+            self._before += self._last
+        self._last = count
+
+    @property
+    def value(self) -> int:
+        return self._before + self._last
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line for people. tone: info, fault (we did harm on purpose), good (it was overcome), bad (it was not)."""
+
+    t: float
+    text: str
+    tone: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One peer in one round. verdict: the worst over the fragments, `bad` of `parts` of them; weight: the mean over them."""
+
+    verdict: str
+    weight: float
+    norm: float
+    bad: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRow:
+    """One closed round. outer_step: the step it advanced to, or tried to; bytes_out: one peer's download."""
+
+    t: float
+    round_id: int
+    outer_step: int
+    committed: bool
+    reason: str
+    seconds: float
+    bytes_in: int
+    bytes_out: int
+    digest: str
+    cells: Mapping[str, Cell]
+
+
+@dataclass(slots=True)
+class PeerRow:
+    """One peer: its last report, its totals over all its processes, its losses over its own inner steps."""
+
+    peer_id: str
+    state: str = "invited"
+    reason: str = ""
+    outer_step: int = 0
+    loss: float = math.nan
+    tokens_per_s: float = 0.0
+    t: float = 0.0
+    merged: int = 0
+    rejected: int = 0
+    sent_rate: float = 0.0
+    received_rate: float = 0.0
+    steps: Total = field(default_factory=Total)
+    sent: Total = field(default_factory=Total)
+    received: Total = field(default_factory=Total)
+    curve: list[Point] = field(default_factory=list)
+    _logged: Total = field(default_factory=Total)
+
+    def report(self, record: Record) -> None:
+        """Take a heartbeat's line."""
+        t, before = float(record["t"]), (self.t, self.sent.value, self.received.value)
+        self.state, self.outer_step, self.t = str(record["state"]), int(record["outer_step"]), t
+        self.tokens_per_s = _number(record.get("tokens_per_s"), 0.0)
+        self.steps.update(int(record.get("inner_steps", 0)))
+        self.sent.update(int(record.get("bytes_sent", 0)))
+        self.received.update(int(record.get("bytes_received", 0)))
+        if before[0] and t > before[0]:
+            self.sent_rate = (self.sent.value - before[1]) / (t - before[0])
+            self.received_rate = (self.received.value - before[2]) / (t - before[0])
+        self.loss = _number(record.get("loss"), self.loss)
+
+    def step(self, record: Record) -> None:
+        """Take a line of the peer's own metrics file."""
+        self._logged.update(int(record["step"]))
+        if record.get("loss") is not None:
+            self.curve.append(Point(float(record["t"]), self._logged.value, float(record["loss"])))
+
+    def gone(self) -> None:
+        self.tokens_per_s = self.sent_rate = self.received_rate = 0.0
+
+
+class DemoState:
+    """The state that screens and reports are drawn from. `apply` takes one line of any file; unknown kinds are ignored."""
+
+    def __init__(self, peer_ids: Iterable[str], outer_steps: int, sync_every: int) -> None:
+        self.peers = {peer_id: PeerRow(peer_id) for peer_id in peer_ids}
+        self.outer_steps, self.sync_every = outer_steps, sync_every
+        self.rounds: list[RoundRow] = []
+        self.events: list[Event] = []
+        self.lone: list[Point] = []
+        self.validation: dict[str, list[Point]] = {}
+        self.status: Status | None = None
+        self.digest_reports: set[tuple[str, int, str]] = set()
+
+    @property
+    def outer_step(self) -> int:
+        """The newest outer step known to be committed."""
+        return max((row.outer_step for row in self.rounds if row.committed), default=0)
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """The digest of each committed outer step."""
+        return {row.outer_step: row.digest for row in self.rounds if row.committed}
+
+    def apply(self, record: Record) -> None:
+        """Fold one line in. Lines of a kind that the board does not know, or without what it needs, change nothing."""
+        take = {
+            "member": self._member,
+            "round": self._round,
+            "peer": self._peer,
+            "step": self._step,
+            "outer": self._outer,
+            "lone": self._lone,
+            "event": self._event,
+            "validation": self._validation,
+        }.get(str(record.get("kind")))
+        if take is None:
+            return
+        try:
+            take(record)
+        except (KeyError, TypeError, ValueError):
+            return
+
+    def _member(self, record: Record) -> None:
+        row = self.peers.get(str(record["peer_id"]))
+        if row is None:
+            return
+        row.state, row.reason = str(record["state"]), str(record.get("reason", ""))
+        if row.state in ("lost", "left", "evicted"):
+            row.gone()
+
+    def _peer(self, record: Record) -> None:
+        row = self.peers.get(str(record["peer_id"]))
+        if row is None:
+            return
+        row.report(record)
+        self._outer(record)
+
+    def _step(self, record: Record) -> None:
+        row = self.peers.get(str(record["peer_id"]))
+        if row is not None:
+            row.step(record)
+
+    def _outer(self, record: Record) -> None:
+        """A peer says which outer parameters it has: in a heartbeat, or in its own file for every outer step."""
+        row = self.peers.get(str(record["peer_id"]))
+        if row is not None and record.get("digest"):
+            row.outer_step = int(record["outer_step"])
+            self.digest_reports.add((row.peer_id, row.outer_step, str(record["digest"])))
+
+    def _round(self, record: Record) -> None:
+        row = RoundRow(
+            t=float(record["t"]),
+            round_id=int(record["round_id"]),
+            outer_step=int(record["outer_step"]),
+            committed=bool(record["committed"]),
+            reason=str(record["reason"]),
+            seconds=float(record["seconds"]),
+            bytes_in=int(record["bytes_in"]),
+            bytes_out=int(record["bytes_out"]),
+            digest=str(record.get("digest", "")),
+            cells=_cells(record.get("verdicts", ())),
+        )
+        self.rounds.append(row)
+        for peer_id, cell in row.cells.items():
+            if peer_id in self.peers:
+                self.peers[peer_id].merged += cell.weight > 0
+                self.peers[peer_id].rejected += cell.verdict != "ok"
+
+    def _lone(self, record: Record) -> None:
+        self.lone.append(Point(float(record["t"]), int(record["step"]), float(record["loss"])))
+
+    def _event(self, record: Record) -> None:
+        self.events.append(Event(float(record["t"]), str(record["text"]), str(record.get("tone", "info"))))
+
+    def _validation(self, record: Record) -> None:
+        point = Point(float(record["t"]), int(record["step"]), float(record["loss"]))
+        self.validation.setdefault(str(record["who"]), []).append(point)
+
+
+def _cells(fragments: Iterable[Record]) -> dict[str, Cell]:
+    """Per peer over all fragments of a round: worst verdict, mean weight, norm of the whole pseudo-gradient."""
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for fragment in fragments:
+        for peer_id, (verdict, norm, weight) in fragment["peers"].items():
+            found.setdefault(peer_id, []).append((str(verdict), _number(norm, math.inf), _number(weight, 0.0)))
+    return {peer_id: _cell(parts) for peer_id, parts in sorted(found.items())}
+
+
+def _cell(parts: list[tuple[str, float, float]]) -> Cell:
+    verdicts = [verdict for verdict, _, _ in parts]
+    worst = next((bad for bad in _BAD_ORDER if bad in verdicts), "ok")
+    return Cell(
+        verdict=worst,
+        weight=sum(weight for _, _, weight in parts) / len(parts),
+        norm=math.hypot(*(norm for _, norm, _ in parts)),
+        bad=sum(verdict != "ok" for verdict in verdicts),
+        parts=len(parts),
+    )
+
+
+def _number(value: Any, otherwise: float) -> float:
+    """JSON has no NaN, so a writer may have put null."""
+    return otherwise if value is None or not math.isfinite(float(value)) else float(value)

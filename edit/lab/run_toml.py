@@ -1,0 +1,34 @@
+"""Writes a run.toml from settings, checked as the coordinator checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edit.config.run import RunConfig
+
+__all__ = ["Setting", "Settings", "to_toml"]
+
+Setting = str | int | float | bool | tuple[str, ...]
+Settings = Mapping[str, Setting | Mapping[str, Setting]]
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings as TOML. Raises ConfigError when a RunConfig would not take them."""
+    RunConfig.from_mapping(settings)
+    plain = [f"{key} = {_value(value)}" for key, value in settings.items() if not isinstance(value, Mapping)]
+    tables = [
+        "\n".join([f"\n[{key}]", *(f"{name} = {_value(inner)}" for name, inner in value.items())])
+        for key, value in settings.items()
+        if isinstance(value, Mapping)
+    ]
+    return "\n".join([*plain, *tables]) + "\n"
+
+
+def _value(value: Setting) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)

@@ -1,0 +1,272 @@
+"""The outer state of a run: theta, the outer optimizer's state, the downlink's residual and the norm statistics, per fragment.
+
+Owns: these four and the only way they change: reduce (pure) -> stage (pure) -> commit (all due fragments at once). Tensors are
+replaced, never written into, so whoever holds old ones may go on reading. The same Merged values in the same order give the
+same bits, which is what a journal replays. Must not know: rounds, disks, carriers, time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from edit.codecs import codec
+from edit.codecs.error_feedback import with_feedback
+from edit.config.run import RunConfig
+from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.fragments.digest import combine, fragment_hash
+from edit.fragments.groups import fragments_due
+from edit.fragments.schema import Schema
+from edit.merging.heloco import Momentum
+from edit.merging.injection import Injected
+from edit.merging.merge import Measured, Merged, MergeRule, merge
+from edit.merging.outer_optimizers import Slots, initial_slots, outer_step
+from edit.merging.penalty import NormStatistics
+from edit.records import Commit, EncodedTensor, FragmentCommit
+
+__all__ = ["FragmentState", "Measured", "Merged", "OuterState", "Staged"]
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentState:
+    """One fragment's part of the outer state. theta, residual and slots: flat fp32; residual None counts as zero."""
+
+    theta: Tensor
+    theta_hash: bytes
+    slots: Slots
+    residual: Tensor | None
+    statistics: Mapping[str, NormStatistics]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What one fragment will be if `outer_step` is committed. payload: the encoded step, None for a rollback."""
+
+    outer_step: int
+    merged: Merged
+    after: FragmentState
+    payload: EncodedTensor | None
+
+
+class OuterState:
+    """theta and all that moves it.
+
+    theta: one flat fp32 tensor per fragment of `schema`, taken over, not copied; config: penalty, outer, codec.down and the
+    groups of sync matter. Raises LocalProtocolError when theta does not fit the schema, ConfigError when there are more groups
+    than fragments.
+    """
+
+    def __init__(self, schema: Schema, config: RunConfig, theta: Sequence[Tensor]) -> None:
+        if [tuple(part.shape) for part in theta] != [(fragment.numel,) for fragment in schema.fragments]:
+            raise LocalProtocolError("theta does not fit the schema's fragments")
+        if any(part.dtype != torch.float32 or part.device.type != "cpu" for part in theta):
+            raise LocalProtocolError("theta must be fp32 on the CPU")
+        fragments_due(0, len(schema.fragments), config.sync.groups, config.sync.pattern)
+        self.schema = schema
+        self.config = config
+        self._codec = codec(config.codec.down)
+        self._outer_step = 0
+        self._injected: Injected | None = None
+        self._fragments = [
+            FragmentState(part, fragment_hash(part), initial_slots(config.outer, part.numel()), None, {})
+            for part in (part.detach().contiguous() for part in theta)
+        ]
+
+    @property
+    def outer_step(self) -> int:
+        """Commits so far."""
+        return self._outer_step
+
+    @property
+    def injected(self) -> Injected | None:
+        """What of a run above is in theta."""
+        return self._injected
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        """The fragments that the next outer step exchanges, ascending."""
+        sync = self.config.sync
+        return fragments_due(self._outer_step, len(self._fragments), sync.groups, sync.pattern)
+
+    @property
+    def theta(self) -> list[Tensor]:
+        """The outer parameters, one tensor per fragment. Not to be written into; a commit replaces them."""
+        return [fragment.theta for fragment in self._fragments]
+
+    @property
+    def digest(self) -> str:
+        """`edit.fragments.digest.digest` of theta; cheap, the fragments' hashes are kept."""
+        return combine(fragment.theta_hash for fragment in self._fragments)
+
+    @property
+    def fragment_hashes(self) -> tuple[bytes, ...]:
+        """`edit.merging.outer_optimizers.fragment_hash` of each fragment."""
+        return tuple(fragment.theta_hash for fragment in self._fragments)
+
+    def statistics(self, fragment_id: int) -> Mapping[str, NormStatistics]:
+        """Norm statistics by peer_id."""
+        return self._fragments[fragment_id].statistics
+
+    def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
+        """Verdicts, weights, mean in peer_id order, clip, or rollback. Changes nothing. Raises as
+        `edit.merging.merge.merge`."""
+        fragment, rule = self._fragments[fragment_id], self._rule(fragment_id)
+        return merge(fragment_id, fragment.theta.numel(), contributions, fragment.statistics, self.config.penalty, rule)
+
+    def _rule(self, fragment_id: int) -> MergeRule:
+        outer, spec = self.config.outer, self.schema.fragments[fragment_id]
+        momentum = None
+        if outer.correct == "heloco":
+            vector = self._fragments[fragment_id].slots["momentum"]
+            momentum = Momentum(vector, outer.momentum, [tensor.numel for tensor in spec.tensors])
+        direction = "mean" if spec.name.startswith("embedding") else outer.direction  # rows of rare words have no direction
+        return MergeRule(direction, momentum, damped=self.config.rounds.merging == "arrivals")
+
+    def stage(self, merged: Merged) -> Staged:
+        """The outer step of one fragment, encoded for the downlink. Changes nothing, `merged` included.
+
+        A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback; what
+        is injected is then applied alone.
+        """
+        before = self._fragments[merged.fragment_id]
+        statistics = {**before.statistics, **merged.statistics}
+        for step, slots, residual in self._steps(merged, before):
+            payload, rest = with_feedback(self._codec, step, residual)
+            theta = before.theta.clone()
+            self._codec.decode_add(payload.data, theta, -1.0)  # exactly theta - decode(payload)
+            if all(_is_finite(tensor) for tensor in (theta, *slots.values())):
+                after = FragmentState(theta, fragment_hash(theta), slots, rest, statistics)
+                return Staged(self._outer_step, merged, after, payload)
+        after = FragmentState(before.theta, before.theta_hash, before.slots, before.residual, statistics)
+        return Staged(self._outer_step, merged, after, None)
+
+    def _steps(self, merged: Merged, before: FragmentState) -> Iterator[tuple[Tensor, Slots, Tensor | None]]:
+        """(step, slots after it, residual before it), the one to take first. What is injected does not pass the optimizer."""
+        injection = merged.injection
+        if injection is not None and merged.replaces:
+            yield torch.sub(before.theta, injection), before.slots, None
+            return
+        if merged.merged is not None:
+            step, slots = outer_step(self.config.outer, before.slots, merged.merged)
+            yield step if injection is None else step - injection, slots, before.residual
+        if injection is not None:
+            yield torch.neg(injection), before.slots, before.residual
+
+    def commit(self, round_id: int, reason: str, staged: Sequence[Staged], injected: Injected | None = None) -> Commit:
+        """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
+
+        injected: what the injection in them, if there is one, brings.
+
+        Raises LocalProtocolError unless there is one Staged for each of `due`, staged at this outer step; then nothing changes.
+        """
+        ordered = sorted(staged, key=lambda one: one.merged.fragment_id)
+        if tuple(one.merged.fragment_id for one in ordered) != self.due:
+            raise LocalProtocolError(
+                f"the commit of outer step {self._outer_step + 1} needs fragments {list(self.due)}, each once"
+            )
+        if any(one.outer_step != self._outer_step for one in ordered):
+            raise LocalProtocolError(f"a fragment was staged at another outer step than {self._outer_step}")
+        for one in ordered:
+            self._fragments[one.merged.fragment_id] = one.after
+        self._outer_step += 1
+        self._injected = injected or self._injected
+        return Commit(
+            outer_step=self._outer_step,
+            round_id=round_id,
+            digest=self.digest,
+            reason=reason,
+            fragments=tuple(_fragment_commit(one) for one in ordered),
+        )
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`. Shared, not copied."""
+        tensors: dict[str, Tensor] = {}
+        for i, fragment in enumerate(self._fragments):
+            tensors[f"theta.{i}"] = fragment.theta
+            tensors |= {f"outer.{i}.{name}": slot for name, slot in fragment.slots.items()}
+            if fragment.residual is not None:
+                tensors[f"residual.{i}"] = fragment.residual
+        return tensors
+
+    def metadata(self) -> dict[str, Any]:
+        """The rest of the state, JSON-able; floats survive JSON to the bit."""
+        return {
+            "outer_step": self._outer_step,
+            "digest": self.digest,
+            "schema_hash": self.schema.schema_hash,
+            "optimizer": self.config.outer.optimizer,
+            "injected": self._injected.to_json() if self._injected is not None else None,
+            "statistics": [
+                {peer_id: [s.mean, s.variance, s.count] for peer_id, s in sorted(fragment.statistics.items())}
+                for fragment in self._fragments
+            ],
+        }
+
+    @classmethod
+    def restore(cls, schema: Schema, config: RunConfig, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Self:
+        """The state that gave `tensors` and `metadata`, to the bit.
+
+        Raises StorageError when they are damaged or incomplete, ConfigError when they belong to another optimizer or model.
+        """
+        _check_belongs(schema, config, metadata)
+        state = cls(schema, config, [_take(tensors, f"theta.{i}", f.numel) for i, f in enumerate(schema.fragments)])
+        state._fragments = [_restored(i, fragment, tensors, metadata) for i, fragment in enumerate(state._fragments)]
+        try:
+            state._outer_step = int(metadata["outer_step"])
+            state._injected = Injected.from_json(metadata["injected"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(f"checkpoint: outer_step or injected is damaged ({error!r})") from error
+        if state.digest != metadata.get("digest"):
+            raise StorageError("checkpoint: theta does not match its digest")
+        return state
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    low, high = torch.aminmax(tensor)  # NaN comes through
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _fragment_commit(staged: Staged) -> FragmentCommit:
+    return FragmentCommit(
+        fragment_id=staged.merged.fragment_id,
+        payload=staged.payload,
+        verdicts=staged.merged.verdicts,
+        merged_norm=staged.merged.merged_norm,
+        clip=staged.merged.clip,
+    )
+
+
+def _check_belongs(schema: Schema, config: RunConfig, metadata: Mapping[str, Any]) -> None:
+    if metadata.get("schema_hash") != schema.schema_hash:
+        raise ConfigError("the checkpoint belongs to another model (schema_hash)")
+    if metadata.get("optimizer") != config.outer.optimizer:
+        raise ConfigError(
+            f'outer.optimizer = "{config.outer.optimizer}", but the checkpoint was written with "{metadata.get("optimizer")}"; '
+            "set it back, or begin a new run"
+        )
+
+
+def _take(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != (numel,) or tensor.dtype != torch.float32:
+        raise StorageError(f"checkpoint: {name} is missing or not {numel} fp32 elements")
+    return tensor
+
+
+def _restored(i: int, fresh: FragmentState, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> FragmentState:
+    numel = fresh.theta.numel()
+    slots = {name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in fresh.slots.items()}
+    residual = _take(tensors, f"residual.{i}", numel) if f"residual.{i}" in tensors else None
+    try:
+        statistics = {
+            peer_id: NormStatistics(float(mean), float(variance), int(count))
+            for peer_id, (mean, variance, count) in metadata["statistics"][i].items()
+        }
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(f"checkpoint: the norm statistics of fragment {i} are damaged ({error})") from error
+    return FragmentState(fresh.theta, fresh.theta_hash, slots, residual, statistics)

@@ -1,0 +1,371 @@
+"""A whole run as one peer of the run above it: the peer that stands for a region.
+
+Owns: how outer parameters that a run below moves become local parameters of an ordinary `EditWorker` of the run above, and what
+of the run above is still to be brought into the run below. With L the outer parameters below and P this peer's:
+
+- a commit below moves P by what that commit moved L, less what was injected with it: P - L stays;
+- a commit above moves P as it moves any peer's local parameters: onto the new theta, with the progress that is not in it yet;
+- P - L, the `remaining`, is what is injected below; once it is in, nothing remains, and P is L to the bit.
+
+A run below in which nothing was ever injected takes the parameters of the run above whole, and what it did before is given up:
+a fresh run never becomes the model. Must not know: carriers, files, clocks, what peers compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from edit.codecs import decode
+from edit.collective import Collective
+from edit.config.run import RunConfig
+from edit.errors import ConfigError, RefusedError
+from edit.fragments.schema import Schema, plan_fragments
+from edit.fragments.shards import Shard
+from edit.merging.injection import Injected, Injection, check_run
+from edit.records import Committed, Contribution, Outcome, Snapshot
+from edit.replica.flat import flatten, load_fragment
+from edit.replica.ranks import ALONE
+from edit.worker.worker import EditWorker, WorkerConfig
+
+__all__ = ["Below", "Memory", "OuterModule", "RegionalPeer", "Sent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The run below at a committed outer step. tokens: merged so far; injected: what of the run above is in theta."""
+
+    outer_step: int
+    tokens: int
+    injected: Injected | None
+    theta: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What was contributed last: P, against outer step `upper_step` above, with the run below at `lower_step`."""
+
+    upper_step: int
+    lower_step: int
+    parameters: tuple[Tensor, ...]
+
+
+class Memory(Protocol):
+    """What outlasts this process. Without it only what cannot be told from the two runs is lost."""
+
+    def sent(self) -> Sent | None:
+        """What was kept last; None when there is nothing, or nothing that can be trusted."""
+        ...
+
+    def keep(self, sent: Sent) -> None:
+        """Remember what is about to be contributed, instead of what was before."""
+        ...
+
+
+class OuterModule(nn.Module):
+    """The tensors of a schema as parameters, in its order and under its names.
+
+    Raises ConfigError when they would be grouped otherwise: then the schema is not of a model's parameters alone.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__()
+        self._named = {
+            tensor.name: nn.Parameter(torch.zeros(tensor.shape)) for fragment in schema.fragments for tensor in fragment.tensors
+        }
+        if (difference := schema.first_difference(plan_fragments(self.named_parameters()))) is not None:
+            raise ConfigError(f"the model below cannot be a peer of a run above: {difference}")
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `torch.nn.Module.named_parameters`; names with dots need no submodules."""
+        return iter(self._named.items())
+
+
+class _Still(Optimizer):
+    """An optimizer whose step moves nothing: the run below has moved the parameters. Its hooks are what counts."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+class RegionalPeer:
+    """One region's peer of the run above. A context manager: entering joins that run, leaving waits for its last outcome.
+
+    schema, below: of the run below as it stands; collective: of the run above; upper, lower: their configurations; run_id: of
+    the run above; memory: of earlier lives of this peer. Call `moved` when the run below has committed, `settle` now and then;
+    bring what `injection` gives below.
+    Raises ConfigError, RefusedError when the two runs do not fit together.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        below: Below,
+        collective: Collective,
+        upper: RunConfig,
+        lower: RunConfig,
+        run_id: str,
+        memory: Memory | None = None,
+    ) -> None:
+        _check_fit(upper, lower)
+        self._interval = lower.sync.interval
+        self._below = below
+        self._collective = _Noting(collective, self._keep)
+        self._run_id = run_id
+        self._memory = memory
+        self._model = OuterModule(schema)
+        named = dict(self._model.named_parameters())
+        self._parameters = [[named[tensor.name] for tensor in fragment.tensors] for fragment in schema.fragments]
+        self._remaining: list[Tensor | None] = [None for _ in schema.fragments]
+        self._optimizer = _Still(self._model.parameters())
+        settings = dataclasses.replace(WorkerConfig.of(upper), mode="blocking", strict=False)  # it never trains ahead of itself
+        self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE)
+        self._fresh = False  # nothing of the run above is below yet, and it has another model than that
+        self._since = self._contributed = below.outer_step
+        self._seen = (-1, "")
+        self._sent: dict[Injected, Injection] = {}
+        self._stack = contextlib.ExitStack()
+        self._load()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.worker)
+            self._seen = self._place
+            commits = self._rejoin()
+            self._stack = stack.pop_all()
+        self._count(commits, 0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+        self._look()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run above has ended."""
+        return self.worker.finished
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the run below is still to take the parameters of the run above, and its own work counts for nothing."""
+        return self._fresh
+
+    @property
+    def below(self) -> Below:
+        """The run below as it was last seen."""
+        return self._below
+
+    def moved(self, below: Below) -> None:
+        """The run below has committed, once or more. Raises RefusedError when it went back, or somebody else injects there."""
+        if below.outer_step <= self._below.outer_step:
+            raise RefusedError(f"the run below went from outer step {self._below.outer_step} back to {below.outer_step}")
+        applied = self._applied(below.injected)
+        self.settle()  # before P moves, so that what is on its way is told from what comes after it
+        before, self._below = self._below, below
+        if self._fresh and applied is None:
+            self._remaining = self._beyond(below.theta)
+            return
+        fresh, self._fresh = self._fresh, False
+        came = {} if applied is None else applied.fragments
+        self._remaining = self._beyond([came[i] for i in range(len(came))]) if fresh else self._less(came)
+        self._load()
+        if not fresh:
+            self._count(below.outer_step - before.outer_step, max(0, below.tokens - before.tokens))
+
+    def _applied(self, injected: Injected | None) -> Injection | None:
+        """What of the injections sent is in since the run below was last seen."""
+        if injected is None or injected == self._below.injected:
+            return None
+        if (applied := self._sent.get(injected)) is None:
+            raise RefusedError("somebody else injects into the run below; it can have one regional aggregator")
+        self._sent.clear()
+        return applied
+
+    def settle(self) -> bool:
+        """Apply what is known of the run above, without waiting. False while an outcome is open, or the carrier is cut off."""
+        done = self.worker.synchronize(block=False)
+        self._look()
+        return done
+
+    def injection(self) -> Injection | None:
+        """What the run below does not have yet of the run above; None when it has all."""
+        injected, outer_step = self._below.injected, self.worker.outer_step
+        if injected is not None and injected.upper_step >= outer_step:
+            return None
+        brings = Injected(self._run_id, outer_step, self._since)
+        if brings not in self._sent:
+            parts = self._whole() if self._fresh else self._remaining
+            fragments = {i: part for i, part in enumerate(parts) if part is not None}
+            self._sent[brings] = Injection(brings=brings, base=injected, replaces=self._fresh, fragments=fragments)
+        return self._sent[brings]
+
+    # ---- joining -----------------------------------------------------------------------------------------------------------
+
+    def _rejoin(self) -> int:
+        """P and what remains, now that the run above is joined and P is its theta; returns how many commits below count."""
+        below, injected = self._below, self._below.injected
+        if injected is None:
+            self._remaining = self._beyond(below.theta)
+            self._fresh = any(part is not None for part in self._remaining)
+            return 0
+        self._check_follows(injected)
+        gone = self._advanced_without(injected.upper_step)
+        if gone is None:
+            return self._go_on_after(self._sent_from(injected.upper_step))
+        self._since = injected.lower_step
+        self._remaining = [None if i not in gone else torch.neg(gone[i]) for i in range(len(self._parameters))]
+        self._load()
+        return below.outer_step - injected.lower_step
+
+    def _check_follows(self, injected: Injected) -> None:
+        if injected.run_id != self._run_id:
+            raise RefusedError(f"the run below follows run {injected.run_id}, not {self._run_id}; begin a new one below it")
+        if injected.upper_step > self.worker.outer_step:
+            raise RefusedError(
+                f"the run below has outer step {injected.upper_step} of the run above, which is at {self.worker.outer_step}: "
+                "an older state of it was restored; begin a new run below it"
+            )
+
+    def _advanced_without(self, outer_step: int) -> Mapping[int, Tensor] | None:
+        """By fragment, what the run above subtracted from theta since `outer_step`, if this peer had no part in it.
+
+        None: it had, or that cannot be known.
+        """
+        steps: dict[int, Tensor] = {}
+        for step in range(outer_step, self.worker.outer_step):
+            outcome = self._collective.outcome(step, block=False)
+            if not isinstance(outcome, Committed):
+                return None
+            for part in outcome.commit.fragments:
+                if part.verdict_of(self._collective.peer_id) is not None:
+                    return None
+                if part.payload is not None:
+                    moved = decode(part.payload)
+                    steps[part.fragment_id] = steps[part.fragment_id] + moved if part.fragment_id in steps else moved
+        return steps
+
+    def _sent_from(self, outer_step: int) -> Sent | None:
+        sent = self._memory.sent() if self._memory is not None else None
+        return sent if sent is not None and sent.upper_step == outer_step <= self.worker.outer_step else None
+
+    def _go_on_after(self, sent: Sent | None) -> int:
+        """As `_rejoin`, where what was contributed may be in theta: it is given up, and what was done below since goes on top.
+
+        sent: that contribution; without it what was done since is not known either, and all of it is given up. Work may be
+        lost here, never counted twice.
+        """
+        theta = self._whole()
+        if sent is None or [part.shape for part in sent.parameters] != [part.shape for part in theta]:
+            self._remaining = self._beyond(self._below.theta)
+            return 0
+        self._since = sent.lower_step
+        self._remaining = self._beyond(sent.parameters)  # what came from above before is in both L and what was sent
+        self._load()
+        return max(0, self._below.outer_step - sent.lower_step)
+
+    def _keep(self) -> None:
+        if self._memory is not None:
+            self._memory.keep(Sent(self.worker.outer_step, self._below.outer_step, tuple(self._whole())))
+
+    # ---- P and L -----------------------------------------------------------------------------------------------------------
+
+    def _whole(self) -> list[Tensor]:
+        """P, a copy."""
+        return [flatten(parameters) for parameters in self._parameters]
+
+    def _expected(self, i: int) -> Tensor:
+        """P as it is unless the worker has moved it."""
+        part, theta = self._remaining[i], self._below.theta[i]
+        return theta if part is None else theta + part
+
+    def _load(self) -> None:
+        for i, parameters in enumerate(self._parameters):
+            load_fragment(self._expected(i), parameters)
+
+    def _beyond(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        """P less these; None where that is nothing."""
+        return [None if torch.equal(own, part) else own - part for own, part in zip(self._whole(), parts, strict=True)]
+
+    def _less(self, came: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """What remains once these are in."""
+        return [
+            None if part is None or part is came.get(i) else part - came[i] if i in came else part
+            for i, part in enumerate(self._remaining)
+        ]
+
+    @property
+    def _place(self) -> tuple[int, str]:
+        return self.worker.outer_step, self.worker.digest
+
+    def _look(self) -> None:
+        """If the run above has moved P: what remains is the difference now."""
+        if self._place == self._seen:
+            return
+        self._seen, commit = self._place, self.worker.last_commit
+        if commit is not None and any(part.verdict_of(self._collective.peer_id) for part in commit.fragments):
+            self._since = self._contributed
+        for i, parameters in enumerate(self._parameters):
+            now = flatten(parameters)
+            if not torch.equal(now, self._expected(i)):
+                self._remaining[i] = now - self._below.theta[i]
+
+    def _count(self, commits: int, tokens: int) -> None:
+        """So many commits below are behind P: as many inner steps as a direct peer would have taken, until one contributes."""
+        self.worker.count_tokens(tokens)
+        for _ in range(commits * self._interval):
+            self._optimizer.step()
+            if self.worker.round_inner_steps == 0:  # it has contributed all there is
+                self._contributed = self._below.outer_step
+                break
+        self._look()
+
+
+class _Noting:
+    """The collective, and a word before each contribution that it is handed."""
+
+    def __init__(self, collective: Collective, note: Callable[[], None]) -> None:
+        self._collective, self._note = collective, note
+        self._handed: set[tuple[int, int]] = set()
+
+    @property
+    def peer_id(self) -> str:
+        return self._collective.peer_id
+
+    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+        return self._collective.join(schema, found, shards)
+
+    def contribute(self, contribution: Contribution) -> None:
+        key = contribution.outer_step, contribution.fragment_id
+        if key in self._handed or all(outer_step != key[0] for outer_step, _ in self._handed):
+            self._handed.clear()  # another contribution than the last
+            self._note()
+        self._handed.add(key)
+        self._collective.contribute(contribution)
+
+    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+        return self._collective.outcome(outer_step, block=block)
+
+    def snapshot(self) -> Snapshot:
+        return self._collective.snapshot()
+
+
+def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
+    check_run(lower)
+    if upper.sync.interval % lower.sync.interval:
+        raise ConfigError(
+            f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "
+            "sync.every of the run above must be a multiple"
+        )

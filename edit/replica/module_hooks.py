@@ -1,0 +1,134 @@
+"""What must be known of the engines under a model (FSDP2, torch.compile) to write into its parameters at the right moment.
+
+Owns: which modules hold a fragment's parameters, whether they must be resharded before a write, and before whose forward an
+update must be in. Must not know: theta, updates, carriers, how a fragment is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from edit.errors import ConfigError
+
+__all__ = ["ParameterModules", "reshard"]
+
+
+class ParameterModules:
+    """The modules of one model, resharded, seen from its fragments. tensors: by fragment, the parameters (and buffers)."""
+
+    def __init__(self, model: nn.Module, tensors: Sequence[Sequence[Tensor]]) -> None:
+        self._root = model
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._groups = _groups(self._modules)
+        owners = _owners(self._modules)
+        self._owners = [[name for tensor in fragment for name in owners.get(id(tensor), [])] for fragment in tensors]
+        self._sharding = [list(dict.fromkeys(self._sharding_modules(names))) for names in self._owners]
+
+    def before_write(self, fragment_id: int) -> None:
+        """Drop gathered copies of the fragment's parameters, which FSDP would otherwise go on using after a write."""
+        for module in self._sharding[fragment_id]:
+            module.reshard()
+
+    def update_points(self) -> dict[nn.Module, tuple[int, ...]]:
+        """Before whose forward each fragment's update must be in; the first one to run counts.
+
+        A module that FSDP shards as a unit; for parameters that no FSDP unit holds, each module that owns one of them, and the
+        lowest module above them all. Inside a compiled module no hook runs: then the module around it.
+        """
+        update_points: dict[nn.Module, dict[int, None]] = {}
+        for i, names in enumerate(self._owners):
+            for module in self._sites_of(names):
+                update_points.setdefault(module, {})[i] = None
+        return {module: tuple(fragments) for module, fragments in update_points.items()}
+
+    def refuse_prefetch(self) -> None:
+        """Raise ConfigError when a module gathers the parameters of later ones before their updates are in."""
+        for name, module in self._modules.items():
+            if isinstance(module, FSDPModule) and module._get_fsdp_state()._states_to_forward_prefetch:
+                raise ConfigError(
+                    f'mode = "forward": module {name or "(root)"} prefetches the parameters of later modules, which are not '
+                    "updated yet; leave out set_modules_to_forward_prefetch, or choose another mode"
+                )
+
+    def _sites_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
+        free = []
+        for name in names:
+            if (unit := self._unit(name)) is None:
+                free.append(name)
+            else:
+                yield from self._groups[id(unit._get_fsdp_state())]
+        for name in dict.fromkeys([*free, _common_prefix(free)] if free else []):
+            if (site := self._eager(name)) is not None:
+                yield site
+
+    def _sharding_modules(self, names: Sequence[str]) -> Iterator[FSDPModule]:
+        for name in names:
+            if (unit := self._unit(name)) is not None:
+                yield unit
+
+    def _unit(self, name: str) -> FSDPModule | None:
+        """The FSDP unit to which a module's own parameters belong."""
+        return next((module for module in map(self._modules.get, _upwards(name)) if isinstance(module, FSDPModule)), None)
+
+    def _eager(self, name: str) -> nn.Module | None:
+        """The module of that name, or the nearest one above it whose hooks run although a part of the model is compiled."""
+        path = list(_upwards(name))
+        compiled = [i for i, above in enumerate(path) if _compiled(self._modules[above])]
+        start = compiled[-1] if compiled else 0
+        if compiled and not hasattr(self._modules[path[start]], "_orig_mod"):
+            start += 1  # compiled in place: its own hooks are compiled with it
+        return next((self._modules[above] for above in path[start:] if _runs(self._modules[above])), None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the model's parameters the shards again wherever FSDP has left them gathered, as after an evaluation."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _groups(modules: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
+    """The modules of each FSDP unit, by its state: one, unless `fully_shard` was given a list."""
+    groups: dict[int, list[nn.Module]] = {}
+    for module in dict.fromkeys(modules.values()):
+        if isinstance(module, FSDPModule):
+            groups.setdefault(id(module._get_fsdp_state()), []).append(module)
+    return groups
+
+
+def _owners(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """The names of the modules that use a tensor under a name of their own; several for a tied one."""
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append(name)
+    return owners
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """The name, then its parents' names up to the root's, which is empty."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    first, *others = [name.split(".") if name else [] for name in names]
+    length = len(first)
+    for other in others:
+        length = next((i for i in range(min(length, len(other))) if first[i] != other[i]), min(length, len(other)))
+    return ".".join(first[:length])
+
+
+def _compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether the module has a forward; a ModuleList has none."""
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward

@@ -1,0 +1,217 @@
+"""A peer's two sets of parameters: the outer ones (fp32, CPU, at a committed outer step) and the local ones in the model.
+
+Owns: theta of what this rank holds, its digest, and every move of the local parameters onto other outer parameters, with or
+without their progress. In a replica of several ranks every method that changes or hashes something is called by all of them
+together, and what one cannot do, none does. Must not know: the carrier, the optimizer, residuals, when to exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from edit.codecs import decode_shard
+from edit.errors import RemoteProtocolError
+from edit.fragments.digest import combine, fragment_hash
+from edit.records import EncodedTensor, Snapshot
+from edit.replica.device_copies import Transfers
+from edit.replica.flat import as_held, flatten, load_fragment, pseudo_gradient
+from edit.replica.layout import Layout
+from edit.replica.module_hooks import ParameterModules, reshard
+from edit.replica.ranks import ALONE, Ranks
+
+__all__ = ["Outer", "Replica"]
+
+Progress = Callable[[int], Tensor | None]  # of one fragment: what a move keeps of the local parameters; None: nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """theta at an outer step: by fragment, what this rank holds, flat fp32; digest and hashes: of the whole fragments."""
+
+    outer_step: int
+    digest: str
+    fragments: tuple[Tensor, ...]
+    hashes: tuple[bytes, ...]
+
+
+class Replica:
+    """One model under training, or this rank's part of it; of the model only the fragments of one aggregator, where a run has
+    several (part: as in `edit.replica.layout.Layout`). Parameters are found by name, so one without a gradient keeps its
+    place (T21).
+    Raises ConfigError as Layout."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks = ALONE, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
+        reshard(model)  # or the names would stand for gathered copies of the parameters
+        self.layout = Layout(model, ranks, buffers, part)
+        self.modules = ParameterModules(model, self.layout.tensors)
+        self.schema = self.layout.schema
+        self.transfers = Transfers(tensor for tensors in self.layout.tensors for tensor in tensors)
+        self._ids = range(len(self.schema.fragments))
+        self._outer = Outer(0, "", (), ())
+
+    @property
+    def outer(self) -> Outer:
+        """theta as of now. Moves replace it and never write into its tensors, so it stays valid for whoever holds it."""
+        return self._outer
+
+    def parameters(self, fragment_id: int) -> Sequence[Tensor]:
+        """The fragment's parameters in schema order, as the model has them."""
+        return self.layout.tensors[fragment_id]
+
+    # Reading.
+
+    def local_fragment(self, fragment_id: int) -> Tensor:
+        """The held part of one local fragment, a flat fp32 copy."""
+        with self.transfers.beside():
+            return flatten(self.layout.locals(fragment_id))
+
+    def local(self) -> list[Tensor]:
+        """The held part of all local fragments, flat fp32 copies."""
+        return [self.local_fragment(i) for i in self._ids]
+
+    def founding(self) -> list[Tensor]:
+        """All local fragments, whole, at rank 0; at the others an empty list."""
+        return self.layout.at_first_rank(self.local_fragment)
+
+    def pseudo_gradient(self, fragment_id: int, local: Tensor | None = None) -> Tensor:
+        """theta - local of the held part of one fragment; `local`: as it was then, None for now."""
+        theta, locals_ = self._outer.fragments[fragment_id], self.layout.locals(fragment_id)
+        if local is not None:
+            return as_held(theta, locals_).sub_(local)
+        with self.transfers.beside():
+            return pseudo_gradient(theta, locals_)
+
+    def progress(self, fragment_id: int) -> Tensor:
+        """local - theta of one fragment: what a replay puts onto other outer parameters."""
+        return self.pseudo_gradient(fragment_id).neg_()
+
+    def progress_since(self, fragment_id: int, origin: Tensor) -> Tensor:
+        """local - origin of one fragment, for earlier local parameters."""
+        return self.local_fragment(fragment_id).sub_(origin)
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """theta by tensor name, fp32 copies in full shape, at rank 0; at the others nothing."""
+        state: dict[str, Tensor] = {}
+        for theta, fragment in zip(
+            self.layout.at_first_rank(self._outer.fragments.__getitem__), self.schema.fragments, strict=False
+        ):
+            parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
+            state.update(
+                (tensor.name, part.view(tensor.shape).clone()) for tensor, part in zip(fragment.tensors, parts, strict=True)
+            )
+        return state
+
+    # Checking.
+
+    def verified(self, snapshot: Snapshot) -> Outer:
+        """The snapshot, as it is, if it fits this model and its digest. Raises RemoteProtocolError, at every rank."""
+        self.layout.ranks.together(lambda: self._check_fits(snapshot))
+        outer = self.outer_of(snapshot.outer_step, snapshot.digest, snapshot.fragments)
+        if combine(outer.hashes) != snapshot.digest:
+            raise RemoteProtocolError(f"the snapshot of outer step {snapshot.outer_step} does not match its digest")
+        return outer
+
+    def outer_of(self, outer_step: int, digest: str, fragments: Sequence[Tensor]) -> Outer:
+        """These fragments with the hashes that they really have; whether the digest is theirs is for the caller to see."""
+        hashes = self._hashes(dict(enumerate(fragments)))
+        return Outer(outer_step, digest, tuple(self._keep(part) for part in fragments), tuple(hashes[i] for i in self._ids))
+
+    def _check_fits(self, snapshot: Snapshot) -> None:
+        if [part.numel() for part in snapshot.fragments] != [shard.numel for shard in self.layout.held]:
+            raise RemoteProtocolError(f"the snapshot of outer step {snapshot.outer_step} does not fit the model's fragments")
+
+    def after(self, outer_step: int, steps: Mapping[int, EncodedTensor | None]) -> Outer:
+        """theta <- theta - decode(step) for the fragments given (None: rollback), with the digest it really has.
+
+        Changes nothing. Raises RemoteProtocolError, at every rank, when a step does not fit its fragment.
+        """
+        changed = self.layout.ranks.together(
+            lambda: {i: self._stepped(i, step) for i, step in steps.items() if step is not None}
+        )
+        return self._replaced(outer_step, changed)
+
+    def _stepped(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
+        try:
+            step = decode_shard(encoded, self.layout.held[fragment_id])
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"update of fragment {fragment_id}: {error}") from error
+        return self._keep(torch.sub(self._outer.fragments[fragment_id], step, out=step))
+
+    def _replaced(self, outer_step: int, changed: Mapping[int, Tensor]) -> Outer:
+        hashes = dict(enumerate(self._outer.hashes)) | self._hashes(changed)
+        return Outer(
+            outer_step,
+            combine(hashes[i] for i in self._ids),
+            tuple(changed.get(i, part) for i, part in enumerate(self._outer.fragments)),
+            tuple(hashes[i] for i in self._ids),
+        )
+
+    def _keep(self, vector: Tensor) -> Tensor:
+        return vector.pin_memory() if self.transfers.pinned else vector
+
+    def _hashes(self, fragments: Mapping[int, Tensor]) -> dict[int, bytes]:
+        """The hash of each whole fragment. Rank i mod R puts fragment i together, so that the ranks hash side by side."""
+        mine: dict[int, bytes] = {}
+        for i, held in sorted(fragments.items()):
+            whole = self.layout.gather(i, held, to=i % self.layout.ranks.size)
+            if whole is not None:
+                mine[i] = fragment_hash(whole)
+        return {i: one for hashes in self.layout.ranks.collect(mine) for i, one in hashes.items()}
+
+    # StallTimeout.
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Take the run's outer parameters as theta and as the local parameters (T19). Raises RemoteProtocolError."""
+        self.move(self.verified(snapshot), lambda _: None)
+
+    def resume(self, outer: Outer) -> None:
+        """Take `outer` as theta and leave the local parameters as they are."""
+        self._outer = outer
+
+    def move(self, target: Outer, progress: Progress, fragments: Iterable[int] | None = None) -> None:
+        """Make `target` theta; each local fragment (None: all) becomes theta + progress(i), or theta where that is None or,
+        at any rank, not finite. The others stay."""
+        for i in self._ids if fragments is None else fragments:
+            self._load(i, target.fragments[i], progress(i))
+        self._outer = target
+
+    def apply_fragment(self, fragment_id: int, step: EncodedTensor | None, progress: Progress) -> None:
+        """As `after` and `move` for one fragment. The outer step stays as it is until `applied`."""
+        target = self.after(self._outer.outer_step, {fragment_id: step})
+        self.move(dataclasses.replace(target, digest=self._outer.digest), progress, [fragment_id])
+
+    def applied(self, outer_step: int) -> None:
+        """All fragments of the advance to `outer_step` have applied: advance, with the digest that theta really has."""
+        self._outer = dataclasses.replace(self._outer, outer_step=outer_step, digest=combine(self._outer.hashes))
+
+    def _load(self, fragment_id: int, theta: Tensor, moved: Tensor | None) -> None:
+        target = theta
+        if moved is not None and self.layout.ranks.all([bool(torch.isfinite(moved).all())])[0]:
+            target = moved.add_(theta)
+        self.load_local(fragment_id, target)
+
+    def load_local(self, fragment_id: int, vector: Tensor) -> None:
+        """Write a held vector into the local parameters of one fragment."""
+        self.modules.before_write(fragment_id)
+        with self.transfers.beside():
+            load_fragment(vector, self.layout.locals(fragment_id))
+
+    def load_outer(self) -> list[list[Tensor]]:
+        """Put theta into the model; returns exact copies of the local parameters, in their own dtype, for `restore`."""
+        kept = [[part.clone() for part in self.layout.locals(i)] for i in self._ids]
+        for i, theta in enumerate(self._outer.fragments):
+            self.load_local(i, theta)
+        return kept
+
+    @torch.no_grad()
+    def restore(self, kept: Sequence[Sequence[Tensor]]) -> None:
+        """Undo `load_outer`, to the bit."""
+        for i, copies in enumerate(kept):
+            self.modules.before_write(i)
+            for local, copy in zip(self.layout.locals(i), copies, strict=True):
+                local.copy_(copy)

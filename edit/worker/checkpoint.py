@@ -1,0 +1,281 @@
+"""A worker's own state for a checkpoint, and going on from one as if nothing had happened.
+
+Owns: the form of that state. Tensors go by kind and by name, each laid out as the parameter of that name is (a DTensor with its
+mesh and placements, fp32 on the CPU), so another number of ranks can load them; the rest is under "scalars", JSON-able:
+
+- "outer": theta. "residual": what a lossy codec still owes. Always there (residual: once something was committed).
+- "sent_from": the local parameters at sending, while a contribution is pending and training has gone on; "sent": its
+  pseudo-gradient; "last_step", "last_sent": of the last commit. The latter three with mode "eager" only.
+
+Going on, two ways. EXACTLY, where the run is still where it was at saving, says `strict`, or lets contributions outlive their
+rounds (then rounds need not wait for it): what this peer contributed after saving, before it was interrupted, it computes
+once more, and where the run has committed that already (the verdict names this peer), it is not sent again but settled as
+what it is: this peer's own. So a deterministic loop gives the same bits as one that was never interrupted. FORWARD, where the
+run is further: from the run's outer parameters at once, with the inner optimizer's state, data position and counters that
+were saved; nobody waits for work that is in theta already. Work done since theta and residuals are dropped then: whether the
+run has them cannot be known, so they may be lost, never counted twice.
+
+Must not know: files, torch.distributed.checkpoint, the inner optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from edit.errors import ConfigError, StorageError
+from edit.fragments.digest import combine
+from edit.records import Snapshot
+from edit.replica.layout import Layout, local_of
+from edit.replica.replica import Outer, Replica
+from edit.worker.config import WorkerConfig
+from edit.worker.estimator import Last
+from edit.worker.exchange import Exchange
+from edit.worker.pending import Pending
+from edit.worker.schedule import Work
+
+__all__ = ["KINDS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
+
+KINDS = ("outer", "residual", "sent_from", "sent", "last_step", "last_sent")
+_T = TypeVar("_T")
+_Vectors = Mapping[int, Tensor]  # by fragment, held vectors
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A worker's state, read and found to fit the model. vectors: by kind and fragment, this rank's held vectors; outer: None
+    where only the scalars were read."""
+
+    replica: Replica
+    outer: Outer | None
+    vectors: Mapping[str, _Vectors]
+    scalars: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, replica: Replica, state: Mapping[str, Any]) -> Checkpoint:
+        """Raises StorageError, at every rank, when the state is damaged or of another model."""
+        if state.keys() == {"scalars"}:
+            return cls(replica, None, {}, replica.layout.ranks.together(lambda: _scalars(replica.layout, state)))
+        vectors, scalars = replica.layout.ranks.together(lambda: _read(replica.layout, state))
+        outer = replica.outer_of(int(scalars["outer_step"]), str(scalars["digest"]), list(vectors["outer"].values()))
+        if combine(outer.hashes) != scalars["holds"]:
+            raise StorageError("checkpoint: the outer parameters do not match their digest")
+        return cls(replica, outer, vectors, scalars)
+
+
+# Saving.
+
+
+def state_of(exchange: Exchange) -> dict[str, Any]:
+    """The state of an entered worker."""
+    replica, pending = exchange.replica, exchange.pending
+    layout, outer = replica.layout, replica.outer
+    residuals = _residuals(exchange)
+    last = exchange.estimator.last if exchange.estimator else {}
+    vectors: dict[str, _Vectors] = {
+        "outer": dict(enumerate(outer.fragments)),
+        "residual": residuals,
+        "sent_from": pending.sent_from if pending else {},
+        "sent": pending.deltas if pending else {},
+        "last_step": {i: one.step for i, one in last.items()},
+        "last_sent": {i: one.delta for i, one in last.items() if one.delta is not None},
+    }
+    scalars: dict[str, Any] = {
+        "schema_hash": replica.schema.schema_hash,
+        "outer_step": outer.outer_step,
+        "digest": outer.digest,
+        "holds": combine(outer.hashes),
+        "fragments": {kind: sorted(parts) for kind, parts in vectors.items()},
+        "finished": exchange.finished,
+        "weights": {str(i): one.weight for i, one in last.items()},
+        "pending": _pending_scalars(pending),
+        **exchange.schedule.state(),
+    }
+    state: dict[str, Any] = {kind: _named(layout, parts) for kind, parts in vectors.items() if parts}
+    return state | {"scalars": scalars}
+
+
+def skeleton(replica: Replica, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of these kinds to load into, for every tensor. Raises ConfigError for a kind that does not exist."""
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise ConfigError(f"no tensors of kind {unknown[0]!r} are kept; known: {', '.join(KINDS)}")
+    layout = replica.layout
+    return {kind: _named(layout, {i: torch.empty(r.numel) for i, r in enumerate(layout.held)}) for kind in kinds}
+
+
+def _residuals(exchange: Exchange) -> dict[int, Tensor]:
+    """Held vectors of every fragment that has a residual at some rank; what a rank does not own it is told by the owner."""
+    layout, found = exchange.replica.layout, exchange.feedback.residuals()
+    some = sorted({i for ids in layout.ranks.collect(sorted(found)) for i in ids})
+    return {i: layout.disown(i, found.get(i, torch.zeros(layout.owned[i].numel))) for i in some}
+
+
+def _pending_scalars(pending: Pending | None) -> dict[str, Any] | None:
+    if pending is None:
+        return None
+    return {
+        "outer_step": pending.outer_step,
+        "began": pending.began,
+        "fragments": list(pending.fragments),
+        "work": [pending.work.inner_steps, pending.work.tokens],
+        "applied": sorted(pending.applied),
+        "outcome_overdue": pending.outcome_overdue,
+    }
+
+
+def _named(layout: Layout, vectors: _Vectors) -> dict[str, Tensor]:
+    """By tensor name, views of held vectors; every rank names the same tensors."""
+    named: dict[str, Tensor] = {}
+    for i, vector in vectors.items():
+        boxes, tensors = layout.held[i].boxes, layout.tensors[i]
+        pieces = dict(zip([box.tensor for box in boxes], torch.split(vector, [box.numel for box in boxes]), strict=True))
+        for position, (spec, tensor) in enumerate(zip(layout.schema.fragments[i].tensors, tensors, strict=True)):
+            named[spec.name] = _like(tensor, pieces.get(position, vector[:0]))
+    return named
+
+
+def _like(tensor: Tensor, piece: Tensor) -> Tensor:
+    """A rank's fp32 piece in the form of the tensor: plain, or a DTensor that stays on the CPU whatever its mesh is of."""
+    shaped = piece.view(local_of(tensor).shape)
+    if not isinstance(tensor, DTensor):
+        return shaped
+    meta = TensorMeta(tensor.shape, tensor.stride(), torch.float32)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return DTensor(shaped, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+# Loading.
+
+
+def _scalars(layout: Layout, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    scalars = state.get("scalars")
+    if not isinstance(scalars, Mapping):
+        raise StorageError("checkpoint: the worker's scalars are missing")
+    if scalars.get("schema_hash") != layout.schema.schema_hash:
+        raise StorageError("checkpoint: it is of another model (schema_hash)")
+    if {"outer_step", "digest", "holds", "fragments"} - set(scalars):
+        raise StorageError("checkpoint: the worker's scalars are incomplete")
+    return scalars
+
+
+def _read(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, dict[int, Tensor]], Mapping[str, Any]]:
+    scalars = _scalars(layout, state)
+    fragments = _checked(lambda: {str(kind): [int(i) for i in ids] for kind, ids in scalars["fragments"].items()})
+    if fragments.get("outer") != list(range(len(layout.held))):
+        raise StorageError("checkpoint: the worker's scalars are incomplete")
+    vectors = {
+        kind: {i: _vector(layout, i, kind, state.get(kind, {})) for i in ids if 0 <= i < len(layout.held)}
+        for kind, ids in fragments.items()
+    }
+    return vectors, scalars
+
+
+def _vector(layout: Layout, i: int, kind: str, named: Mapping[str, Tensor]) -> Tensor:
+    """The held vector of one fragment, a copy."""
+    pieces = []
+    specs, tensors = layout.schema.fragments[i].tensors, layout.tensors[i]
+    for box in layout.held[i].boxes:
+        name, stored = specs[box.tensor].name, named.get(specs[box.tensor].name)
+        expected = tuple(tensors[box.tensor].shape)
+        if stored is None or tuple(stored.shape) != expected or stored.dtype != torch.float32:
+            found = "is missing" if stored is None else f"{list(stored.shape)} {stored.dtype} does not fit the model's"
+            raise StorageError(f"checkpoint: {kind} of {name} {found} ({list(expected)}, fp32)")
+        local = local_of(stored)
+        if tuple(local.shape) != box.sizes:
+            raise StorageError(f"checkpoint: {kind} of {name} is laid out as {list(local.shape)}, not {list(box.sizes)}")
+        pieces.append(local.detach().to("cpu").reshape(-1))
+    return torch.cat(pieces) if pieces else torch.empty(0)
+
+
+def _checked(read: Callable[[], _T]) -> _T:
+    try:
+        return read()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(f"checkpoint: the worker's scalars are damaged ({error!r})") from error
+
+
+def start(exchange: Exchange, run: Snapshot) -> None:
+    """Train from the run's outer parameters, and the commits that followed; no work stands behind a difference to them."""
+    exchange.replica.start(run)
+    exchange.schedule.abandoned()
+    exchange.catch_up()
+
+
+def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int) -> bool:
+    """Whether a state with these scalars is gone on from FORWARD where the run has reached `run_step`, so without its tensors.
+
+    Raises StorageError when they are damaged.
+    """
+    exactly = config.strict or config.max_staleness > 0
+    return not exactly and _checked(lambda: int(scalars["outer_step"])) < run_step
+
+
+def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
+    """Continue from the checkpoint; `run`: where the run is now. The model holds the local parameters that were saved with it.
+
+    Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
+    """
+    outer_step, digest = int(checkpoint.scalars["outer_step"]), str(checkpoint.scalars["digest"])
+    if outer_step > run.outer_step:
+        raise ConfigError(
+            f"the checkpoint is at outer step {outer_step}, the run only at {run.outer_step}: it is newer than the run, "
+            "or of another one; remove it to start from the run's parameters"
+        )
+    applied = (checkpoint.scalars.get("pending") or {}).get("applied")
+    if outer_step == run.outer_step and digest != run.digest and not applied:
+        raise ConfigError(
+            f"the checkpoint's outer parameters at outer step {outer_step} are not the run's: it is of another run; "
+            "remove it to start from the run's parameters"
+        )
+    exchange.schedule.load(checkpoint.scalars)
+    if goes_forward(exchange.config, checkpoint.scalars, run.outer_step):
+        start(exchange, run)
+        return
+    if checkpoint.outer is None:
+        raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run.outer_step}")
+    exchange.replica.resume(checkpoint.outer)
+    _load_residuals(exchange, checkpoint.vectors.get("residual", {}))
+    _load_estimates(exchange, checkpoint)
+    exchange.replaying_checkpoint = True
+    if (pending := _pending(checkpoint)) is not None:
+        exchange.restore(pending)
+    else:
+        exchange.look_whether_over()
+
+
+def _load_residuals(exchange: Exchange, held: _Vectors) -> None:
+    layout = exchange.replica.layout
+    owned = {i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel}
+    exchange.feedback.load({f"residual.{i}": vector for i, vector in owned.items()})
+
+
+def _load_estimates(exchange: Exchange, checkpoint: Checkpoint) -> None:
+    if exchange.estimator is None:
+        return
+    sent, weights = checkpoint.vectors.get("last_sent", {}), checkpoint.scalars.get("weights", {})
+    steps = checkpoint.vectors.get("last_step", {})
+    exchange.estimator.last = _checked(lambda: {i: Last(s, sent.get(i), float(weights[str(i)])) for i, s in steps.items()})
+
+
+def _pending(checkpoint: Checkpoint) -> Pending | None:
+    kept = checkpoint.scalars.get("pending")
+    if kept is None:
+        return None
+    return _checked(
+        lambda: Pending(
+            outer_step=int(kept["outer_step"]),
+            began=int(kept["began"]),
+            fragments=tuple(int(i) for i in kept["fragments"]),
+            work=Work(*(int(count) for count in kept["work"])),
+            sent_from=dict(checkpoint.vectors.get("sent_from", {})),
+            deltas=dict(checkpoint.vectors.get("sent", {})),
+            applied={int(i) for i in kept["applied"]},
+            outcome_overdue=bool(kept["outcome_overdue"]),
+        )
+    )

@@ -1,0 +1,331 @@
+"""The peer's view of the run: what it has been told, and what follows from it. Sans-IO.
+
+Owns: the state of the control connection, the newest view, what this peer contributed, the decision about an outer step, the
+delays between attempts to connect. Must not know: time (it takes `now`), randomness (injected), asyncio, gRPC, logging, torch.
+
+Link                     event           next
+-----------------------  --------------  -----------------------------------------------------------
+OFFLINE                  dialled         GREETING   (Hello is on its way)
+GREETING                 welcome         WELCOMED   (backoff starts anew; configuration and founder are known)
+WELCOMED, ATTENDING      view            ATTENDING  (a view older than the newest of this connection is dropped)
+any but EXPELLED         down            OFFLINE    (the view is kept, but no longer believed)
+any                      expel           EXPELLED   (final: no reconnection)
+EXPELLED                 down            EXPELLED
+
+Decision about outer step t, this peer having sent a contribution that names round R and was computed against outer step s; the
+first line that holds wins. S: the run's max_staleness; with S > 0 contributions outlive their rounds.
+-----------------------  --------------------------------------------------------------------------------------------
+EVICTED                  expelled by the operator
+REFUSED                  expelled otherwise
+CUT_OFF                  not attending for longer than two heartbeats (what was sent is then in doubt, the rest surely lost)
+WAIT                     not attending
+BEHIND                   the view says resync, and no snapshot was taken since
+BEHIND                   view.outer_step < t (the run went back to an older checkpoint)
+COMMITTED                view.outer_step > t and update t + 1 is still kept
+BEHIND                   view.outer_step > t
+FINISHED                 the phase is FINISHED
+ABORTED                  S = 0: round R is closed (last_round_id >= R), or a newer one is open
+ABORTED                  S > 0: the coordinator has refused it, before or at outer step t; or t - s > S
+WAIT                     otherwise
+
+A commit to outer step t + 1 may be without a contribution that a later one brings: it is CARRIED, as long as the coordinator
+has not refused it before or at t + 1, and t + 1 - s <= S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from edit.errors import EditError, EvictedError, LocalProtocolError, RefusedError
+from editpb.messages import Expel, RunPhase, View, Welcome
+
+__all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
+
+FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
+
+
+class Link(Enum):
+    """The control connection, as the table above has it."""
+
+    OFFLINE = "offline"
+    GREETING = "greeting"
+    WELCOMED = "welcomed"
+    ATTENDING = "attending"
+    EXPELLED = "expelled"
+
+
+class Decision(Enum):
+    """What became of an outer step."""
+
+    WAIT = "wait"
+    CUT_OFF = "cut off"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    BEHIND = "behind"
+    FINISHED = "finished"
+    EVICTED = "evicted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Asked:
+    """When this peer was asked to found the run: in which connection, by which view."""
+
+    connection: int
+    sequence: int
+
+    def settled(self) -> Asked:
+        """Newer than every question of the same connection."""
+        return Asked(self.connection, 1 << 64)
+
+
+class Sent(NamedTuple):
+    """This peer's contribution. round_id: the one it names, 0 before a byte was sent; outer_step: it was computed against;
+    refused_at: an outer step that the run had reached when the coordinator would not take it any more, so that no later commit
+    has it; reason: what it said."""
+
+    round_id: int
+    outer_step: int
+    refused_at: int | None = None
+    reason: str = ""
+
+    def refused_by(self, outer_step: int) -> bool:
+        """Whether no commit after that to `outer_step` can have it, by what the coordinator said."""
+        return self.refused_at is not None and self.refused_at <= outer_step
+
+
+_WAITING = {phase: f"the run is {phase.value}" for phase in RunPhase}
+NEVER = Asked(-1, 0)
+HAS_PARAMETERS = Asked(1 << 64, 0)
+
+
+class Session:
+    """One peer's session with the coordinator, over any number of connections.
+
+    random: draws from [0, 1); spreads the reconnections of many peers. heartbeat_s, max_staleness: until `configure` says what
+    the run uses.
+    """
+
+    __slots__ = (
+        "_attempts", "_connections", "_expel", "_healed_at", "_heartbeat_s", "_link", "_max_staleness", "_offline_since",
+        "_random", "_view", "_welcome"
+    )  # fmt: skip
+
+    def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0, max_staleness: int = 0) -> None:
+        self._random = random
+        self._heartbeat_s = heartbeat_s
+        self._max_staleness = max_staleness
+        self._link = Link.OFFLINE
+        self._offline_since = now
+        self._attempts = 0
+        self._connections = 0
+        self._welcome: Welcome | None = None
+        self._view: View | None = None
+        self._expel: Expel | None = None
+        self._healed_at = -1
+
+    @property
+    def link(self) -> Link:
+        return self._link
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats."""
+        return self._heartbeat_s
+
+    @property
+    def carries(self) -> bool:
+        """Whether contributions outlive their rounds."""
+        return self._max_staleness > 0
+
+    @property
+    def connections(self) -> int:
+        """Welcomes so far: tells one connection from the next."""
+        return self._connections
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The last Welcome, also while offline."""
+        return self._welcome
+
+    @property
+    def view(self) -> View | None:
+        """The newest view of the present connection; None while not attending."""
+        return self._view if self._link is Link.ATTENDING else None
+
+    @property
+    def last_view(self) -> View | None:
+        """The newest view, also of a connection that is gone."""
+        return self._view
+
+    @property
+    def expel(self) -> Expel | None:
+        return self._expel
+
+    @property
+    def expulsion(self) -> EditError | None:
+        """Why the coordinator has done with this peer, if it has."""
+        if (expel := self._expel) is None:
+            return None
+        return (EvictedError if expel.evicted else RefusedError)(expel.reason)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether training may start: a round is or was open, so all peers start together."""
+        view = self.view
+        return view is not None and (
+            view.outer_step > 0 or view.phase in (RunPhase.COLLECTING, RunPhase.COMMITTING, RunPhase.FINISHED)
+        )
+
+    def founding(self, answered: Asked) -> Asked | None:
+        """What founding asks of this peer: HAS_PARAMETERS (nothing more), a question newer than `answered`, or None (wait)."""
+        view, welcome = self.view, self._welcome
+        if view is not None:
+            if view.phase is not RunPhase.FOUNDING:
+                return HAS_PARAMETERS
+            asked = Asked(self._connections, view.sequence) if view.found else None
+        else:
+            chosen = self._link is Link.WELCOMED and welcome is not None and welcome.found
+            asked = Asked(self._connections, 0) if chosen else None
+        return asked if asked is not None and asked > answered else None
+
+    def configure(self, heartbeat_s: float, max_staleness: int = 0) -> None:
+        """Take the heartbeat interval (seconds) and the bound on staleness (outer steps) of the run's configuration."""
+        self._heartbeat_s, self._max_staleness = heartbeat_s, max_staleness
+
+    def dialled(self) -> None:
+        """A connection is being tried. Raises LocalProtocolError unless offline."""
+        if self._link is not Link.OFFLINE:
+            raise LocalProtocolError(f"dialled while {self._link.value}")
+        self._link = Link.GREETING
+        self._attempts += 1
+
+    def welcomed(self, welcome: Welcome) -> str | None:
+        """Take the Welcome; returns what is wrong with it, or None."""
+        if self._link is not Link.GREETING:
+            return f"a Welcome while {self._link.value}"
+        if self._welcome is not None and self._welcome.run_id != welcome.run_id:
+            return f"the coordinator runs {welcome.run_id}, this peer belongs to {self._welcome.run_id}"
+        self._link, self._welcome = Link.WELCOMED, welcome
+        self._connections += 1
+        self._attempts, self._healed_at = 0, -1
+        return None
+
+    def viewed(self, view: View) -> str | None:
+        """Take a view; an older one than the newest is dropped. Returns what is wrong with it, or None."""
+        if self._link not in (Link.WELCOMED, Link.ATTENDING):
+            return f"a View while {self._link.value}"
+        if self.view is None or view.sequence >= self.view.sequence:
+            self._link, self._view = Link.ATTENDING, view
+            if not view.resync:
+                self._healed_at = -1
+        return None
+
+    def expelled(self, expel: Expel) -> None:
+        """Take the Expel; the first one counts."""
+        self._expel = self._expel or expel
+        self._link = Link.EXPELLED
+
+    def down(self, now: float) -> None:
+        """The connection, or the attempt, is over."""
+        if self._link in (Link.WELCOMED, Link.ATTENDING):
+            self._offline_since = now
+        if self._link is not Link.EXPELLED:
+            self._link = Link.OFFLINE
+
+    def resynced(self) -> None:
+        """A snapshot was taken: a resync that was asked before it has been obeyed."""
+        if self._view is not None:
+            self._healed_at = self._view.sequence
+
+    def reconnect_delay(self) -> float | None:
+        """Seconds to wait before the next attempt; None: do not connect again.
+
+        0.2 s doubling to 5 s, jittered over the upper half so that many peers do not come back at once.
+        """
+        if self._link is Link.EXPELLED:
+            return None
+        ceiling = min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._attempts, 10))
+        return max(FIRST_DELAY_S, ceiling * (1 + self._random()) / 2)
+
+    def cut_off(self, now: float) -> bool:
+        """Whether there has been no connection for longer than two heartbeats."""
+        connected = self._link in (Link.WELCOMED, Link.ATTENDING)
+        return not connected and now - self._offline_since > 2 * self._heartbeat_s
+
+    def open_round(self, outer_step: int, after: int = 0) -> int:
+        """The round, newer than `after`, that takes contributions computed against `outer_step`; 0 when there is none."""
+        view = self.view
+        if (
+            view is None
+            or not 0 <= view.outer_step - outer_step <= self._max_staleness
+            or view.phase is not RunPhase.COLLECTING
+            or _resync_due(view, self._healed_at)
+        ):
+            return 0
+        return view.round_id if view.round_id > after else 0
+
+    def takes(self, round_id: int) -> bool:
+        """Whether sending what names round `round_id` is still worth trying; so it is while offline."""
+        return self._expel is None and (self.carries or self.view is None or self.view.round_id == round_id)
+
+    def aborted_since(self, round_id: int) -> int:
+        """The round that was closed last, if it came to nothing and is not older than `round_id`; else 0."""
+        view = self.view
+        return view.last_round_id if view is not None and not view.last_committed and view.last_round_id >= round_id else 0
+
+    def decide(self, outer_step: int, sent: Sent | None, now: float) -> tuple[Decision, str]:
+        """What became of the attempt to advance from `outer_step`. sent: what this peer contributed to it, if anything."""
+        if self._expel is not None:
+            return (Decision.EVICTED if self._expel.evicted else Decision.REFUSED), self._expel.reason
+        view = self._view if self._link is Link.ATTENDING else None
+        if view is None:
+            if self.cut_off(now):
+                return Decision.CUT_OFF, "no connection to the coordinator"
+            return Decision.WAIT, f"the control connection is {self._link.value}"
+        if (known := _of_the_run(view, outer_step, self._healed_at)) is not None:
+            return known
+        if sent is not None and (lost := self._lost(view, sent)):
+            return Decision.ABORTED, lost
+        return Decision.WAIT, _WAITING[view.phase]
+
+    def carried_past(self, outer_step: int, sent: Sent | None) -> bool:
+        """Whether a contribution that the commit TO `outer_step` does not have may be part of a later one."""
+        return sent is not None and self.carries and not sent.refused_by(outer_step) and not self._stale(sent, outer_step)
+
+    def _stale(self, sent: Sent, outer_step: int) -> bool:
+        return outer_step - sent.outer_step > self._max_staleness
+
+    def _lost(self, view: View, sent: Sent) -> str:
+        """Why no commit will have what was sent, or ''."""
+        if self.carries:
+            if self._stale(sent, view.outer_step):
+                return f"computed against outer step {sent.outer_step}, too stale at {view.outer_step}"
+            return sent.reason if sent.refused_by(view.outer_step) else ""
+        if sent.round_id and view.last_round_id >= sent.round_id:
+            return view.last_reason or f"round {sent.round_id} was lost"
+        if sent.round_id and view.round_id > sent.round_id:
+            return f"round {sent.round_id} was lost; round {view.round_id} is open"
+        return ""
+
+
+def _resync_due(view: View, healed_at: int) -> bool:
+    return bool(view.resync) and view.sequence > healed_at
+
+
+def _of_the_run(view: View, outer_step: int, healed_at: int) -> tuple[Decision, str] | None:
+    """What the view says of `outer_step` whatever this peer has sent; None: nothing."""
+    if view.resync and _resync_due(view, healed_at):
+        return Decision.BEHIND, view.resync
+    if view.outer_step < outer_step:
+        return Decision.BEHIND, f"the run is at outer step {view.outer_step}, this peer at {outer_step}"
+    if view.outer_step > outer_step:
+        if outer_step + 1 >= view.oldest_update:
+            return Decision.COMMITTED, f"the run is at outer step {view.outer_step}"
+        return Decision.BEHIND, f"update {outer_step + 1} is no longer kept; the oldest is {view.oldest_update}"
+    if view.phase is RunPhase.FINISHED:
+        return Decision.FINISHED, f"the run finished at outer step {view.outer_step}"
+    return None

@@ -1,0 +1,118 @@
+"""Joining a run: makes the key, redeems the invitation, checks what comes back, keeps it. Blocking, for the command line.
+
+Owns: the one call of an unenrolled machine, which trusts the authority in the invitation and nobody else. Must not know:
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError, TransportError
+from editpb import enrolment_pb2 as pb
+from editpb import enrolment_pb2_grpc
+from editpb.identity import Identity
+from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
+from editpb.status import from_rpc
+from peers.carriers.hub.channels import handshake_refusal
+from peers.identity.peer_folder import Home, certificate_fault
+
+__all__ = ["join"]
+
+TIMEOUT_S = 15.0  # of each address
+MAX_CERTIFICATE_BYTES = 16_384
+_OPTIONS = (("grpc.max_receive_message_length", 1 << 20), ("grpc.use_local_subchannel_pool", 1))
+
+
+def join(invitation_text: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_S) -> Identity:
+    """Redeem an invitation into the folder `home`. now: unix seconds; timeout_s: of each address that is tried.
+
+    May be repeated after any failure, with the same invitation: the key in `home` is used again.
+    Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (nobody answers),
+    RemoteProtocolError (the reply does not fit), StorageError.
+    """
+    invitation = Invitation.decode(invitation_text, now)
+    folder = Home(home)
+    _check_unclaimed(folder, invitation.identity)
+    authority = _authority(invitation)
+    key = folder.make_key()
+    request = pb.EnrolRequest(token=invitation.token, csr_der=_request(key, invitation.identity))
+    reply = _first_answer(invitation, lambda endpoint: _call(endpoint, authority, request, timeout_s))
+    _check_reply(reply, invitation, authority, key)
+    folder.store(invitation.identity, tuple(reply.endpoints), reply.certificate_der, invitation.ca)
+    return invitation.identity
+
+
+def _check_unclaimed(folder: Home, invited: Identity) -> None:
+    present = folder.identity()
+    if present is not None and present != invited:
+        raise ConfigError(
+            f"{folder.path} belongs to {present.peer_id} ({present.role}) of run {present.run_id}; "
+            f"choose another --home for {invited.peer_id} of run {invited.run_id}"
+        )
+
+
+def _authority(invitation: Invitation) -> x509.Certificate:
+    try:
+        return x509.load_der_x509_certificate(invitation.ca)
+    except ValueError as error:
+        raise ConfigError("the invitation's authority is damaged; copy the whole line again") from error
+
+
+def _request(key: ec.EllipticCurvePrivateKey, identity: Identity) -> bytes:
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, identity.peer_id)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.DER)
+
+
+def _first_answer(invitation: Invitation, call: Callable[[str], pb.EnrolReply]) -> pb.EnrolReply:
+    """The first address that answers: a refusal is an answer; silence, or a server of another authority, is not."""
+    strangers: list[str] = []
+    silent: list[str] = []
+    for endpoint in invitation.enrol:
+        try:
+            return call(endpoint)
+        except TransportError as error:
+            stranger = handshake_refusal(str(error))
+            (silent if stranger is None else strangers).append(f"{endpoint}: {stranger or error}")
+    if strangers:
+        raise RefusedError(f"{strangers[0]}; the invitation is for run {invitation.identity.run_id}")
+    raise TransportError(f"no answer from {'; '.join(silent)}; is the coordinator running and reachable?")
+
+
+def _call(endpoint: str, authority: x509.Certificate, request: pb.EnrolRequest, timeout_s: float) -> pb.EnrolReply:
+    credentials = grpc.ssl_channel_credentials(authority.public_bytes(serialization.Encoding.PEM))
+    with grpc.secure_channel(endpoint, credentials, options=_OPTIONS) as channel:
+        stub: Any = enrolment_pb2_grpc.EnrolmentStub(channel)
+        try:
+            reply: pb.EnrolReply = stub.Enrol(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        return reply
+
+
+def _check_reply(
+    reply: pb.EnrolReply, invitation: Invitation, authority: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> None:
+    identity, endpoints = invitation.identity, list(reply.endpoints)
+    if (reply.run_id, reply.role, reply.peer_id) != (identity.run_id, identity.role, identity.peer_id):
+        raise RemoteProtocolError("the coordinator enrolled another identity than the invitation names")
+    if reply.ca_der != invitation.ca:
+        raise RemoteProtocolError("the coordinator sent another authority than the invitation names")
+    if not 1 <= len(endpoints) <= MAX_ENDPOINTS or not all(is_endpoint(each) for each in endpoints):
+        raise RemoteProtocolError("the coordinator sent no usable addresses")
+    if len(reply.certificate_der) > MAX_CERTIFICATE_BYTES:
+        raise RemoteProtocolError(f"the coordinator sent a certificate of {len(reply.certificate_der)} bytes")
+    try:
+        certificate = x509.load_der_x509_certificate(reply.certificate_der)
+    except ValueError as error:
+        raise RemoteProtocolError("the coordinator sent a damaged certificate") from error
+    if (fault := certificate_fault(certificate, authority, identity, key)) is not None:
+        raise RemoteProtocolError(f"the coordinator's answer does not fit: {fault}")

@@ -1,0 +1,103 @@
+"""`hf:` models at a peer: a causal language model of transformers that takes (tokens, targets) and gives the mean loss.
+
+Owns: how such a model is called in training, and the operator's own model folder (`--model-folder`): it must agree with the
+run, and a peer that founds the run starts from its weights. Parameter names are those of transformers, so that a daemon and a
+user's own loop around the same model can train together. Must not know: training, data, the network.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edit.config.run import ModelConfig
+from edit.errors import ConfigError
+from edit.integrations.huggingface import PREFIX, configuration, first_difference
+from edit.integrations.huggingface import build as build_hf
+
+__all__ = ["build"]
+
+
+def build(model: ModelConfig, seed: int, folder: Path | None) -> nn.Module:
+    """The run's `hf:` model on the CPU; forward(tokens, targets), both (B, T) int64, is the mean loss in nats per token.
+
+    folder: config.json and, if there, weights as .safetensors, which then replace those that follow from `seed`. Raises
+    ConfigError when the folder is not what the run trains.
+    """
+    config = configuration(model)
+    if folder is None:
+        return _with_loss(build_hf(config, seed))
+    _check_folder(folder, model, config)
+    if not any(folder.glob("*.safetensors")):
+        return _with_loss(build_hf(config, seed))
+    return _with_loss(_load(folder, config))
+
+
+def _with_loss(module: nn.Module) -> nn.Module:
+    """`module` itself, called otherwise: a module around it would change the name of every parameter."""
+    module.forward = types.MethodType(_mean_loss, module)
+    return module
+
+
+def _mean_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    output: Any = type(module).forward(module, input_ids=tokens, use_cache=False)
+    loss = nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+    balance: Tensor | None = getattr(output, "aux_loss", None)  # of a mixture of experts, with output_router_logits
+    if balance is not None:
+        coefficient: Any = getattr(module.config, "router_aux_loss_coef", 0.0)
+        loss = loss + coefficient * balance
+    return loss
+
+
+def _check_folder(folder: Path, model: ModelConfig, config: Any) -> None:
+    path = folder / "config.json"
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--model-folder {folder}: {path.name} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"--model-folder {folder}: {path.name} is not JSON ({error})") from error
+    found = written.get("model_type") if isinstance(written, dict) else None
+    if found != config.model_type:
+        raise ConfigError(f"--model-folder {folder}: holds a model of type {found}, the run trains {model.name}")
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(f"--model-folder {folder}: holds an adapter; give the folder of a whole model")
+    try:
+        theirs = type(config).from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a library's validation raises many kinds
+        raise ConfigError(f"--model-folder {folder}: {path.name} is not valid: {str(error).splitlines()[-1]}") from error
+    if (difference := first_difference(config, theirs)) is not None:
+        name, ours, others = difference
+        key = "model.vocabulary" if name == "vocab_size" else f"model.options.{name}"
+        raise ConfigError(
+            f"--model-folder {folder}: {name} is {others!r} there and {ours!r} in the run; "
+            f"give another folder, or set {key} in run.toml"
+        )
+
+
+def _load(folder: Path, config: Any) -> nn.Module:
+    import transformers
+
+    try:
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=config.dtype or torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # truncated files, wrong shapes: many kinds
+        raise ConfigError(f"--model-folder {folder}: the weights cannot be loaded: {str(error).splitlines()[-1]}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[what]:
+            first = sorted(map(str, report[what]))[0]
+            raise ConfigError(f"--model-folder {folder}: weights do not fit {PREFIX}{config.model_type}: {what[:-5]} {first}")
+    result: nn.Module = module.train()
+    return result

@@ -1,0 +1,187 @@
+"""The regional daemon: a run below, as one peer of a run above.
+
+Owns: the order of starting and ending, the loop that looks at both runs, what is reported and said. Must not know: what is
+computed (`edit.regional_peer`), how anything is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+from edit.fragments.schema import Schema
+from edit.regional_peer import Below, Memory, RegionalPeer
+from editpb.messages import Heartbeat, InjectionState, PeerState, RunPhase
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import Interrupted, IoThread
+from peers.daemon import leaving, stopping
+from peers.identity.peer_folder import Enrolled, Home
+from peers.regions.last_contribution import SentFile
+from peers.regions.lower_run import RunBelow
+
+__all__ = ["run_region"]
+
+LOOK_S = 0.5  # between two looks at the run below
+_log = logging.getLogger("peers")
+
+
+def run_region(home: Path, below: Path) -> None:
+    """Be the peer that `home` is enrolled as, with the run that `below` is enrolled in behind it, until one of the runs has
+    finished, or the first SIGINT or SIGTERM.
+
+    Raises ConfigError, RefusedError, EvictedError.
+    """
+    upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
+    if upper.run_id == lower.run_id:
+        raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
+    with IoThread() as bridge, stopping(bridge):
+        try:
+            _Regional(bridge, upper, lower, SentFile(home / "sent.safetensors", upper.run_id)).run()
+        except Interrupted:
+            _log.info("stopping as told")
+
+
+def _enrolled(home: Path, role: str, run: str) -> Enrolled:
+    enrolled = Home(home).load(time.time())
+    if enrolled.identity.role != role:
+        raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; {run} must invite with --role {role}")
+    return enrolled
+
+
+class _Regional:
+    """One region between two runs. clock: monotonic seconds."""
+
+    def __init__(
+        self,
+        bridge: IoThread,
+        upper: Enrolled,
+        lower: Enrolled,
+        memory: Memory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bridge, self._upper, self._lower, self._memory, self._clock = bridge, upper, lower, memory, clock
+        self._below = RunBelow(bridge, Channels(lower.endpoints, lower.credentials), lower.run_id)
+        self._step_s = 0.0
+        self._moved_at = clock()
+        self._told = ""
+
+    def run(self) -> None:
+        """Until one of the runs has finished. Raises Interrupted, ConfigError, RefusedError, EvictedError."""
+        with closing(self._below):
+            lower, upper = self._configuration(self._lower), self._configuration(self._upper)
+            schema, below = self._founded()
+            with leaving(self._collective(self._upper)) as collective:
+                region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
+                with region:
+                    self._say_joined(region)
+                    self._loop(region, schema, collective, lower.sync.interval)
+            self._say_ended(region)
+
+    def _collective(self, enrolled: Enrolled) -> HubCollective:
+        return HubCollective(self._bridge, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+
+    def _configuration(self, enrolled: Enrolled) -> RunConfig:
+        with leaving(self._collective(enrolled)) as reader:
+            config, _ = reader.configuration()
+        if config.aggregators.addresses:
+            raise ConfigError(
+                f"run {enrolled.run_id} has {config.aggregators.count} aggregators (aggregators.addresses); the run above a "
+                "region and the run below must have one each"
+            )
+        return config
+
+    def _founded(self) -> tuple[Schema, Below]:
+        """The run below, once it has parameters and all in them that was promised to an earlier life of this process."""
+        _log.info("waiting for the parameters of run %s below", self._lower.run_id)
+        while True:
+            state = self._look()
+            if state.accepted is not None and state.phase is not RunPhase.FINISHED:
+                self._tell(f"waiting for the run below to take outer step {state.accepted.upper_step} of the run above")
+            elif (found := self._below.parameters(state)) is not None:
+                return found
+
+    def _look(self) -> InjectionState:
+        """How the run below stands, as soon as it says so, but not at once."""
+        while True:
+            self._bridge.wait(lambda: None, timeout=LOOK_S)
+            if (state := self._below.look()) is not None:
+                return state
+
+    def _loop(self, region: RegionalPeer, schema: Schema, collective: HubCollective, interval: int) -> None:
+        """Until the run below has finished, or the one above has and all of it is below."""
+        while True:
+            self._bridge.wait(lambda: None, timeout=LOOK_S)
+            collective.check()
+            state = self._below.look()
+            if state is not None and state.outer_step != region.below.outer_step:
+                self._follow(region, schema, state, interval)
+            region.settle()
+            self._report(region, collective)
+            if state is None:
+                continue
+            brought = self._bring(region, schema, state)
+            ended = state.phase is RunPhase.FINISHED and state.outer_step == region.below.outer_step
+            if ended or (region.finished and brought):
+                return
+
+    def _follow(self, region: RegionalPeer, schema: Schema, state: InjectionState, interval: int) -> None:
+        found, now, before = self._below.parameters(state, schema), self._clock(), region.below.outer_step
+        if found is None:
+            return
+        region.moved(found[1])
+        self._step_s = (now - self._moved_at) / max(1, interval * (state.outer_step - before))
+        self._moved_at = now
+
+    def _bring(self, region: RegionalPeer, schema: Schema, state: InjectionState) -> bool:
+        """Hand down what is new above. True when there is nothing (more) to bring."""
+        injection = region.injection()
+        if injection is None or injection.brings in (state.accepted, state.injected):
+            return True
+        if state.injected != injection.base or not self._below.inject(injection, schema):
+            return False
+        whole = " whole, in place of its own parameters" if injection.replaces else ""
+        _log.info("outer step %d of the run above goes below%s", injection.brings.upper_step, whole)
+        return True
+
+    # ---- what is said ------------------------------------------------------------------------------------------------------
+
+    def _report(self, region: RegionalPeer, collective: HubCollective) -> None:
+        worker = region.worker
+        collective.report(
+            Heartbeat(
+                state=PeerState.EXCHANGING if worker.pending else PeerState.TRAINING,
+                outer_step=worker.outer_step,
+                digest=worker.digest,
+                inner_steps=worker.inner_steps,
+                round_inner_steps=worker.round_inner_steps,
+                step_s=self._step_s,
+            )
+        )
+        line = f"outer step {worker.outer_step} above, {region.below.outer_step} below"
+        self._tell(f"{line}: {worker.last_reason}" if worker.last_reason else line)
+
+    def _say_joined(self, region: RegionalPeer) -> None:
+        fresh = "; its own parameters will be those of the run above" if region.fresh else ""
+        _log.info(
+            "joined run %s above at outer step %d, with run %s below at outer step %d%s",
+            self._upper.run_id,
+            region.worker.outer_step,
+            self._lower.run_id,
+            region.below.outer_step,
+            fresh,
+        )
+
+    def _say_ended(self, region: RegionalPeer) -> None:
+        which = "above" if region.finished else "below"
+        _log.info("the run %s has finished, at outer step %d above", which, region.worker.outer_step)
+
+    def _tell(self, line: str) -> None:
+        if line != self._told:
+            self._told = line
+            _log.info("%s", line)

@@ -1,0 +1,293 @@
+"""A peer's checkpoints on disk: written beside the training, whole or not there, the last few kept.
+
+Owns: the folder, one subfolder for each checkpoint (torch.distributed.checkpoint's files and `peer.json`, which names every
+file with its length and BLAKE3), which one is taken up, what is wrong with the others. Must not know: what the tensors mean.
+
+A checkpoint is written as `.partial-N`, made durable, then renamed to `checkpoint-N`; N only grows. All ranks of a replica
+write into the same folder, so on several machines it must be a shared one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+
+from edit.errors import ConfigError, StorageError
+from edit.replica.ranks import ALONE, Ranks
+from peers.training.sharding import PATIENCE
+
+__all__ = ["Checkpoints", "Owner", "Saved"]
+
+_FORMAT = 1
+_MANIFEST = "peer.json"
+_NAME = re.compile(r"checkpoint-(\d{8,})")
+_log = logging.getLogger("peers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Whose checkpoint it is; one of another owner is refused."""
+
+    run_id: str
+    peer_id: str
+    schema_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole checkpoint. ranks: of the replica that wrote it; scalars: what `save` was given."""
+
+    path: Path
+    ranks: int
+    scalars: dict[str, Any]
+
+
+class Checkpoints:
+    """One replica's checkpoints in `folder`; every rank makes one, with the same arguments, and calls the same methods.
+
+    keep: how many whole ones stay; clock: monotonic seconds. Making it removes what an earlier life left half-written. Raises
+    ConfigError when the folder cannot be used.
+    """
+
+    def __init__(
+        self, folder: Path, owner: Owner, keep: int, ranks: Ranks = ALONE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # said by torch at each save of a single process, from its own thread
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        self._folder = folder
+        self._owner = owner
+        self._keep = keep
+        self._ranks = ranks
+        self._group = None if ranks.size == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._next = ranks.lead(self._tidy)
+        self._landed = threading.Event()
+        self._landed.set()
+        self._clock, self._began = clock, 0.0
+        self.seconds = 0.0  # that the last save took, from its beginning until it was whole
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way at this rank."""
+        return self._landed.is_set()
+
+    def wait(self) -> None:
+        """Until no save is under way at this rank."""
+        self._landed.wait()
+
+    def save(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Copy the tensors to the CPU, then write in the background; call only when all ranks are idle.
+
+        tensors: each rank's own; a DTensor is written once, in shards, and a name that several ranks have must mean the same.
+        scalars: values that JSON can hold, of rank 0. A failure is logged and leaves the earlier checkpoints.
+        """
+        self.wait()
+        self._began = self._clock()
+        number, self._next = self._next, self._next + 1
+        partial = self._folder / f".partial-{number:08d}"
+        text = json.dumps({"ranks": self._ranks.size, "scalars": scalars})
+        self._landed.clear()
+        try:
+            written = async_save(
+                dict(tensors),
+                storage_writer=FileSystemWriter(partial),
+                process_group=self._group,
+                async_stager=_Copies(),
+                no_dist=self._group is None,
+            )
+        except BaseException:
+            self._landed.set()
+            raise
+        cast("Future[Metadata]", written).add_done_callback(lambda done: self._apply_one(done, partial, number, text))
+
+    def set_aside(self) -> None:
+        """Rename all checkpoints so that neither this life nor a later one takes them up; they are never removed."""
+        self._ranks.lead(self._set_aside)
+
+    def newest(self) -> Saved | None:
+        """The newest whole checkpoint, which rank 0 looks for; None: there is none. Damaged ones are skipped with a line.
+
+        Raises ConfigError when it belongs to another run, peer or model.
+        """
+        return self._ranks.lead(self._newest)
+
+    def load(self, saved: Saved, target: Callable[[str, torch.Size, torch.dtype], Tensor | None]) -> dict[str, Tensor]:
+        """The tensors by name. target: an empty tensor for each, this rank's part of it when it is a DTensor; None: not wanted.
+
+        Raises StorageError when the files do not hold what they should.
+        """
+        reader = FileSystemReader(saved.path)
+        known = reader.read_metadata().state_dict_metadata
+        tensors: dict[str, Tensor] = {}
+        for name, kept in known.items():
+            assert isinstance(kept, TensorStorageMetadata)  # nothing else is ever saved
+            into = target(name, kept.size, kept.properties.dtype)
+            if into is not None:
+                tensors[name] = into
+        try:
+            load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except (CheckpointException, ValueError, RuntimeError) as error:
+            raise StorageError(f"{saved.path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+        return tensors
+
+    # ---- at rank 0 -------------------------------------------------------------------------------------------------------
+
+    def _tidy(self) -> int:
+        """Make the folder, remove half-written checkpoints; returns the next number."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for partial in self._folder.glob(".partial-*"):
+                _log.info("%s: half-written, removed", partial)
+                shutil.rmtree(partial)
+        except OSError as error:
+            raise ConfigError(f"--checkpoints {self._folder}: cannot be used ({error.strerror})") from error
+        return max(self._numbers(), default=0) + 1
+
+    def _set_aside(self) -> None:
+        for number in self._numbers():
+            path = self._path(number)
+            aside = path.with_name(f"ignored-{number:08d}-{time.time_ns()}")
+            path.rename(aside)
+            _log.info("%s: left aside as %s", path, aside.name)
+
+    def _numbers(self) -> list[int]:
+        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"checkpoint-{number:08d}"
+
+    def _newest(self) -> Saved | None:
+        for number in self._numbers():
+            path = self._path(number)
+            try:
+                manifest = _verified(path)
+            except StorageError as error:
+                _log.warning("%s; taking the checkpoint before it", error)
+                continue
+            self._check_owner(path, manifest["owner"])
+            return Saved(path, manifest["ranks"], manifest["scalars"])
+        return None
+
+    def _check_owner(self, path: Path, theirs: Mapping[str, str]) -> None:
+        for key, mine in asdict(self._owner).items():
+            if theirs.get(key) != mine:
+                raise ConfigError(
+                    f"{path}: belongs to another {_CALLED[key]} ({theirs.get(key)}, not {mine}); "
+                    "give another folder with --checkpoints, or --fresh to leave it aside"
+                )
+
+    # ---- on the saving thread --------------------------------------------------------------------------------------------
+
+    def _apply_one(self, written: Future[Metadata], partial: Path, number: int, text: str) -> None:
+        """All ranks have written (or it failed): rank 0 makes the checkpoint whole."""
+        try:
+            written.result()
+            if self._ranks.leads:
+                self._publish(partial, number, json.loads(text))
+        except (Exception, CheckpointException) as error:  # training goes on with the checkpoints there are
+            why = str(error).strip().splitlines()  # torch's is a traceback: its last line says what
+            _log.warning("checkpoint %d was not written: %s", number, why[-1] if why else type(error).__name__)
+            if self._ranks.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            self.seconds = self._clock() - self._began
+            self._landed.set()
+
+    def _publish(self, partial: Path, number: int, values: Mapping[str, Any]) -> None:
+        files = {path.name: _measure(path) for path in sorted(partial.iterdir())}
+        _write(partial / _MANIFEST, {"format": _FORMAT, "owner": asdict(self._owner), **values, "files": files})
+        _sync(partial)
+        partial.rename(self._path(number))
+        _sync(self._folder)
+        for old in self._numbers()[self._keep :]:
+            shutil.rmtree(self._path(old))
+
+
+class _Copies(AsyncStager):
+    """How `async_save` gets what it writes while the training goes on: copies on the CPU, made before it returns."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _copied(tensor) for name, tensor in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        """`stage` leaves nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A DTensor keeps its mesh and placements, whatever the mesh is of."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+_CALLED = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """The checkpoint's manifest, after a look at every byte. Raises StorageError that names what is missing or wrong."""
+    try:
+        manifest: Any = json.loads((path / _MANIFEST).read_bytes())
+        if manifest["format"] != _FORMAT:
+            raise StorageError(f"{path}: has format {manifest['format']}, this software reads {_FORMAT}")
+        if not all(isinstance(manifest[key], dict) for key in ("owner", "scalars", "files")):
+            raise ValueError("not what `_publish` wrote")
+        for name, expected in manifest["files"].items():
+            size, digest = _measure(path / name)
+            if size != expected[0]:
+                raise StorageError(f"{path / name}: {size} bytes of {expected[0]}; truncated")
+            if digest != expected[1]:
+                raise StorageError(f"{path / name}: damaged")
+    except OSError as error:
+        raise StorageError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise StorageError(f"{path / _MANIFEST}: damaged") from error
+    return cast("dict[str, Any]", manifest)
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    """Length in bytes and BLAKE3 of a file."""
+    size = path.stat().st_size
+    return size, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() if size else ""
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,242 @@
+"""The training loop of one rank, once the run's configuration is known.
+
+Owns: what belongs together (trainer, worker, data, checkpoints), the loop, what is reported, when the peer is done. Must not
+know: connections, signals, the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+from edit.fragments.schema import plan_fragments
+from edit.replica.ranks import Ranks
+from edit.replica.replica import Outer
+from edit.worker.worker import EditWorker, WorkerConfig
+from editpb.identity import Identity
+from editpb.messages import Heartbeat, PeerState
+from peers.carriers.hub.all_aggregators import AllAggregators
+from peers.carriers.hub.snapshot_donors import Origin
+from peers.carriers.hub.snapshot_server import SnapshotServer
+from peers.carriers.io_thread import Interrupted, IoThread
+from peers.models.registry import build
+from peers.training.checkpoint import Autosave, Resumable
+from peers.training.checkpoint_files import Checkpoints, Owner
+from peers.training.data import Batches, Tokens, open_tokens, stream_seed
+from peers.training.fault_injection import FaultInjector
+from peers.training.metrics import Metrics
+from peers.training.options import PeerOptions
+from peers.training.sharding import Layout, shard
+from peers.training.throughput import Pace
+from peers.training.trainer import Trainer
+
+__all__ = ["Place", "Training"]
+
+_log = logging.getLogger("peers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Who and where this process is: which peer, which rank of it, on what. restarts: how often torchrun started it again."""
+
+    identity: Identity
+    device: torch.device
+    layout: Layout
+    ranks: Ranks
+    restarts: int = 0
+
+
+class Training:
+    """One rank's training in one run."""
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        config: RunConfig,
+        place: Place,
+        collectives: AllAggregators,
+        bridge: IoThread,
+        metrics: Metrics,
+        server: SnapshotServer | None = None,
+    ) -> None:
+        self._options = options
+        self._config = config
+        self._place = place
+        self._collectives = collectives
+        self._bridge = bridge
+        self._metrics = metrics
+        self._server = server
+        self._shown: Outer | None = None
+        self._origins: dict[int, Origin] = {}  # by aggregator
+        self._pace = Pace(options.throttle)
+        self._told: dict[int, tuple[int, str]] = {}  # by aggregator: its part's outer step and reason
+
+    def run(self, run_step: int) -> None:
+        """Train until the run is over. run_step: an outer step that the run has reached.
+
+        Raises Interrupted, EvictedError, RefusedError, ConfigError.
+        """
+        config, place = self._config, self._place
+        batches = self._batches()
+        trainer = self._trainer(batches, founded=run_step > 0)
+        settings = WorkerConfig.of(config)
+        worker = EditWorker(trainer.model, trainer.optimizer, self._collectives, settings, place.ranks, time.monotonic)
+        faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
+        trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
+        trainer.position = lambda: self._position(worker)
+        saving = self._saving(Resumable(trainer, batches, worker, place.ranks))
+        with contextlib.ExitStack() as stack:
+            saving.resume(run_step)
+            try:
+                stack.enter_context(worker)
+            except ConfigError as error:
+                raise saving.explain(error) from error
+            _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
+            self._told = {number: (part.outer_step, "") for number, part in enumerate(worker.parts)}
+            self._report(worker)  # a peer that is where the run is, is waited for
+            saving.begin(worker.outer_step)
+            self._show(worker)
+            self._loop(trainer, worker, saving)
+        saving.last()
+        for number, part in enumerate(worker.parts):
+            if len(worker.parts) > 1:
+                _log.info("aggregator %d: outer step %d, digest %s", number, part.outer_step, part.digest[:12])
+        _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
+
+    def _batches(self) -> Batches:
+        """The same rows in the same order at every rank."""
+        config = self._config
+        tokens = open_tokens(self._options.data, context=config.model.context, vocabulary=config.model.vocabulary)
+        self._place.ranks.same("the data in --data", _fingerprint(tokens))
+        seed = stream_seed(config.seed, self._collectives.peer_id)
+        return Batches(tokens, config.model.context, config.inner.batch_size, seed)
+
+    def _trainer(self, batches: Batches, *, founded: bool) -> Trainer:
+        config, layout = self._config, self._place.layout
+        # ranks that compute the same rows draw the same random numbers
+        torch.manual_seed(stream_seed(config.seed, f"{self._collectives.peer_id} {layout.data_rank}"))
+        allowed, folder = self._options.allowed_models, self._options.model_folder
+        model = build(config.model, config.seed, allowed, folder=folder, replaced=founded)
+        return Trainer(
+            shard(model, layout),
+            batches,
+            config.inner,
+            total_steps=config.sync.interval * config.sync.outer_steps,
+            device=self._place.device,
+            clock=time.perf_counter,
+            layout=layout,
+        )
+
+    def _saving(self, resumable: Resumable) -> Autosave:
+        options, place = self._options, self._place
+        if options.checkpoint_every == 0:
+            return Autosave(resumable, None)
+        schema = plan_fragments(resumable.trainer.model.named_parameters())
+        owner = Owner(run_id=place.identity.run_id, peer_id=place.identity.peer_id, schema_hash=schema.schema_hash)
+        checkpoints = Checkpoints(options.checkpoint_folder, owner, options.keep_checkpoints, place.ranks)
+        if options.fresh and place.restarts == 0:
+            checkpoints.set_aside()
+        return Autosave(resumable, checkpoints, options.checkpoint_every, patient=self._config.sync.strict)
+
+    def _position(self, worker: EditWorker) -> int:
+        """The run's global inner step; what is contributed counts as exchanged, and an outer step as `interval` inner ones.
+
+        Of several parts the furthest counts: the others lack outer steps, not training.
+        """
+        interval = self._config.sync.interval
+        return max((part.outer_step + part.pending) * interval + min(part.round_inner_steps, interval) for part in worker.parts)
+
+    def _loop(self, trainer: Trainer, worker: EditWorker, saving: Autosave) -> None:
+        while not self._over(worker):
+            try:
+                self._collectives.check()
+            except Interrupted:
+                saving.last()
+                raise
+            if worker.round_inner_steps + 1 >= self._config.sync.interval:
+                saving.settle()
+            self._step(trainer, worker)
+            saving.stepped(worker.outer_step)
+
+    def _over(self, worker: EditWorker) -> bool:
+        """Whether there is nothing more to do; a run that has ended is caught up with first, unless cut off."""
+        last = self._config.sync.outer_steps
+        if all(part.finished or part.outer_step >= last for part in worker.parts):
+            return True
+        if not self._collectives.ended:
+            return False
+        cut_off = [collective.cut_off for collective in self._collectives]
+        if not all(cut_off):
+            worker.synchronize()
+        return all(part.finished or cut for part, cut in zip(worker.parts, cut_off, strict=True))
+
+    def _ending(self) -> str:
+        sync, views = self._config.sync, [collective.last_view for collective in self._collectives]
+        view = next((view for view in views if view is not None and view.outer_step < sync.outer_steps), None)
+        if view is None:
+            return f"all {sync.outer_steps} outer steps are taken"
+        return "its operator drained it" if view.draining else f"sync.tokens = {sync.tokens} are merged"
+
+    def _step(self, trainer: Trainer, worker: EditWorker) -> None:
+        inner = self._config.inner
+        worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
+        result = trainer.step()
+        self._pace.add(result)
+        self._show(worker)
+        self._report(worker)
+        self._tell(worker)
+        self._metrics.step(worker.inner_steps, result.loss, self._pace.tokens_per_s, worker.outer_step)
+        if self._options.throttle > 1:
+            with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
+                self._bridge.wait(lambda: None, timeout=self._pace.rest_s)
+
+    def _show(self, worker: EditWorker) -> None:
+        """Where the outer parameters came from, and that others may have them."""
+        for number, collective in enumerate(self._collectives):
+            if (origin := collective.origin) is not None and origin is not self._origins.get(number):
+                self._origins[number] = origin
+                self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
+        if (server := self._server) is not None:
+            schema, outer = worker.outer_of()
+            if outer is not self._shown:
+                self._shown = outer
+                self._bridge.post(lambda: server.show(schema, outer))
+
+    def _report(self, worker: EditWorker) -> None:
+        for part, collective in zip(worker.parts, self._collectives, strict=True):
+            collective.report(
+                Heartbeat(
+                    state=PeerState.EXCHANGING if part.pending else PeerState.TRAINING,
+                    outer_step=part.outer_step,
+                    digest=part.digest,
+                    inner_steps=worker.inner_steps,
+                    round_inner_steps=part.round_inner_steps,
+                    loss=self._pace.loss,
+                    tokens_per_s=self._pace.tokens_per_s,
+                    step_s=self._pace.step_s,
+                )
+            )
+
+    def _tell(self, worker: EditWorker) -> None:
+        """Say of each part whose outer step or reason has changed where it is, and why."""
+        for number, part in enumerate(worker.parts):
+            if self._told.get(number) == (part.outer_step, part.reason):
+                continue
+            self._told[number] = part.outer_step, part.reason
+            of = f"aggregator {number}: " if len(self._collectives) > 1 else ""
+            _log.info("%souter step %d, loss %.4f: %s", of, part.outer_step, self._pace.loss, part.reason)
+            self._metrics.outer(part.outer_step, part.digest, part.reason, number)
+
+
+def _fingerprint(tokens: Tokens) -> str:
+    """Length and the first and last windows: enough to tell another file or another version."""
+    edge = 1 << 16
+    sample = blake3(tokens.array[:edge].tobytes()).update(tokens.array[-edge:].tobytes())
+    return f"{len(tokens)} tokens, {sample.hexdigest()[:12]}"

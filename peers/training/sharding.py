@@ -1,0 +1,247 @@
+"""How the ranks of one replica share its model: FSDP2, and tensor parallelism where the model says how.
+
+Owns: the process group, the device mesh, the split of the parameters and of a batch's rows. Must not know: the network,
+optimizers, rounds. With one rank nothing is split and nothing is communicated. Every parameter lies on the one mesh of the
+replica, so that norms, boxes and checkpoints mean the same for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from edit.errors import ConfigError, TransportError
+from peers.training.torchrun import Launch
+
+__all__ = ["PATIENCE", "UNDIVIDED", "Layout", "clip_gradients", "lay_out", "meet", "process_group", "shard"]
+
+PATIENCE = timedelta(days=7)
+"""How long a rank waits for another: rank 0 may wait for the coordinator. A rank that dies is noticed at once all the same."""
+MEETING = timedelta(minutes=10)
+"""How long the ranks of a replica wait for one another when they start."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a rank stands. mesh: (dp,) or (dp, tp); None: one rank."""
+
+    mesh: DeviceMesh | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a batch is this rank's."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares a batch is split; ranks of one tensor-parallel group have the same share."""
+        return 1 if self.mesh is None else self.mesh["dp"].size()
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks over which a matrix product is split."""
+        return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh["tp"].size()
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """This rank's rows of a batch (B, ...): (B / data_size, ...), the first ranks one more where it does not divide."""
+        return batch.tensor_split(self.data_size)[self.data_rank]
+
+    def weight(self, rows: int, batch: int) -> float:
+        """What to multiply the mean loss of `rows` with so that the mean of all ranks' gradients is that of the batch."""
+        return rows * self.data_size / batch
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the shares; `value` is changed."""
+        if self.mesh is not None and self.data_size > 1:
+            dist.all_reduce(value, group=self.mesh.get_group("dp"))
+            value /= self.data_size
+        return value
+
+
+UNDIVIDED = Layout()
+
+
+@contextlib.contextmanager
+def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
+    """torch.distributed among the ranks of a replica: gloo, on CUDA nccl too. Nothing for a replica of one rank.
+
+    Inside, the loss of a rank is a TransportError.
+    """
+    if launch.size == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, rank, size = next(rendezvous("env://", timeout=MEETING))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(meet(store, rank, size), store),
+        rank=rank,
+        world_size=size,
+        timeout=PATIENCE,
+    )
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
+            raise TransportError(f"another rank of this replica is gone: {str(error).splitlines()[0]}") from error
+        raise
+    dist.destroy_process_group()  # not after an error: the process ends, and the other ranks may be gone
+
+
+def meet(store: Store, rank: int, size: int) -> str:
+    """A word that the living ranks share. torchrun starts a replica again over the same store, which still holds the addresses
+    of the dead (torch 2.13: gloo then dials those); under this word there is nothing yet.
+
+    Each rank says who it is; rank 0 tells every newcomer its word until all have heard it. Raises TransportError.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"edit/here/{rank}", mine)
+        word = str(store.get(f"edit/word/{mine}").decode())
+        store.set(f"edit/heard/{word}/{rank}", "")
+        return word
+    deaf = dict.fromkeys(range(1, size), "")
+    deadline = time.monotonic() + MEETING.total_seconds()
+    while deaf:
+        if time.monotonic() > deadline:
+            raise TransportError(f"rank {min(deaf)} of this replica did not come within {MEETING}")
+        for other, told in list(deaf.items()):
+            if store.check([f"edit/heard/{mine}/{other}"]):
+                del deaf[other]
+            elif store.check([f"edit/here/{other}"]) and (theirs := str(store.get(f"edit/here/{other}").decode())) != told:
+                store.set(f"edit/word/{theirs}", mine)
+                deaf[other] = theirs
+        time.sleep(0.02)
+    return mine
+
+
+def lay_out(launch: Launch, tensor_parallel: int, batch_size: int, device: torch.device) -> Layout:
+    """The mesh of a replica inside its process group. Raises ConfigError when the ranks do not fit."""
+    if tensor_parallel < 1 or launch.size % tensor_parallel:
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: does not divide the {launch.size} ranks of this replica")
+    shares = launch.size // tensor_parallel
+    if shares > batch_size:
+        raise ConfigError(
+            f"{launch.size} ranks split a batch in {shares}, but the run's inner.batch_size is {batch_size}; "
+            f"start {batch_size * tensor_parallel} ranks or fewer"
+        )
+    if launch.size == 1:
+        return UNDIVIDED
+    if tensor_parallel == 1:
+        return Layout(init_device_mesh(device.type, (shares,), mesh_dim_names=("dp",)))
+    return Layout(init_device_mesh(device.type, (shares, tensor_parallel), mesh_dim_names=("dp", "tp")))
+
+
+def shard(model: nn.Module, layout: Layout) -> nn.Module:
+    """Split the parameters of `model`, equal at all ranks, in place; they become DTensors. One rank: the model as it is.
+
+    Tensor parallelism follows the model's own `tensor_parallel_plan(ranks)`: module names (with *) to ParallelStyles; whatever
+    it leaves out is whole at every rank of the group. Raises ConfigError when there is no such plan or it does not fit.
+    """
+    if layout.mesh is None:
+        return model
+    if layout.tensor_parallel > 1:
+        _split_products(model, layout.mesh["tp"])
+    for block in _blocks(model):
+        fully_shard(block, mesh=layout.mesh["dp"])
+    fully_shard(model, mesh=layout.mesh["dp"])
+    return model
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, clip_norm: float) -> None:
+    """Scale the gradients to a norm of at most `clip_norm` over the whole replica; the factor is equal at all ranks."""
+    parameters = list(parameters)
+    if layout.mesh is None:
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
+        return
+    gradients = [cast(DTensor, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    owned = [gradient.to_local() for gradient in gradients if _owns(gradient)]
+    norm = nn.utils.get_total_norm(owned).to(gradients[0].to_local().device) if gradients else torch.zeros(())
+    total = norm.square()
+    for name in layout.mesh.mesh_dim_names or ():  # dp first: then all ranks of a tensor-parallel group end with the same bits
+        dist.all_reduce(total, group=layout.mesh.get_group(name))
+    factor = (clip_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for gradient in gradients:
+        gradient.to_local().mul_(factor)
+
+
+def _owns(tensor: DTensor) -> bool:
+    """Whether this rank counts its shard: of those that hold the same one, the first does."""
+    mesh = tensor.device_mesh
+    return all(mesh.get_local_rank(i) == 0 for i, placement in enumerate(tensor.placements) if placement.is_replicate())
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the model's largest lists: those outermost ones with at least half as many elements as the largest."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [
+        module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists if other != name)
+    ]
+    numels = [sum(parameter.numel() for parameter in module.parameters()) for module in outermost]
+    seen: set[nn.Module] = set()
+    for module, numel in zip(outermost, numels, strict=True):
+        for block in module if 2 * numel >= max(numels) else ():
+            if block not in seen and not isinstance(block, _CONTAINERS) and any(True for _ in block.parameters()):
+                seen.add(block)
+                yield block
+
+
+def _split_products(model: nn.Module, mesh: DeviceMesh) -> None:
+    make = cast("Callable[[int], Mapping[str, ParallelStyle]] | None", getattr(model, "tensor_parallel_plan", None))
+    if make is None:
+        raise ConfigError(
+            f"--tensor-parallel {mesh.size()}: {type(model).__name__} has no tensor_parallel_plan(ranks); leave it at 1"
+        )
+    parallelize_module(model, mesh, dict(make(mesh.size())))
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for parameter_name, parameter in own.items():
+            _check_even(f"{name}.{parameter_name}", parameter, mesh)
+        if own and not any(isinstance(parameter, DTensor) for parameter in own.values()):
+            if any(True for _ in module.children()):
+                raise ConfigError(f"--tensor-parallel: {name or type(model).__name__} holds parameters and modules; plan it")
+            _Whole()._apply(module, mesh)
+
+
+def _check_even(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+        if placement.is_shard() and parameter.shape[cast(Any, placement).dim] % mesh.size():
+            raise ConfigError(f"--tensor-parallel {mesh.size()}: does not divide {name} {list(parameter.shape)} evenly")
+
+
+class _Whole(ParallelStyle):
+    """A module that every rank of a tensor-parallel group computes in full, on plain tensors; its parameters are DTensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return tuple(
+            DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+            if isinstance(value, Tensor) and not isinstance(value, DTensor)
+            else value
+            for value in inputs
+        )
+
+    @staticmethod
+    def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.to_local() if isinstance(output, DTensor) else output

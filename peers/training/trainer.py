@@ -1,0 +1,177 @@
+"""Inner training of one replica: AdamW, warm-up and cosine, clipping, accumulation, autocast.
+
+Owns: the inner optimizer, the schedule, the device. Must not know: peers, rounds, outer parameters, files. Whoever exchanges
+hooks `model` and `optimizer` from outside, and sets `position` so that a peer that joins late has the run's learning rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from edit.config.run import InnerConfig
+from edit.errors import ConfigError
+from peers.training.sharding import UNDIVIDED, Layout, clip_gradients
+from peers.training.torchrun import ALONE, Launch
+
+__all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One inner step. loss: mean nats per token before the step; tokens: targets seen, both of the whole replica; seconds:
+    wall-clock, device included."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
+def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
+    """The device to train on: CUDA where there is one, else the CPU; `name` overrides. Each rank on a machine has its own.
+
+    Raises ConfigError when it is not usable.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if launch.size > 1:
+        if device.index is not None:
+            raise ConfigError(
+                f"--device {name}: is one device for {launch.local_size} ranks; say cuda, each rank takes its own"
+            )
+        if launch.local_size > count:
+            raise ConfigError(
+                f"{launch.local_size} ranks on a machine with {count} CUDA devices; start {count}, or --device cpu"
+            )
+        return torch.device("cuda", launch.local_rank)
+    if (device.index or 0) >= count:
+        raise ConfigError(f"--device {name}: this machine offers torch {count} CUDA devices")
+    return device
+
+
+def use_threads(count: int | None) -> None:
+    """Let torch compute with `count` CPU threads in this process; None keeps torch's choice. Raises ConfigError below 1."""
+    if count is None:
+        return
+    if count < 1:
+        raise ConfigError(f"--threads {count}: must be at least 1")
+    torch.set_num_threads(count)
+
+
+def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float:
+    """The rate of the step that follows `position` finished ones: linear warm-up to lr, then cosine to lr * final_lr_ratio."""
+    if position < config.warmup_steps:
+        return config.lr * (position + 1) / config.warmup_steps
+    progress = min(1.0, (position - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * share)
+
+
+class Trainer:
+    """Takes inner steps one at a time.
+
+    batches: yields (tokens, targets), both (B, T) int64 on the CPU, for ever, the same at every rank; total_steps: length of
+    the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch. position: the run's global
+    inner step; until it is set from outside, the steps taken here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        config: InnerConfig,
+        *,
+        total_steps: int,
+        device: torch.device,
+        clock: Callable[[], float],
+        layout: Layout = UNDIVIDED,
+    ) -> None:
+        self.model = model.to(device)
+        self.optimizer = _adamw(self.model, config, device)
+        self.position: Callable[[], int] = lambda: self.steps
+        self.steps = 0
+        self._batches: Iterator[tuple[Tensor, Tensor]] = iter(batches)
+        self._config = config
+        self._total_steps = total_steps
+        self._device = device
+        self._clock = clock
+        self._layout = layout
+
+    def step(self) -> StepResult:
+        """One optimizer step on the mean gradient of `accumulation` micro-batches.
+
+        The loss is read from the device once, after everything else was queued: one wait per step, none per micro-batch.
+        """
+        started = self._clock()
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, tokens = self._accumulate()
+        if self._config.clip_norm > 0:
+            clip_gradients(self.model.parameters(), self._layout, self._config.clip_norm)
+        self._set_rate()
+        self.optimizer.step()
+        self.steps += 1
+        value = self._layout.mean(loss).item()
+        return StepResult(value, tokens, self._clock() - started)
+
+    def _accumulate(self) -> tuple[Tensor, int]:
+        """Backward over this rank's rows of the micro-batches; their weighted loss and the targets of the whole replica."""
+        total = torch.zeros((), device=self._device)
+        tokens = 0
+        for _ in range(self._config.accumulation):
+            batch = next(self._batches)
+            inputs, targets = (self._layout.rows(part).to(self._device, non_blocking=True) for part in batch)
+            with self._autocast():
+                loss = self.model(inputs, targets)
+            loss = loss * (self._layout.weight(len(inputs), len(batch[0])) / self._config.accumulation)
+            loss.backward()
+            total += loss.detach()
+            tokens += batch[1].numel()
+        return total, tokens
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._config.autocast and self._device.type == "cuda" and torch.cuda.is_bf16_supported():
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _set_rate(self) -> None:
+        rate = learning_rate(self._config, self.position(), self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+class _AdamW(torch.optim.AdamW):
+    """As its base, to the bit; but that imports all of `torch.compile` for calls that are not compiled here: a second of every
+    start."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
+
+def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW that decays matrices only; fused where torch has a fused kernel (measured on one CPU thread: 1.1 ms, not 4.1)."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter")
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return _AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        fused=device.type in ("cpu", "cuda"),
+    )

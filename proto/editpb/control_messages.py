@@ -1,0 +1,278 @@
+"""Converters of control.proto. See `editpb.convert`."""
+
+from __future__ import annotations
+
+from edit.records import FragmentCommit, PeerVerdict, Verdict
+from editpb import control_pb2 as cpb
+from editpb import limits as lim
+from editpb import messages as msg
+from editpb.invitation import is_endpoint
+from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
+from editpb.tensor_messages import schema_from_pb, schema_to_pb
+
+__all__ = [
+    "coordinator_message_from_pb",
+    "coordinator_message_to_pb",
+    "evict_request_from_pb",
+    "fragment_verdicts_from_pb",
+    "fragment_verdicts_to_pb",
+    "heartbeat_from_pb",
+    "heartbeat_to_pb",
+    "hello_from_pb",
+    "hello_to_pb",
+    "peer_message_from_pb",
+    "peer_message_to_pb",
+    "phase_from_pb",
+    "serving_from_pb",
+    "serving_to_pb",
+    "view_from_pb",
+    "view_to_pb",
+    "welcome_from_pb",
+    "welcome_to_pb",
+]
+
+
+def hello_to_pb(hello: msg.Hello) -> cpb.Hello:
+    """A peer's first message."""
+    schema = schema_to_pb(hello.schema) if hello.schema is not None else None
+    return cpb.Hello(
+        protocol=hello.protocol,
+        run_id=hello.run_id,
+        schema=schema,
+        software=one_line(hello.software),
+        rank=hello.rank,
+        ranks=hello.ranks,
+    )
+
+
+def hello_from_pb(message: cpb.Hello) -> msg.Hello:
+    """A peer's first message; another protocol than ours is an error."""
+    if message.protocol != msg.PROTOCOL:
+        fail(f"the peer speaks protocol {message.protocol}, this side {msg.PROTOCOL}; update the older one")
+    ranks = within("ranks", message.ranks or 1, 1, lim.MAX_RANKS)
+    return msg.Hello(
+        run_id=check_id("run_id", message.run_id),
+        schema=schema_from_pb(message.schema) if message.HasField("schema") else None,
+        software=check_text("software", message.software),
+        rank=within("rank", message.rank, 0, ranks - 1),
+        ranks=ranks,
+    )
+
+
+def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
+    """A peer's report."""
+    return cpb.Heartbeat(
+        state=f"PEER_STATE_{beat.state.name}",
+        outer_step=beat.outer_step,
+        digest=beat.digest,
+        inner_steps=beat.inner_steps,
+        round_inner_steps=beat.round_inner_steps,
+        loss=beat.loss,
+        tokens_per_s=beat.tokens_per_s,
+        step_s=beat.step_s,
+        bytes_sent=beat.bytes_sent,
+        bytes_received=beat.bytes_received,
+        serving=serving_to_pb(beat.serving) if beat.serving is not None else None,
+    )
+
+
+def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
+    """A peer's report; the loss may be NaN or infinite (a diverged peer still reports), the rates may not."""
+    return msg.Heartbeat(
+        state=msg.PeerState(_enum_word(cpb.PeerState, "PEER_STATE_", message.state)),
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        digest=check_digest("digest", message.digest, empty=True),
+        inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
+        round_inner_steps=within("round_inner_steps", message.round_inner_steps, 0, lim.MAX_STEP),
+        loss=message.loss,
+        tokens_per_s=lim.check_real("tokens_per_s", message.tokens_per_s),
+        step_s=lim.check_real("step_s", message.step_s),
+        bytes_sent=within("bytes_sent", message.bytes_sent, 0, lim.MAX_COUNT),
+        bytes_received=within("bytes_received", message.bytes_received, 0, lim.MAX_COUNT),
+        serving=serving_from_pb(message.serving) if message.HasField("serving") else None,
+    )
+
+
+def serving_to_pb(serving: msg.Serving) -> cpb.Serving:
+    """Where a peer serves its snapshot."""
+    return cpb.Serving(address=serving.address, ticket=serving.ticket)
+
+
+def serving_from_pb(message: cpb.Serving) -> msg.Serving:
+    """Where a peer serves its snapshot."""
+    if not is_endpoint(message.address):
+        fail(f"serving.address {one_line(message.address, 64)!r} is not HOST:PORT")
+    return msg.Serving(message.address, check_id("ticket", message.ticket))
+
+
+def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.PeerMessage:
+    """What a peer says on Attend."""
+    match value:
+        case msg.Hello():
+            return cpb.PeerMessage(hello=hello_to_pb(value))
+        case msg.Heartbeat():
+            return cpb.PeerMessage(heartbeat=heartbeat_to_pb(value))
+        case msg.Goodbye():
+            return cpb.PeerMessage(goodbye=cpb.Goodbye(reason=one_line(value.reason)))
+
+
+def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat | msg.Goodbye:
+    """What a peer says on Attend."""
+    match message.WhichOneof("kind"):
+        case "hello":
+            return hello_from_pb(message.hello)
+        case "heartbeat":
+            return heartbeat_from_pb(message.heartbeat)
+        case "goodbye":
+            return msg.Goodbye(check_text("reason", message.goodbye.reason))
+        case _:
+            fail("a peer's message without content")
+
+
+def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
+    """The coordinator's first message."""
+    return cpb.Welcome(
+        run_id=welcome.run_id,
+        peer_id=welcome.peer_id,
+        config_json=welcome.config_json,
+        found=welcome.found,
+        outer_step=welcome.outer_step,
+    )
+
+
+def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
+    """The coordinator's first message; `RunConfig.from_json` validates the configuration."""
+    return msg.Welcome(
+        run_id=check_id("run_id", message.run_id),
+        peer_id=check_id("peer_id", message.peer_id),
+        config_json=check_text("config_json", message.config_json, lim.MAX_CONFIG_CHARS),
+        found=message.found,
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+    )
+
+
+def view_to_pb(view: msg.View) -> cpb.View:
+    """The run as it stands."""
+    return cpb.View(
+        sequence=view.sequence,
+        phase=f"RUN_PHASE_{view.phase.name}",
+        outer_step=view.outer_step,
+        round_id=view.round_id,
+        digest=view.digest,
+        oldest_update=view.oldest_update,
+        last_round_id=view.last_round_id,
+        last_committed=view.last_committed,
+        last_reason=one_line(view.last_reason),
+        resync=one_line(view.resync),
+        found=view.found,
+        reason=one_line(view.reason),
+        inner_steps=view.inner_steps,
+        draining=view.draining,
+    )
+
+
+def view_from_pb(message: cpb.View) -> msg.View:
+    """The run as it stands."""
+    return msg.View(
+        sequence=within("sequence", message.sequence, 0, lim.MAX_COUNT),
+        phase=phase_from_pb(message.phase),
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        round_id=within("round_id", message.round_id, 0, lim.MAX_COUNT),
+        digest=check_digest("digest", message.digest, empty=True),
+        oldest_update=within("oldest_update", message.oldest_update, 0, lim.MAX_STEP),
+        last_round_id=within("last_round_id", message.last_round_id, 0, lim.MAX_COUNT),
+        last_committed=message.last_committed,
+        last_reason=check_text("last_reason", message.last_reason),
+        resync=check_text("resync", message.resync),
+        found=message.found,
+        reason=check_text("reason", message.reason),
+        inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
+        draining=message.draining,
+    )
+
+
+def phase_from_pb(value: int) -> msg.RunPhase:
+    """What the coordinator is doing."""
+    return msg.RunPhase(_enum_word(cpb.RunPhase, "RUN_PHASE_", value))
+
+
+def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel) -> cpb.CoordinatorMessage:
+    """What the coordinator says on Attend."""
+    match value:
+        case msg.Welcome():
+            return cpb.CoordinatorMessage(welcome=welcome_to_pb(value))
+        case msg.View():
+            return cpb.CoordinatorMessage(view=view_to_pb(value))
+        case msg.Expel():
+            return cpb.CoordinatorMessage(expel=cpb.Expel(evicted=value.evicted, reason=one_line(value.reason)))
+
+
+def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome | msg.View | msg.Expel:
+    """What the coordinator says on Attend."""
+    match message.WhichOneof("kind"):
+        case "welcome":
+            return welcome_from_pb(message.welcome)
+        case "view":
+            return view_from_pb(message.view)
+        case "expel":
+            return msg.Expel(message.expel.evicted, check_text("reason", message.expel.reason))
+        case _:
+            fail("a coordinator's message without content")
+
+
+def fragment_verdicts_to_pb(fragment: FragmentCommit) -> cpb.FragmentVerdicts:
+    """What became of the contributions to one fragment; the payload is left out."""
+    return cpb.FragmentVerdicts(
+        fragment_id=fragment.fragment_id,
+        verdicts=[
+            cpb.PeerVerdict(peer_id=v.peer_id, verdict=v.verdict.value, norm=v.norm, weight=v.weight, staleness=v.staleness)
+            for v in fragment.verdicts
+        ],
+        merged_norm=fragment.merged_norm,
+        clip=fragment.clip,
+    )
+
+
+def fragment_verdicts_from_pb(message: cpb.FragmentVerdicts) -> FragmentCommit:
+    """What became of the contributions to one fragment; payload None. Norms may be NaN or infinite (verdict NONFINITE)."""
+    lim.at_most("verdicts on a fragment", message.verdicts, lim.MAX_VERDICTS)
+    verdicts = tuple(_verdict_from_pb(verdict) for verdict in message.verdicts)
+    if len({verdict.peer_id for verdict in verdicts}) != len(verdicts):
+        fail("two verdicts on one peer's contribution")
+    return FragmentCommit(
+        fragment_id=within("fragment_id", message.fragment_id, 0, lim.MAX_FRAGMENTS - 1),
+        payload=None,
+        verdicts=verdicts,
+        merged_norm=_norm("merged_norm", message.merged_norm),
+        clip=lim.check_share("clip", message.clip),
+    )
+
+
+def _verdict_from_pb(message: cpb.PeerVerdict) -> PeerVerdict:
+    verdict = next((each for each in Verdict if each.value == message.verdict), None)
+    if verdict is None:
+        fail(f"verdict {message.verdict[:32]!r} is not known")
+    return PeerVerdict(
+        peer_id=check_id("peer_id", message.peer_id),
+        verdict=verdict,
+        norm=_norm("norm", message.norm),
+        weight=lim.check_share("weight", message.weight),
+        staleness=within("staleness", message.staleness, 0, lim.MAX_STEP),
+    )
+
+
+def _norm(field: str, value: float) -> float:
+    return value if not value < 0 else fail(f"{field} is {value}, below 0")
+
+
+def evict_request_from_pb(message: cpb.EvictRequest) -> tuple[str, str]:
+    """(peer_id, reason)."""
+    return check_id("peer_id", message.peer_id), check_text("reason", message.reason)
+
+
+def _enum_word(enum: object, prefix: str, value: int) -> str:
+    """The lower-case word of an enum value; unspecified and unknown ones are errors."""
+    names = {number: name for name, number in enum.items()}  # type: ignore[attr-defined]
+    if value == 0 or value not in names:
+        fail(f"{prefix.rstrip('_').lower()} {value} is not known")
+    return str(names[value]).removeprefix(prefix).lower()

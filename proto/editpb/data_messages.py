@@ -1,0 +1,301 @@
+"""Converters of data.proto. See `editpb.convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import edit.codecs
+from edit.fragments.schema import FragmentSpec, Schema
+from edit.fragments.shards import Shard
+from edit.records import Commit, EncodedTensor, FragmentCommit
+from editpb import data_pb2 as dpb
+from editpb import limits as lim
+from editpb import messages as msg
+from editpb import tensors_pb2 as tpb
+from editpb.control_messages import fragment_verdicts_from_pb, fragment_verdicts_to_pb, serving_from_pb, serving_to_pb
+from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
+from editpb.tensor_messages import (
+    boxes_to_pb,
+    check_encoded_size,
+    codec_from_pb,
+    codec_to_pb,
+    schema_from_pb,
+    schema_to_pb,
+    shard_from_pb,
+)
+
+__all__ = [
+    "commit_from_parts",
+    "contribution_header_from_pb",
+    "contribution_header_to_pb",
+    "found_header_from_pb",
+    "found_header_to_pb",
+    "received_from_pb",
+    "snapshot_manifest_from_pb",
+    "snapshot_manifest_to_pb",
+    "snapshot_request_from_pb",
+    "snapshot_request_to_pb",
+    "update_manifest_from_pb",
+    "update_manifest_to_pb",
+    "update_request_from_pb",
+    "update_request_to_pb",
+]
+
+
+def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.ContributionHeader:
+    """What a contribution is."""
+    return dpb.ContributionHeader(
+        run_id=header.run_id,
+        round_id=header.round_id,
+        outer_step=header.outer_step,
+        peer_id=header.peer_id,
+        fragment_id=header.fragment_id,
+        schema_hash=header.schema_hash,
+        inner_steps=header.inner_steps,
+        tokens=header.tokens,
+        codec=codec_to_pb(header.codec),
+        numel=header.numel,
+        total_bytes=header.total_bytes,
+        rank=header.rank,
+        attempt=header.attempt,
+        boxes=boxes_to_pb(header.boxes or ()),
+    )
+
+
+def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema) -> msg.ContributionHeader:
+    """What a contribution is. schema: the run's; sizes and boxes are held against it when the header names the same schema
+    (another schema_hash is for the caller to refuse, with a better reason than a wrong size; boxes is then None)."""
+    header = msg.ContributionHeader(
+        run_id=check_id("run_id", message.run_id),
+        round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        peer_id=check_id("peer_id", message.peer_id),
+        fragment_id=within("fragment_id", message.fragment_id, 0, lim.MAX_FRAGMENTS - 1),
+        schema_hash=check_digest("schema_hash", message.schema_hash),
+        inner_steps=within("inner_steps", message.inner_steps, 1, lim.MAX_STEP),
+        tokens=within("tokens", message.tokens, 0, lim.MAX_COUNT),
+        codec=codec_from_pb(message.codec),
+        numel=within("numel", message.numel, 1, lim.MAX_NUMEL),
+        total_bytes=within("total_bytes", message.total_bytes, 1, lim.MAX_BYTES),
+        rank=within("rank", message.rank, 0, lim.MAX_RANKS - 1),
+        attempt=within("attempt", message.attempt, 0, lim.MAX_COUNT),
+    )
+    check_encoded_size(header.codec, header.numel, header.total_bytes, f"fragment {header.fragment_id}")
+    if header.schema_hash != schema.schema_hash:
+        return header
+    shard = _shard_of(_fragment_of(schema, header.fragment_id), message.boxes)
+    if header.numel != shard.numel:
+        fail(f"fragment {shard.fragment.name} has {shard.numel} elements{_there(shard)}, {header.numel} were announced")
+    return header if shard.is_whole else dataclasses.replace(header, boxes=shard.boxes)
+
+
+def _fragment_of(schema: Schema, fragment_id: int) -> FragmentSpec:
+    return schema.fragments[within("fragment_id", fragment_id, 0, len(schema.fragments) - 1)]
+
+
+def _shard_of(fragment: FragmentSpec, boxes: Sequence[tpb.Box]) -> Shard:
+    """Where no boxes mean the whole fragment."""
+    return shard_from_pb(boxes, fragment) if boxes else Shard(fragment)
+
+
+def _there(shard: Shard) -> str:
+    return "" if shard.is_whole else " in those boxes"
+
+
+def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt, total_bytes: int) -> msg.Received:
+    """How much of a contribution of `total_bytes` the aggregator holds."""
+    received = within("received_bytes", message.received_bytes, 0, total_bytes)
+    return msg.Received(received, message.complete)
+
+
+def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
+    """Ask for the update that led to this outer step, or for what of it concerns this rank."""
+    held = [
+        dpb.FragmentBoxes(fragment_id=shard.fragment.fragment_id, boxes=boxes_to_pb(shard.boxes))
+        for shard in request.shards or ()
+        if not shard.is_whole
+    ]
+    return dpb.UpdateRequest(run_id=request.run_id, outer_step=request.outer_step, held=held)
+
+
+def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.UpdateRequest:
+    """Ask for the update that led to this outer step. shards: None when everything is wanted."""
+    lim.at_most("fragments with boxes", message.held, len(schema.fragments))
+    held: dict[int, Shard] = {}
+    for part in message.held:
+        fragment = _fragment_of(schema, part.fragment_id)
+        if held and fragment.fragment_id <= max(held):
+            fail(f"fragment {part.fragment_id} is named after fragment {max(held)}")
+        held[fragment.fragment_id] = shard_from_pb(part.boxes, fragment)
+    shards = tuple(held.get(fragment.fragment_id) or Shard(fragment) for fragment in schema.fragments)
+    return msg.UpdateRequest(
+        check_id("run_id", message.run_id),
+        within("outer_step", message.outer_step, 1, lim.MAX_STEP),
+        None if all(shard.is_whole for shard in shards) else shards,
+    )
+
+
+def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None) -> dpb.UpdateManifest:
+    """A commit without the bytes of its payloads; they follow in the same order.
+
+    shards: those of the request, one per fragment of the schema: the payloads are announced as they will be cut to them.
+    """
+    return dpb.UpdateManifest(
+        outer_step=commit.outer_step,
+        round_id=commit.round_id,
+        digest=commit.digest,
+        reason=one_line(commit.reason),
+        fragments=[
+            _fragment_update_to_pb(fragment, shards[fragment.fragment_id] if shards is not None else None)
+            for fragment in commit.fragments
+        ],
+    )
+
+
+def _fragment_update_to_pb(fragment: FragmentCommit, shard: Shard | None) -> dpb.FragmentUpdate:
+    verdicts, payload = fragment_verdicts_to_pb(fragment), fragment.payload
+    if payload is None:
+        return dpb.FragmentUpdate(fragment_id=fragment.fragment_id, rollback=True, verdicts=verdicts)
+    numel = payload.numel if shard is None else edit.codecs.cut_numel(payload.codec, shard)
+    return dpb.FragmentUpdate(
+        fragment_id=fragment.fragment_id,
+        codec=codec_to_pb(payload.codec),
+        numel=numel,
+        total_bytes=edit.codecs.codec(payload.codec).encoded_size(numel),
+        verdicts=verdicts,
+    )
+
+
+def update_manifest_from_pb(
+    message: dpb.UpdateManifest,
+    schema: Schema,
+    outer_step: int,
+    *,
+    due: Sequence[int] | None = None,
+    shards: Sequence[Shard] | None = None,
+) -> msg.UpdateManifest:
+    """What the update to `outer_step` (the one asked for) consists of.
+
+    due: the fragments that this outer step exchanges, ascending (`edit.fragments.groups.fragments_due`); None: all of `schema`.
+    shards: those of the request, one per fragment of the schema; None: everything.
+    """
+    if message.outer_step != outer_step:
+        fail(f"an update to outer step {message.outer_step} where {outer_step} was asked for")
+    expected = [Shard(f) for f in schema.fragments] if shards is None else list(shards)
+    wanted = expected if due is None else [expected[i] for i in due]
+    if len(message.fragments) != len(wanted):
+        fail(f"an update of {len(message.fragments)} fragments, {len(wanted)} are exchanged")
+    return msg.UpdateManifest(
+        outer_step=within("outer_step", message.outer_step, 1, lim.MAX_STEP),
+        round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
+        digest=check_digest("digest", message.digest),
+        reason=check_text("reason", message.reason),
+        fragments=tuple(_fragment_update_from_pb(m, r) for m, r in zip(message.fragments, wanted, strict=True)),
+    )
+
+
+def _fragment_update_from_pb(message: dpb.FragmentUpdate, shard: Shard) -> msg.FragmentUpdate:
+    commit, fragment = fragment_verdicts_from_pb(message.verdicts), shard.fragment
+    if not message.fragment_id == commit.fragment_id == fragment.fragment_id:
+        fail(f"an update names fragment {message.fragment_id} where {fragment.fragment_id} is due")
+    if message.rollback:
+        if message.codec or message.numel or message.total_bytes:
+            fail(f"fragment {fragment.name} was rolled back and yet has bytes")
+        return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
+    codec = codec_from_pb(message.codec)
+    expected = edit.codecs.cut_numel(codec, shard)
+    if message.numel != expected:
+        fail(f"fragment {fragment.name} has {expected} elements{_there(shard)}, {message.numel} were announced")
+    total = check_encoded_size(codec, message.numel, message.total_bytes, f"fragment {fragment.name}")
+    return msg.FragmentUpdate(commit=commit, codec=codec, numel=message.numel, total_bytes=total)
+
+
+def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | memoryview | None]) -> Commit:
+    """The commit, once the bytes of every fragment are there; None for each that was rolled back or has none for this rank."""
+    if len(payloads) != len(manifest.fragments):
+        fail(f"{len(payloads)} payloads for {len(manifest.fragments)} fragments")
+    return Commit(
+        outer_step=manifest.outer_step,
+        round_id=manifest.round_id,
+        digest=manifest.digest,
+        reason=manifest.reason,
+        fragments=tuple(_with_payload(u, data) for u, data in zip(manifest.fragments, payloads, strict=True)),
+    )
+
+
+def _with_payload(update: msg.FragmentUpdate, data: bytes | bytearray | memoryview | None) -> FragmentCommit:
+    if update.codec is None and data is None:
+        return update.commit
+    data = b"" if data is None and not update.total_bytes else data
+    if update.codec is None or data is None or memoryview(data).nbytes != update.total_bytes:
+        got = "no" if data is None else memoryview(data).nbytes
+        fail(f"fragment {update.commit.fragment_id}: {got} bytes where {update.total_bytes} were announced")
+    return dataclasses.replace(update.commit, payload=EncodedTensor(update.codec, update.numel, data))
+
+
+def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManifest:
+    """What a snapshot consists of."""
+    return dpb.SnapshotManifest(
+        outer_step=manifest.outer_step,
+        digest=manifest.digest,
+        schema=schema_to_pb(manifest.schema),
+        fragment_hash=manifest.fragment_hash,
+        donors=[dpb.Donor(peer_id=donor.peer_id, serving=serving_to_pb(donor.serving)) for donor in manifest.donors],
+    )
+
+
+def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | None = None) -> msg.SnapshotManifest:
+    """What a snapshot consists of. schema: this side's own, when it has one; another one is an error."""
+    theirs = schema_from_pb(message.schema)
+    if schema is not None and (difference := theirs.first_difference(schema)) is not None:
+        fail(f"a snapshot of another model: {one_line(difference)}")
+    if len(message.fragment_hash) != len(theirs.fragments) or any(len(sha) != 32 for sha in message.fragment_hash):
+        fail("a snapshot needs one BLAKE3 per fragment")
+    lim.at_most("donors", message.donors, lim.MAX_DONORS)
+    return msg.SnapshotManifest(
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        digest=check_digest("digest", message.digest),
+        schema=theirs,
+        fragment_hash=tuple(message.fragment_hash),
+        donors=tuple(msg.Donor(check_id("peer_id", donor.peer_id), serving_from_pb(donor.serving)) for donor in message.donors),
+    )
+
+
+def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
+    """Ask for one fragment of a snapshot."""
+    return dpb.SnapshotRequest(
+        run_id=request.run_id,
+        outer_step=request.outer_step,
+        fragment_id=request.fragment_id,
+        offset=request.offset,
+        boxes=boxes_to_pb(request.boxes or ()),
+        ticket=request.ticket,
+    )
+
+
+def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> msg.SnapshotRequest:
+    """Ask for one fragment of a snapshot, or a part of it. offset: within the fp32 bytes of that."""
+    shard = _shard_of(_fragment_of(schema, message.fragment_id), message.boxes)
+    return msg.SnapshotRequest(
+        run_id=check_id("run_id", message.run_id),
+        outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        fragment_id=shard.fragment.fragment_id,
+        offset=within("offset", message.offset, 0, 4 * shard.numel),
+        boxes=None if shard.is_whole else shard.boxes,
+        ticket=check_id("ticket", message.ticket) if message.ticket else "",
+    )
+
+
+def found_header_to_pb(header: msg.FoundHeader) -> dpb.FoundHeader:
+    """The founder announces its parameters."""
+    return dpb.FoundHeader(run_id=header.run_id, schema_hash=header.schema_hash, digest=header.digest)
+
+
+def found_header_from_pb(message: dpb.FoundHeader) -> msg.FoundHeader:
+    """The founder announces its parameters."""
+    return msg.FoundHeader(
+        run_id=check_id("run_id", message.run_id),
+        schema_hash=check_digest("schema_hash", message.schema_hash),
+        digest=check_digest("digest", message.digest),
+    )

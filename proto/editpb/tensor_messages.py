@@ -1,0 +1,103 @@
+"""Converters of tensors.proto. See `editpb.convert`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import edit.codecs
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Box, Shard
+from editpb import limits as lim
+from editpb import tensors_pb2 as tpb
+from editpb.limits import fail, within
+
+__all__ = [
+    "CODEC_IDS",
+    "boxes_to_pb",
+    "check_encoded_size",
+    "codec_from_pb",
+    "codec_to_pb",
+    "schema_from_pb",
+    "schema_to_pb",
+    "shard_from_pb",
+]
+
+CODEC_IDS: Mapping[str, tpb.CodecId] = MappingProxyType(
+    {"fp32": tpb.CODEC_ID_FP32, "bf16": tpb.CODEC_ID_BF16, "fp16": tpb.CODEC_ID_FP16, "int8": tpb.CODEC_ID_INT8}
+)
+
+
+def codec_to_pb(name: str) -> tpb.CodecId:
+    """The wire's value for a codec of `edit.codecs`."""
+    return CODEC_IDS[name]
+
+
+def codec_from_pb(value: int) -> str:
+    """The name of a codec; an unknown value is an error."""
+    name = next((name for name, codec_id in CODEC_IDS.items() if codec_id == value), None)
+    return name if name is not None else fail(f"codec {value} is not known here; the other side may be newer")
+
+
+def schema_to_pb(schema: Schema) -> tpb.Schema:
+    """All fragments of a model."""
+    return tpb.Schema(
+        fragments=[
+            tpb.FragmentSpec(name=f.name, tensors=[tpb.TensorSpec(name=t.name, shape=t.shape) for t in f.tensors])
+            for f in schema.fragments
+        ]
+    )
+
+
+def schema_from_pb(message: tpb.Schema) -> Schema:
+    """All fragments of a model; names unique, sizes within `editpb.limits`."""
+    lim.at_most("fragments in a schema", message.fragments, lim.MAX_FRAGMENTS)
+    if (tensors := sum(len(fragment.tensors) for fragment in message.fragments)) > lim.MAX_TENSORS:
+        fail(f"{tensors} tensors in a schema, more than {lim.MAX_TENSORS}")
+    schema = Schema(
+        tuple(
+            FragmentSpec(
+                fragment_id=i,
+                name=lim.check_name("a fragment's name", fragment.name),
+                tensors=tuple(_tensor_from_pb(tensor) for tensor in fragment.tensors),
+            )
+            for i, fragment in enumerate(message.fragments)
+        )
+    )
+    within("elements in a schema", schema.numel, 1, lim.MAX_NUMEL)
+    return schema
+
+
+def _tensor_from_pb(message: tpb.TensorSpec) -> TensorSpec:
+    name = lim.check_name("a tensor's name", message.name)
+    lim.at_most(f"dimensions of tensor {name}", message.shape, lim.MAX_DIMS)
+    shape = tuple(within(f"a dimension of tensor {name}", size, 1, lim.MAX_NUMEL) for size in message.shape)
+    within(f"elements in tensor {name}", math.prod(shape), 1, lim.MAX_NUMEL)
+    return TensorSpec(name=name, shape=shape)
+
+
+def boxes_to_pb(boxes: Iterable[Box]) -> list[tpb.Box]:
+    """The part of a fragment that a rank holds."""
+    return [tpb.Box(tensor=box.tensor, offsets=box.offsets, sizes=box.sizes) for box in boxes]
+
+
+def shard_from_pb(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> Shard:
+    """The part of `fragment` that a rank holds: boxes that lie inside their tensors, do not overlap, and are few."""
+    counts = [0] * len(fragment.tensors)
+    for box in boxes:
+        lim.at_most(f"offsets of a box of fragment {fragment.name}", box.offsets, lim.MAX_DIMS)
+        lim.at_most(f"sizes of a box of fragment {fragment.name}", box.sizes, lim.MAX_DIMS)
+        counts[within(f"a box of fragment {fragment.name}: tensor", box.tensor, 0, len(counts) - 1)] += 1
+    for count, tensor in zip(counts, fragment.tensors, strict=True):
+        if count > lim.MAX_BOXES_PER_TENSOR:
+            fail(f"{count} boxes of tensor {tensor.name}, more than {lim.MAX_BOXES_PER_TENSOR}")
+    return Shard(fragment, [Box(box.tensor, tuple(box.offsets), tuple(box.sizes)) for box in boxes])
+
+
+def check_encoded_size(codec: str, numel: int, total_bytes: int, what: str) -> int:
+    """total_bytes, when it is exactly what the codec makes of numel elements."""
+    expected = edit.codecs.codec(codec).encoded_size(numel)
+    if total_bytes != expected:
+        fail(f"{what}: {total_bytes} bytes announced, {codec} makes {expected} of {numel} elements")
+    return total_bytes

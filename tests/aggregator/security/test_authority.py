@@ -1,0 +1,343 @@
+"""One authority per run: what it signs, how an invitation is used up exactly once, who is shut out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+import aggregator.security.authority as authority_module
+from aggregator.security.authority import Authority, Members
+from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StorageError
+from editpb.identity import Identity, from_certificate
+from editpb.invitation import Invitation
+
+NOW = 1_800_000_000.0
+RUN = "run-0123abcd"
+DER = serialization.Encoding.DER
+
+
+def request(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey, name: str = "anything") -> bytes:
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    return x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, algorithm).public_bytes(DER)
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.create(tmp_path, RUN, ("127.0.0.1", "localhost", "::1"), now=NOW)
+
+
+def invite(authority: Authority, peer_id: str = "alice", role: str = "peer", lifetime_s: float = 60.0) -> Invitation:
+    return authority.invite(peer_id, role=role, enrol=("127.0.0.1:7701",), lifetime_s=lifetime_s, now=NOW)
+
+
+def redeem(authority: Authority, token: str, key: ec.EllipticCurvePrivateKey, now: float = NOW) -> x509.Certificate:
+    der, identity = authority.redeem(token, request(key), now=now)
+    certificate = x509.load_der_x509_certificate(der)
+    assert from_certificate(certificate) == identity
+    return certificate
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- what stands in the certificates -------------------------------------------------------------------------------------
+
+
+def test_the_folder_of_a_new_run(authority: Authority, tmp_path: Path) -> None:
+    names = {"ca.key", "ca.pem", "server.key", "server.pem", "operator.key", "operator.pem", "members.json"}
+    assert set(files(tmp_path)) == names
+    secret = [name for name in names if name.endswith(".key") or name == "members.json"]
+    assert all((tmp_path / name).stat().st_mode & 0o077 == 0 for name in secret)
+    assert [(m.peer_id, m.role) for m in authority.members.all()] == [("operator", "operator")]
+    assert Authority.load(tmp_path, RUN).fingerprint == authority.fingerprint
+
+
+def test_the_authority_may_sign_members_only(tmp_path: Path, authority: Authority) -> None:
+    ca = x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
+    assert ca.public_bytes(DER) == authority.ca_der
+    constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert constraints.critical and constraints.value.ca and constraints.value.path_length == 0
+    usage = ca.extensions.get_extension_for_class(x509.KeyUsage).value
+    assert usage.key_cert_sign and not usage.digital_signature
+    assert (ca.not_valid_after_utc.timestamp() - NOW) / 86400 == pytest.approx(3650)
+
+
+@pytest.mark.parametrize(
+    ("name", "purpose"), [("server", ExtendedKeyUsageOID.SERVER_AUTH), ("operator", ExtendedKeyUsageOID.CLIENT_AUTH)]
+)
+def test_the_coordinator_may_not_call_and_the_operator_may_not_serve(
+    tmp_path: Path, authority: Authority, name: str, purpose: x509.ObjectIdentifier
+) -> None:
+    certificate = x509.load_pem_x509_certificate((tmp_path / f"{name}.pem").read_bytes())
+    key = serialization.load_pem_private_key((tmp_path / f"{name}.key").read_bytes(), None)
+    assert certificate.public_key() == key.public_key()
+    certificate.verify_directly_issued_by(x509.load_der_x509_certificate(authority.ca_der))
+    assert list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [purpose]
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_the_server_is_named_as_it_is_advertised(tmp_path: Path, authority: Authority) -> None:
+    certificate = x509.load_pem_x509_certificate((tmp_path / "server.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "::1"]
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    assert from_certificate(certificate) == Identity(RUN, "coordinator", "coordinator")
+
+
+def test_the_servers_certificate_follows_the_advertised_names(tmp_path: Path, authority: Authority) -> None:
+    before = files(tmp_path)
+    assert not authority.renew_server(("127.0.0.1", "localhost", "::1"), now=NOW)
+    assert files(tmp_path) == before
+    assert authority.renew_server(("train.example",), now=NOW)
+    after = files(tmp_path)
+    assert {name for name in after if after[name] != before[name]} == {"server.pem", "server.key"}
+    assert not authority.renew_server(("train.example",), now=NOW)
+    assert authority.renew_server(("train.example",), now=NOW + 3640 * 86400)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "http://x", "x" * 64, "*.example", "é.example"])
+def test_a_name_that_no_certificate_can_hold_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"server.advertise: .* is neither a host name nor an address"):
+        Authority.create(tmp_path, RUN, ("localhost", name), now=NOW)
+    assert not (tmp_path / "ca.key").exists()
+
+
+def test_a_second_authority_would_shut_every_member_out(authority: Authority, tmp_path: Path) -> None:
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match="exists already"):
+        Authority.create(tmp_path, RUN, ("localhost",), now=NOW)
+    assert files(tmp_path) == before
+
+
+def test_a_member_gets_the_invitations_identity_whatever_its_request_says(authority: Authority) -> None:
+    key = new_key()
+    der, identity = authority.redeem(invite(authority).token, request(key, "operator"), now=NOW)
+    certificate = x509.load_der_x509_certificate(der)
+    assert identity == Identity(RUN, "peer", "alice") == from_certificate(certificate)
+    assert certificate.subject.rfc4514_string() == "CN=alice"
+    assert certificate.public_key() == key.public_key()
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert len(list(names)) == 2
+    assert names.get_values_for_type(x509.DNSName) == [identity.server_name]
+    assert certificate.not_valid_after_utc.timestamp() == pytest.approx(NOW + 365 * 86400)
+    assert certificate.not_valid_before_utc.timestamp() < NOW
+
+
+@pytest.mark.parametrize(("role", "serves"), [("peer", [ExtendedKeyUsageOID.SERVER_AUTH]), ("observer", [])])
+def test_of_the_members_only_a_peer_may_serve_and_only_under_its_own_name(
+    authority: Authority, role: str, serves: list[x509.ObjectIdentifier]
+) -> None:
+    identity = Identity(RUN, role, "a")
+    certificate = authority.issue(identity, new_key().public_key(), lifetime_s=100, now=NOW)
+    purposes = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    assert purposes == [ExtendedKeyUsageOID.CLIENT_AUTH, *serves]
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [identity.server_name] * len(serves)
+
+
+def test_no_certificate_outlives_the_authority(authority: Authority) -> None:
+    late = NOW + 3649 * 86400
+    public = new_key().public_key()
+    certificate = authority.issue(Identity(RUN, "peer", "a"), public, lifetime_s=1e9, now=late)
+    assert certificate.not_valid_after_utc.timestamp() == NOW + 3650 * 86400
+    with pytest.raises(ConfigError, match="expired"):
+        authority.issue(Identity(RUN, "peer", "a"), public, lifetime_s=1e9, now=late + 86400)
+
+
+# ---- invitations ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_itself_is_not_kept(authority: Authority, tmp_path: Path) -> None:
+    token = invite(authority).token
+    redeem(authority, token, new_key())
+    invite(authority)
+    kept = files(tmp_path)
+    assert not any(token.encode() in data or token in name for name, data in kept.items())
+    invitations = list((tmp_path / "invitations").iterdir())
+    assert len(invitations) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in invitations)
+
+
+def test_a_second_machine_cannot_use_it_and_changes_nothing(authority: Authority, tmp_path: Path) -> None:
+    token = invite(authority).token
+    redeem(authority, token, new_key())
+    before = files(tmp_path)
+    with pytest.raises(RefusedError, match="used already, by another key"):
+        redeem(authority, token, new_key())
+    assert files(tmp_path) == before
+
+
+def test_the_same_key_gets_the_same_certificate_again_until_the_invitation_expires(authority: Authority) -> None:
+    token, key = invite(authority).token, new_key()
+    first = redeem(authority, token, key)
+    assert redeem(authority, token, key, NOW + 59) == first
+    with pytest.raises(RefusedError, match="expired"):
+        redeem(authority, token, key, NOW + 60)
+
+
+def test_a_crash_between_claim_and_certificate_burns_nothing_for_that_key(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, key = invite(authority).token, new_key()
+
+    def full(path: Path, data: bytes, mode: int = 0o644) -> None:
+        raise StorageError(f"{path}: cannot be written (No space left on device)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(authority_module, "write_atomic", full)
+        with pytest.raises(StorageError):
+            redeem(authority, token, key)
+    again = Authority.load(tmp_path, RUN)
+    with pytest.raises(RefusedError, match="used already"):
+        redeem(again, token, new_key())
+    certificate = redeem(again, token, key)
+    record = again.members.get("alice")
+    assert record is not None and record.serial == f"{certificate.serial_number:x}"
+
+
+def test_an_expired_one_is_refused_and_can_not_be_used_later_either(authority: Authority) -> None:
+    token = invite(authority).token
+    for now in (NOW + 60, NOW + 1e6):
+        with pytest.raises(RefusedError, match="has expired"):
+            redeem(authority, token, new_key(), now)
+
+
+@pytest.mark.parametrize("token", ["", "x" * 43, "../ca.key", "*" * 43, "x" * 10_000, "\0" * 43])
+def test_an_unknown_one_is_refused(authority: Authority, token: str) -> None:
+    with pytest.raises(RefusedError, match="not known here"):
+        redeem(authority, token, new_key())
+
+
+def test_an_invitation_of_another_run_is_unknown(authority: Authority, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Authority.create(tmp_path / "other", "other-1", ("localhost",), now=NOW)
+    with pytest.raises(RefusedError, match="not known here"):
+        redeem(authority, invite(other).token, new_key())
+
+
+def damaged_signature() -> bytes:
+    data = bytearray(request(new_key()))
+    data[-1] ^= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("csr", "reason"),
+    [
+        (lambda: b"", "0 bytes"),
+        (lambda: bytes(5000), "5000 bytes"),
+        (lambda: b"\x30\x03abc", "damaged"),
+        (lambda: request(new_key())[:-4], "damaged"),
+        (damaged_signature, "not signed with its own key|damaged"),
+        (lambda: request(rsa.generate_private_key(65537, 2048)), "not P-256"),
+        (lambda: request(ed25519.Ed25519PrivateKey.generate()), "not P-256"),
+        (lambda: request(ec.generate_private_key(ec.SECP384R1())), "not P-256"),
+    ],
+)
+def test_a_bad_request_is_the_senders_fault_and_uses_nothing_up(
+    authority: Authority, csr: Callable[[], bytes], reason: str
+) -> None:
+    token = invite(authority).token
+    with pytest.raises(RemoteProtocolError, match=reason):
+        authority.redeem(token, csr(), now=NOW)
+    redeem(authority, token, new_key())
+
+
+@pytest.mark.parametrize(
+    ("peer_id", "role", "error"),
+    [
+        ("a b", "peer", "peer_id 'a b': must be 1 to 64"),
+        ("", "peer", "peer_id"),
+        ("a" * 65, "peer", "peer_id"),
+        ("alice", "root", "role 'root': must be one of"),
+        ("alice", "coordinator", "cannot be invited"),
+        ("operator", "operator", "cannot be invited"),
+    ],
+)
+def test_a_wrong_name_or_role_is_not_invited(authority: Authority, peer_id: str, role: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        invite(authority, peer_id, role)
+
+
+@pytest.mark.parametrize("enrol", [(), ("host",), ("host:0",), ("a:1",) * 17])
+def test_an_invitation_needs_addresses(authority: Authority, enrol: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="addresses HOST:PORT"):
+        authority.invite("alice", role="peer", enrol=enrol, lifetime_s=1, now=NOW)
+
+
+# ---- members -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_machine_for_the_same_identity_replaces_the_certificate(authority: Authority) -> None:
+    first = redeem(authority, invite(authority).token, new_key())
+    second = redeem(authority, invite(authority).token, new_key())
+    alice = Identity(RUN, "peer", "alice")
+    assert authority.members.is_allowed(alice, second.serial_number) is None
+    assert "replaced by a newer one" in (authority.members.is_allowed(alice, first.serial_number) or "")
+    assert len(authority.members.all()) == 2
+
+
+def test_a_name_has_one_role(authority: Authority) -> None:
+    redeem(authority, invite(authority).token, new_key())
+    with pytest.raises(RefusedError, match="alice is a member as peer already"):
+        invite(authority, "alice", "observer")
+    assert "as peer, not as operator" in (authority.members.is_allowed(Identity(RUN, "operator", "alice")) or "")
+
+
+def test_an_evicted_member_stays_out(authority: Authority, tmp_path: Path) -> None:
+    pending, key = invite(authority).token, new_key()
+    used = invite(authority).token
+    redeem(authority, used, key)
+    authority.members.evict("alice", "key\nlost")
+    again = Authority.load(tmp_path, RUN)
+    assert again.members.refusal("alice") == again.members.is_allowed(Identity(RUN, "peer", "alice")) == "key lost"
+    for attempt in (lambda: redeem(again, pending, new_key()), lambda: redeem(again, used, key), lambda: invite(again)):
+        with pytest.raises(RefusedError, match=r"alice was evicted \(key lost\); choose another name"):
+            attempt()
+
+
+def test_who_was_never_enrolled_is_refused_and_cannot_be_evicted(authority: Authority) -> None:
+    assert authority.members.refusal("mallory") == "mallory is not a member of this run"
+    for peer_id, reason in (("mallory", "not a member"), ("operator", "cannot be evicted")):
+        with pytest.raises(RefusedError, match=reason):
+            authority.members.evict(peer_id, "x")
+    assert authority.members.refusal("operator") is None
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[{}]", '[{"peer_id": "a"}]', "7"])
+def test_a_damaged_list_of_members_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "members.json").write_text(text)
+    with pytest.raises(StorageError, match=r"members\.json: is damaged"):
+        Members(tmp_path / "members.json")
+
+
+@pytest.mark.parametrize("name", ["ca.key", "ca.pem"])
+@pytest.mark.parametrize("content", [None, b"", b"-----BEGIN NONSENSE-----"])
+def test_a_missing_or_damaged_authority_is_named(
+    authority: Authority, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(EditError, match=name.replace(".", r"\.")):
+        Authority.load(tmp_path, RUN)
+
+
+def test_a_key_of_another_authority_is_noticed(authority: Authority, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    Authority.create(tmp_path / "other", "other-1", ("localhost",), now=NOW)
+    (tmp_path / "other" / "ca.key").replace(tmp_path / "ca.key")
+    with pytest.raises(ConfigError, match="do not belong together"):
+        Authority.load(tmp_path, RUN)

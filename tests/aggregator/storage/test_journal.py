@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import errno
+import math
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aggregator.storage.journal import CommittedRound, Disk, Journal, replay, replay_segments
+from edit.config.run import RunConfig
+from edit.errors import LocalProtocolError, StorageError
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging.merge import Measured, Merged, measure
+from edit.merging.outer_state import OuterState
+from edit.merging.penalty import NormStatistics
+from edit.records import EncodedTensor, PeerVerdict, Verdict
+
+BASE = 20
+
+
+def merged(fragment_id: int, *, seed: int = 0, numel: int = 7, rollback: bool = False) -> Merged:
+    generator = torch.Generator().manual_seed(seed * 100 + fragment_id)
+    return Merged(
+        fragment_id=fragment_id,
+        merged=None if rollback else torch.randn(numel, generator=generator) * 1e-3,
+        verdicts=(
+            PeerVerdict(peer_id="a", verdict=Verdict.OK, norm=0.1 + seed, weight=1 / 3),
+            PeerVerdict(peer_id="b", verdict=Verdict.NONFINITE, norm=math.inf, weight=0.0),
+        ),
+        statistics={"a": NormStatistics(mean=math.pi, variance=1e-300, count=3)},
+        merged_norm=math.sqrt(2),
+        clip=0.3,
+    )
+
+
+def same(one: Merged, other: Merged) -> bool:
+    """Equal to the bit, NaN included."""
+
+    def bits(value: Merged) -> tuple[object, ...]:
+        vector = None if value.merged is None else value.merged.numpy().tobytes()
+        return (
+            vector,
+            value.fragment_id,
+            repr(value.verdicts),
+            repr(dict(value.statistics)),
+            value.merged_norm.hex(),
+            value.clip,
+        )
+
+    return bits(one) == bits(other)
+
+
+def write_round(journal: Journal, step: int, *, commit: bool = True) -> tuple[Merged, Merged]:
+    fragments = (merged(0, seed=step), merged(1, seed=step, rollback=step % 3 == 0))
+    for fragment in fragments:
+        journal.append_fragment(1_000_000 + step, step, fragment)
+    if commit:
+        journal.append_commit(1_000_000 + step, step, f"reason {step}")
+    return fragments
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step-00000020.journal"
+
+
+@pytest.fixture
+def three(path: Path) -> Path:
+    """A segment with three committed rounds, to steps 21, 22 and 23."""
+    journal = Journal.create(path, BASE)
+    for step in (21, 22, 23):
+        write_round(journal, step)
+    journal.close()
+    return path
+
+
+def steps(path: Path) -> list[int]:
+    return [committed.outer_step for committed in replay(path, BASE)]
+
+
+class FullDisk:
+    """Takes `room` bytes, then says ENOSPC; `syncs` fsyncs, then says EIO."""
+
+    def __init__(self, room: int, syncs: int = 1 << 30) -> None:
+        self.room, self.syncs = room, syncs
+
+    def disk(self) -> Disk:
+        return Disk(self.write, self.fsync)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = min(len(data), self.room)
+        self.room -= taken
+        return os.write(descriptor, data[:taken])
+
+    def fsync(self, descriptor: int) -> None:
+        if not self.syncs:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.syncs -= 1
+        os.fsync(descriptor)
+
+
+def test_committed_rounds_come_back_to_the_bit(path: Path) -> None:
+    journal = Journal.create(path, BASE)
+    written = [write_round(journal, step) for step in (21, 22, 23)]
+    journal.close()
+    read = list(replay(path, BASE))
+    assert [(r.round_id, r.outer_step, r.reason) for r in read] == [(1_000_000 + s, s, f"reason {s}") for s in (21, 22, 23)]
+    assert all(
+        same(a, b) for fragments, r in zip(written, read, strict=True) for a, b in zip(fragments, r.fragments, strict=True)
+    )
+
+
+def test_numbers_that_json_does_not_know(path: Path) -> None:
+    special = Merged(
+        fragment_id=0,
+        merged=torch.tensor([math.nan, math.inf, -0.0, 1e-45]),
+        verdicts=(PeerVerdict(peer_id="a", verdict=Verdict.NONFINITE, norm=math.nan, weight=0.0),),
+        statistics={},
+        merged_norm=-math.inf,
+        clip=5e-324,
+    )
+    journal = Journal.create(path, 0)
+    journal.append_fragment(1, 1, special)
+    journal.append_commit(1, 1, "")
+    assert same(next(replay(path, 0)).fragments[0], special)
+
+
+def test_an_open_segment_goes_on(three: Path) -> None:
+    journal = Journal.open(three, BASE)
+    assert (journal.outer_step, journal.cut) == (23, None)
+    write_round(journal, 24)
+    assert steps(three) == [21, 22, 23, 24]
+
+
+def test_a_round_without_commit_is_cut_off_with_a_reason(three: Path) -> None:
+    journal = Journal.open(three, BASE)
+    before = journal.size
+    write_round(journal, 24, commit=False)
+    tail = journal.size - before
+    journal.close()
+    assert steps(three) == [21, 22, 23], "replay passes it over and leaves the file alone"
+    reopened = Journal.open(three, BASE)
+    assert reopened.cut is not None
+    assert (reopened.cut.cut_bytes, reopened.cut.reason) == (tail, "the last round was not committed")
+    assert three.stat().st_size == before
+
+
+def test_a_kill_at_any_byte_loses_no_committed_round(three: Path, tmp_path: Path) -> None:
+    whole = three.read_bytes()
+    ends = [0]
+    for step in (21, 22, 23):  # where each commit ends: the file that holds exactly so many rounds
+        journal = Journal.create(tmp_path / f"until-{step}", BASE)
+        for earlier in range(21, step + 1):
+            write_round(journal, earlier)
+        ends.append(journal.size)
+        journal.close()
+    assert ends[-1] == len(whole)
+    torn = tmp_path / "torn"
+    for length in range(0, len(whole), 7):
+        torn.write_bytes(whole[:length])
+        committed = sum(end <= length for end in ends[1:])
+        assert steps(torn) == [21, 22, 23][:committed]
+        journal = Journal.open(torn, BASE)
+        assert journal.outer_step == BASE + committed
+        write_round(journal, BASE + committed + 1)
+        journal.close()
+        assert steps(torn) == [*[21, 22, 23][:committed], BASE + committed + 1]
+
+
+def test_a_flipped_byte_with_good_records_after_it_is_damage(three: Path) -> None:
+    """Whatever byte it is, the length fields included: nothing behind it may be thrown away as torn."""
+    whole = three.read_bytes()
+    last_commit = whole.rindex(b"EdJ1")
+    for position in range(0, last_commit, 3):
+        three.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        with pytest.raises(StorageError, match=r"step-00000020\.journal: damaged at byte \d+"):
+            list(replay(three, BASE))
+        with pytest.raises(StorageError):
+            Journal.open(three, BASE)
+
+
+def test_damage_names_its_offset_and_the_file_stays_as_it_is(three: Path) -> None:
+    whole = bytearray(three.read_bytes())
+    second = whole.index(b"EdJ1", 4)
+    whole[second + 60] ^= 1
+    three.write_bytes(whole)
+    with pytest.raises(StorageError, match=rf"damaged at byte {second} \(wrong checksum\); restore it from a copy"):
+        Journal.open(three, BASE)
+    assert three.read_bytes() == whole
+
+
+def test_garbage_after_the_last_record_is_cut_off(three: Path) -> None:
+    size = three.stat().st_size
+    with three.open("ab") as file:
+        file.write(b"\0" * 4096)
+    journal = Journal.open(three, BASE)
+    assert journal.cut is not None
+    assert (journal.cut.cut_bytes, journal.cut.reason) == (4096, f"torn at byte {size}: no record begins here")
+    assert steps(three) == [21, 22, 23]
+
+
+def test_a_segment_of_another_base_is_refused(three: Path) -> None:
+    for use in (lambda: Journal.open(three, 40), lambda: list(replay(three, 40))):
+        with pytest.raises(StorageError, match="follows outer step 20, not 40"):
+            use()
+
+
+def test_files_that_are_no_journal(path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be read"):
+        list(replay(path, BASE))
+    path.write_bytes(b"")
+    assert list(replay(path, BASE)) == []
+    path.write_bytes(b"not a journal")
+    assert list(replay(path, BASE)) == []
+    assert Journal.open(path, BASE).outer_step == BASE
+
+
+def test_an_existing_segment_is_never_replaced(three: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be created"):
+        Journal.create(three, BASE)
+    assert steps(three) == [21, 22, 23]
+
+
+def test_a_given_up_round_leaves_no_trace(path: Path) -> None:
+    journal = Journal.create(path, BASE)
+    write_round(journal, 21)
+    committed = journal.size
+    journal.append_fragment(77, 22, merged(1, seed=77))
+    journal.append_fragment(78, 22, merged(0, seed=78))
+    journal.append_commit(78, 22, "second try")
+    journal.close()
+    read = list(replay(path, BASE))
+    assert [(r.round_id, len(r.fragments)) for r in read] == [(1_000_021, 2), (78, 1)]
+    assert path.read_bytes()[committed:].count(b"EdJ1") == 2
+
+
+def test_calls_out_of_order_are_our_own_bug(path: Path) -> None:
+    journal = Journal.create(path, BASE)
+    with pytest.raises(LocalProtocolError, match="without its fragments"):
+        journal.append_commit(1, 21, "")
+    with pytest.raises(LocalProtocolError, match="outer step 23 after 20"):
+        journal.append_fragment(1, 23, merged(0))
+    journal.append_fragment(1, 21, merged(0))
+    with pytest.raises(LocalProtocolError, match="without its fragments"):
+        journal.append_commit(2, 21, "")
+    with pytest.raises(LocalProtocolError, match="flat fp32"):
+        journal.append_fragment(1, 21, Merged(1, torch.zeros(2, dtype=torch.float64), (), {}, 0.0, 1.0))
+
+
+def test_a_full_disk_aborts_the_round_and_a_later_one_works(three: Path) -> None:
+    size = three.stat().st_size
+    full = FullDisk(room=150)
+    journal = Journal.open(three, BASE, full.disk())
+    with pytest.raises(StorageError, match=r"step-00000020\.journal: cannot be written \(No space left on device\)"):
+        write_round(journal, 24)
+    assert three.stat().st_size == journal.size == size
+    full.room = 1 << 20
+    write_round(journal, 24)
+    assert steps(three) == [21, 22, 23, 24]
+
+
+def test_a_full_disk_at_any_byte_never_damages_the_file(path: Path, tmp_path: Path) -> None:
+    size = 0
+    for room in range(0, 1800, 13):
+        torn, full = tmp_path / f"{room}.journal", FullDisk(room)
+        try:
+            journal = Journal.create(torn, BASE, full.disk())
+        except StorageError:
+            assert not torn.exists()
+            continue
+        with pytest.raises(StorageError):
+            for step in range(21, 40):
+                write_round(journal, step)
+        committed, full.room = journal.outer_step, 1 << 20
+        write_round(journal, committed + 1)
+        assert steps(torn) == list(range(21, committed + 2))
+        journal.close()
+        size = max(size, committed)
+    assert size > 21, "some rounds were committed before the disk was full"
+
+
+def test_a_commit_that_cannot_be_synced_is_none(three: Path) -> None:
+    full = FullDisk(1 << 20, syncs=0)
+    journal = Journal.open(three, BASE, full.disk())
+    with pytest.raises(StorageError, match="cannot be synced"):
+        write_round(journal, 24)
+    assert journal.outer_step == 23
+    assert steps(three) == [21, 22, 23]
+    full.syncs = 1
+    write_round(journal, 24)
+    assert steps(three) == [21, 22, 23, 24]
+
+
+def test_segments_follow_one_another(three: Path, tmp_path: Path) -> None:
+    second = tmp_path / "step-00000023.journal"
+    journal = Journal.create(second, 23)
+    write_round(journal, 24)
+    segments = [(20, three), (23, second)]
+    assert [r.outer_step for r in replay_segments(segments, 20)] == [21, 22, 23, 24]
+    with pytest.raises(StorageError, match="begins after outer step 23, but what comes before ends at 20"):
+        list(replay_segments(segments[1:], 20))
+    with pytest.raises(StorageError, match="ends at outer step 23, but step 30 was committed"):
+        list(replay_segments(segments[:1], 20, at_least=30))
+
+
+def outer_state() -> OuterState:
+    shapes = (("head", (3, 4)), ("tail", (5,)))
+    fragments = tuple(
+        FragmentSpec(fragment_id=i, name=n, tensors=(TensorSpec(name=n, shape=s),)) for i, (n, s) in enumerate(shapes)
+    )
+    theta = [torch.linspace(-1, 1, fragment.numel) for fragment in fragments]
+    return OuterState(Schema(fragments), RunConfig(), theta)
+
+
+def test_replay_restores_the_outer_state_to_the_bit(tmp_path: Path) -> None:
+    """kill -9 after any commit: parameters, momentum, residual and statistics come back."""
+    lived, journal = outer_state(), Journal.create(tmp_path / "journal", 0)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, 13):
+        staged = []
+        for i, theta in enumerate(lived.theta):
+            vectors = {peer: torch.randn(theta.numel(), generator=generator) for peer in "ab"}
+            vectors["b"][0] = math.nan if step == 5 else vectors["b"][0]
+            encoded = {peer: EncodedTensor("fp32", theta.numel(), vector.numpy().tobytes()) for peer, vector in vectors.items()}
+            fragment = lived.reduce(i, [Measured(peer, 4, 64, measure(data), data) for peer, data in encoded.items()])
+            journal.append_fragment(step, step, fragment)
+            staged.append(lived.stage(fragment))
+        journal.append_commit(step, step, "all in")
+        lived.commit(step, "all in", staged)
+    restored = outer_state()
+    for r in replay(tmp_path / "journal", 0):
+        restored.commit(r.round_id, r.reason, [restored.stage(fragment) for fragment in r.fragments])
+    assert restored.metadata() == lived.metadata()
+    ours, theirs = restored.to_tensors(), lived.to_tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+FLIP: list[Callable[[bytes, int], bytes]] = [
+    lambda data, at: data[:at],
+    lambda data, at: data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :],
+    lambda data, at: data[:at] + b"EdJ1" + data[at:],
+    lambda data, at: data[:at] + struct.pack("<4sIQI", b"EdJ1", 1 << 31, 1 << 62, 0) + data[at + 1 :],
+]
+
+
+@settings(deadline=None, max_examples=200)
+@given(position=st.floats(0, 0.999), change=st.sampled_from(FLIP))
+def test_no_bytes_crash_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, position: float, change: Callable[[bytes, int], bytes]
+) -> None:
+    """Whatever happened to the file: whole rounds from the start, or a StorageError, never wrong ones."""
+    path = tmp_path_factory.mktemp("journal") / "segment"
+    journal = Journal.create(path, BASE)
+    written = [write_round(journal, step) for step in (21, 22)]
+    journal.close()
+    data = path.read_bytes()
+    path.write_bytes(change(data, int(position * len(data))))
+    read: list[CommittedRound] = []
+    try:
+        read += replay(path, BASE)
+    except StorageError as error:
+        assert str(path) in str(error)
+    for fragments, committed in zip(written, read, strict=False):
+        assert all(same(a, b) for a, b in zip(fragments, committed.fragments, strict=True))

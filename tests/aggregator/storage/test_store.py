@@ -1,0 +1,171 @@
+"""The outer state on disk when an outer step exchanges one group of fragments: recovered to the bit, updates included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.storage.store import Store
+from edit.codecs import encode
+from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
+from edit.errors import StorageError
+from edit.fragments.groups import fragments_due
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging.merge import Measured, measure
+from edit.merging.outer_state import OuterState
+from edit.records import Commit
+
+SCHEMA = Schema(
+    tuple(
+        FragmentSpec(fragment_id=i, name=f"layer{i}", tensors=(TensorSpec(name=f"layer{i}.weight", shape=(4 + i,)),))
+        for i in range(5)
+    )
+)
+STORAGE = StorageConfig(keep_updates=3)
+
+
+def config(groups: int) -> RunConfig:
+    return RunConfig(
+        sync=SyncConfig(every=6, groups=groups),
+        outer=OuterConfig(optimizer="nesterov"),
+        codec=CodecConfig(up="fp32", down="int8"),
+        storage=STORAGE,
+    )
+
+
+def founded(store: Store, groups: int) -> OuterState:
+    generator = torch.Generator().manual_seed(0)
+    outer = OuterState(SCHEMA, config(groups), [torch.randn(f.numel, generator=generator) for f in SCHEMA.fragments])
+    store.found(outer)
+    return outer
+
+
+def step(outer: OuterState) -> list[Measured]:
+    """One contribution to each fragment that is due, by its place in the list."""
+    generator = torch.Generator().manual_seed(100 + outer.outer_step)
+    deltas = [encode("fp32", 0.1 * torch.randn(SCHEMA.fragments[i].numel, generator=generator)) for i in outer.due]
+    return [Measured("a", 2, 10, measure(delta), delta) for delta in deltas]
+
+
+def append(store: Store, outer: OuterState, *, commit: bool = True) -> Commit | None:
+    """What the exchange does with one round."""
+    staged = []
+    for fragment_id, contribution in zip(outer.due, step(outer), strict=True):
+        merged = outer.reduce(fragment_id, [contribution])
+        staged.append(outer.stage(merged))
+        store.begin_fragment(7, outer.outer_step + 1, merged).result()
+    if not commit:
+        return None
+    store.append_commit(7, outer.outer_step + 1, "all in")
+    done = outer.commit(7, "all in", staged)
+    store.publish(done)
+    return done
+
+
+def state(outer: OuterState) -> tuple[object, ...]:
+    return outer.metadata(), {name: tensor.numpy().tobytes() for name, tensor in outer.to_tensors().items()}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("checkpoints", [(), (1,), (4,), (5,), (1, 2, 4, 5), (1, 2, 3, 4, 5)])
+def test_groups_are_recovered_to_the_bit_with_their_updates(tmp_path: Path, groups: int, checkpoints: tuple[int, ...]) -> None:
+    """Whatever was written since, as many updates are there after a restart as before it: keep_updates of each group."""
+    store = Store(tmp_path, config(groups), "run")
+    outer = founded(store, groups)
+    published = {}
+    for number in range(1, 6):
+        published[number] = append(store, outer)
+        assert published[number] is not None
+        due = fragments_due(number - 1, 5, groups, "strided")
+        assert tuple(f.fragment_id for f in published[number].fragments) == due
+        if number in checkpoints:
+            store.checkpoint(outer)
+    append(store, outer, commit=False)  # killed in the middle of the next round
+    store.close()
+
+    again = Store(tmp_path, config(groups), "run")
+    recovered = again.recover()
+    assert recovered is not None
+    assert state(recovered) == state(outer)
+    assert recovered.due == outer.due
+    oldest = max(1, 6 - 3 * groups)
+    assert store.oldest_update == again.oldest_update == oldest
+    assert [again.update(n) for n in range(oldest, 6)] == [published[n] for n in range(oldest, 6)]
+    assert again.update(oldest - 1) is None
+    assert len(list(tmp_path.glob("*.updates"))) <= STORAGE.keep_checkpoints  # bounded, as the checkpoints are
+    assert append(again, recovered) == append_elsewhere(outer)
+    again.close()
+
+
+def append_elsewhere(outer: OuterState) -> Commit:
+    """The commit that an undisturbed process would have made next."""
+    staged = [outer.stage(outer.reduce(i, [c])) for i, c in zip(outer.due, step(outer), strict=True)]
+    return outer.commit(7, "all in", staged)
+
+
+def test_a_journal_of_other_groups_is_not_replayed(tmp_path: Path) -> None:
+    store = Store(tmp_path, config(2), "run")
+    append(store, founded(store, 2))
+    store.close()
+    with pytest.raises(StorageError, match=r"outer step 1 cannot be replayed \(.*needs fragments \[0, 3\]"):
+        Store(tmp_path, config(3), "run").recover()
+
+
+def with_a_checkpoint_of_its_last_step(folder: Path) -> tuple[OuterState, Path]:
+    store = Store(folder, config(1), "run")
+    outer = founded(store, 1)
+    for _ in range(4):
+        append(store, outer)
+    store.checkpoint(outer)
+    store.close()
+    return outer, folder / "step-00000004.updates"
+
+
+@pytest.mark.parametrize("position", [10, 200, -1])
+def test_damaged_updates_cost_a_snapshot_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, position: int
+) -> None:
+    outer, path = with_a_checkpoint_of_its_last_step(tmp_path)
+    whole = bytearray(path.read_bytes())
+    whole[position] ^= 1
+    path.write_bytes(whole)
+    again = Store(tmp_path, config(1), "run")
+    recovered = again.recover()
+    assert recovered is not None
+    assert (state(recovered), again.oldest_update) == (state(outer), 0)
+    assert f"{path}: damaged" in caplog.text
+    append(again, recovered)
+    assert again.oldest_update == 5
+    again.close()
+
+
+@pytest.mark.parametrize("cut_at", ["nothing", "torn", "between updates"])
+def test_updates_that_are_not_whole_are_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture, cut_at: str) -> None:
+    _, path = with_a_checkpoint_of_its_last_step(tmp_path)
+    whole = path.read_bytes()
+    last_update = whole.rindex(b'{"kind":"update"') - 20  # its record's prefix
+    path.write_bytes({"nothing": b"", "torn": whole[:-1], "between updates": whole[:last_update]}[cut_at])
+    again = Store(tmp_path, config(1), "run")
+    assert again.recover() is not None
+    assert again.oldest_update == 0
+    assert "take a snapshot" in caplog.text
+    again.close()
+
+
+@pytest.mark.parametrize("written", ["updates", "checkpoint"])
+def test_killed_while_a_checkpoint_is_written_nothing_is_missing(tmp_path: Path, written: str) -> None:
+    """The updates are on disk before the checkpoint counts, and the journal goes on until it does."""
+    outer, path = with_a_checkpoint_of_its_last_step(tmp_path)
+    kept = path.with_suffix(".safetensors")
+    (tmp_path / ".step-00000004.updates.tmp").write_bytes(b"half")
+    (tmp_path / "step-00000004.journal").unlink()
+    if written == "updates":
+        kept.unlink()
+    again = Store(tmp_path, config(1), "run")
+    recovered = again.recover()
+    assert recovered is not None
+    assert (state(recovered), again.oldest_update) == (state(outer), 2)
+    assert not list(tmp_path.glob(".*.tmp"))
+    again.close()

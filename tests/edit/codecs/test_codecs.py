@@ -1,0 +1,177 @@
+"""Codecs: error bounds, exact sizes, determinism; what is not finite stays visible; no bytes crash a decoder."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from edit.codecs import PIECE, codec, codec_names, decode, encode
+from edit.codecs.int8 import BLOCK
+from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.records import EncodedTensor
+
+NAMES = st.sampled_from(codec_names())
+BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
+_FINITE = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
+VECTORS = st.lists(_FINITE, min_size=1, max_size=3 * BLOCK + 7).map(lambda values: torch.tensor(values, dtype=torch.float32))
+
+
+def bound(name: str, flat: Tensor) -> Tensor:
+    """The largest error that each element may have."""
+    if name == "int8":
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        half_scale = padded.abs().amax(dim=1) / 127 / 2
+        return half_scale.repeat_interleave(BLOCK)[: flat.numel()] * (1 + 1e-4) + 2.0**-100
+    relative = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}[name]
+    return flat.abs() * relative + (2.0**-24 if name == "fp16" else 0.0)
+
+
+def awkward(numel: int, seed: int = 0) -> Tensor:
+    """Magnitudes from 1e-4 to 1e4, block by block, with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10 ** (8 * torch.rand(-(-numel // 100), generator=generator) - 4)
+    flat = torch.randn(numel, generator=generator) * scale.repeat_interleave(100)[:numel]
+    return flat.clamp(-6e4, 6e4).masked_fill(torch.rand(numel, generator=generator) < 0.05, 0.0)
+
+
+@given(name=NAMES, flat=VECTORS)
+@settings(deadline=None, max_examples=200)
+def test_the_round_trip_error_is_within_the_stated_bound(name: str, flat: Tensor) -> None:
+    encoded = encode(name, flat)
+    assert memoryview(encoded.data).nbytes == codec(name).encoded_size(flat.numel())
+    decoded = decode(encoded)
+    assert decoded.dtype == torch.float32 and decoded.shape == flat.shape
+    assert bool(((decoded - flat).abs() <= bound(name, flat)).all())
+
+
+@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 300])
+def test_every_length_around_blocks_and_pieces(name: str, numel: int) -> None:
+    flat = awkward(numel)
+    encoded = encode(name, flat)
+    decoded = decode(encoded)
+    assert bool(((decoded - flat).abs() <= bound(name, flat)).all())
+    out = torch.ones(numel)
+    codec(name).decode_add(encoded.data, out, 0.3)
+    assert torch.equal(out, torch.ones(numel).add_(decoded.mul_(0.3)))
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_equal_input_gives_equal_bytes_whatever_the_memory_held_before(name: str) -> None:
+    flat = awkward(2 * PIECE + 300)
+    first = bytes(encode(name, flat).data)
+    torch.full((3 * PIECE,), 7.0)  # dirties what the allocator hands out next
+    assert bytes(encode(name, flat.clone()).data) == first
+    assert torch.equal(flat, awkward(2 * PIECE + 300))
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_read_only_bytes_a_view_into_a_message_and_writable_bytes_decode_alike(name: str) -> None:
+    flat = awkward(PIECE + 300)
+    data = bytes(encode(name, flat).data)
+    expected = decode(EncodedTensor(name, flat.numel(), bytearray(data)))
+    message = memoryview(b"xyz" + data + b"end")[3:-3]
+    for form in (data, message, memoryview(bytearray(message))):
+        assert torch.equal(decode(EncodedTensor(name, flat.numel(), form)), expected)
+
+
+def test_fp32_is_the_bytes_of_the_vector() -> None:
+    assert bytes(encode("fp32", torch.tensor([1.0, -2.0])).data) == bytes.fromhex("0000803f000000c0")
+
+
+def test_int8_layout_is_scales_then_values() -> None:
+    flat = torch.zeros(BLOCK + 2)
+    flat[0], flat[1], flat[BLOCK], flat[BLOCK + 1] = 127.0, -63.0, 254.0, -2.0
+    data = bytes(encode("int8", flat).data)
+    assert data[:8] == torch.tensor([1.0, 2.0]).numpy().tobytes()
+    assert data[8:10] == bytes([127, 256 - 63]) and data[-2:] == bytes([127, 255])
+
+
+@given(name=NAMES, flat=VECTORS, value=BROKEN, where=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=200)
+def test_t2_a_broken_element_never_decodes_to_something_finite(name: str, flat: Tensor, value: float, where: int) -> None:
+    position = where % flat.numel()
+    flat[position] = value
+    decoded = decode(encode(name, flat))
+    assert not math.isfinite(decoded[position].item())
+    start = position // BLOCK * BLOCK
+    outside = torch.cat([decoded[:start], decoded[start + BLOCK :]])
+    assert bool(outside.isfinite().all()), "only the broken element's block is lost"
+
+
+def test_int8_with_a_broken_element_gives_the_same_bytes_each_time() -> None:
+    flat = awkward(PIECE + 300)
+    flat[PIECE + 280] = math.nan
+    flat[5] = -math.inf
+    assert bytes(encode("int8", flat).data) == bytes(encode("int8", flat).data)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e-40])
+def test_int8_bytes_of_a_broken_or_tiny_block_are_fixed_not_left_to_the_cpus_conversion(value: float) -> None:
+    flat = torch.full((BLOCK,), value)
+    data = bytes(encode("int8", flat).data)
+    assert data[4:] == bytes(BLOCK)
+    scale = torch.frombuffer(bytearray(data[:4]), dtype=torch.float32).item()
+    assert scale == 0.0 if value == 1e-40 else math.isnan(scale)
+
+
+def test_fp16_overflow_is_inf_and_int8_takes_the_whole_range_of_fp32() -> None:
+    assert decode(encode("fp16", torch.tensor([1e5]))).item() == math.inf
+    huge = decode(encode("int8", torch.tensor([3e38, -3e38])))
+    assert torch.allclose(huge, torch.tensor([3e38, -3e38]))
+
+
+def test_int8_flushes_a_tiny_block_to_zero() -> None:
+    assert decode(encode("int8", torch.tensor([1e-40, -1e-31]))).tolist() == [0.0, 0.0]
+
+
+@given(name=NAMES, data=st.binary(max_size=600), numel=st.integers(-2, 600))
+@settings(deadline=None, max_examples=300)
+def test_arbitrary_bytes_give_a_tensor_or_a_remote_error(name: str, data: bytes, numel: int) -> None:
+    try:
+        decoded = decode(EncodedTensor(name, numel, data))
+    except RemoteProtocolError:
+        assert numel < 0 or len(data) != codec(name).encoded_size(numel)
+        return
+    assert decoded.shape == (numel,) and decoded.dtype == torch.float32
+
+
+@given(name=NAMES, numel=st.integers(1, 600), seed=st.binary(min_size=1, max_size=8))
+@settings(deadline=None, max_examples=150)
+def test_any_bytes_of_the_right_length_decode(name: str, numel: int, seed: bytes) -> None:
+    size = codec(name).encoded_size(numel)
+    data = (seed * size)[:size]
+    assert decode(EncodedTensor(name, numel, data)).shape == (numel,)
+    for wrong in (data[:-1], data + b"\0"):
+        with pytest.raises(RemoteProtocolError, match=f"cannot be {numel} elements in {name}"):
+            decode(EncodedTensor(name, numel, wrong))
+        with pytest.raises(RemoteProtocolError):
+            codec(name).decode_add(wrong, torch.zeros(numel), 1.0)
+
+
+@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(2, dtype=torch.float64)])
+def test_what_is_not_a_flat_fp32_vector_is_the_callers_bug(name: str, flat: Tensor) -> None:
+    with pytest.raises(LocalProtocolError, match="flat fp32"):
+        encode(name, flat)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_strided_vector_with_history_is_encoded_by_its_values(name: str) -> None:
+    flat = awkward(600).requires_grad_(True)
+    assert bytes(encode(name, flat[::2]).data) == bytes(encode(name, flat.detach()[::2].clone()).data)
+
+
+def test_an_unknown_codec_is_named_with_the_known_ones() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"unknown codec 'int3'; known: fp32, bf16, fp16, int8"):
+        codec("int3")
+
+
+def test_every_codec_has_a_value_on_the_wire() -> None:
+    text = (Path(__file__).parents[3] / "proto/editpb/tensors.proto").read_text(encoding="utf-8")
+    for name in codec_names():
+        assert f"CODEC_ID_{name.upper()} =" in text

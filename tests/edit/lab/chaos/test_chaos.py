@@ -1,0 +1,351 @@
+"""The schedule follows from the seed; every rule of the chaos run is one that a wrong history breaks."""
+
+import io
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from edit.errors import ConfigError
+from edit.lab.chaos import procfs
+from edit.lab.chaos.disk import BoundedFiles
+from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
+from edit.lab.chaos.harness import Report
+from edit.lab.chaos.history import Blow, History, Memory, Recovered
+from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs, may_not_start
+from edit.lab.chaos.options import ChaosOptions
+from edit.lab.chaos.outcome import as_json, tables
+from edit.lab.programs import COORDINATOR
+
+PEERS = ("a", "b", "c")
+BOUNDS = Bounds(advance_s=10.0, return_s=30.0)
+
+
+# ---- the schedule -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_schedule_and_another_another() -> None:
+    assert draw_schedule(7, 300, PEERS) == draw_schedule(7, 300, PEERS)
+    assert draw_schedule(7, 300, PEERS) != draw_schedule(8, 300, PEERS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_schedule_ends_in_time_has_every_kind_and_one_fault_per_target_at_a_time(seed: int) -> None:
+    schedule = draw_schedule(seed, 400, PEERS, sharded="c")
+    assert {fault.kind for fault in schedule} == set(Kind)
+    assert all(fault.at_s >= 0 and fault.ends_s <= 400 for fault in schedule)
+    assert [fault.at_s for fault in schedule] == sorted(fault.at_s for fault in schedule)
+    free_at: dict[str, float] = {}
+    for fault in schedule:
+        assert fault.at_s > free_at.get(fault.target, 0.0) - 1e-6  # written down to the hundredth
+        assert (fault.target == COORDINATOR) == fault.kind.of_coordinator
+        assert fault.kind is not Kind.KILL_RANK or fault.target == "c"
+        free_at[fault.target] = fault.ends_s + 4.0
+
+
+def test_without_a_replica_of_several_ranks_no_rank_is_killed() -> None:
+    assert Kind.KILL_RANK not in kinds_for(sharded=False)
+    assert all(fault.kind is not Kind.KILL_RANK for fault in draw_schedule(1, 2000, PEERS))
+
+
+def test_impossible_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one kind"):
+        draw_schedule(0, 60, PEERS, kinds=())
+    for wrong, message in (({"seed": -1}, "--seed"), ({"seconds": 1.0}, "--minutes"), ({"peers": 0}, "--peers")):
+        with pytest.raises(ConfigError, match=message):
+            ChaosOptions(**wrong)
+
+
+def test_the_run_of_a_chaos_is_a_valid_one() -> None:
+    from edit.config.run import RunConfig
+
+    config = RunConfig.from_mapping(ChaosOptions(peers=3, sharded=True).run())
+    assert (config.rounds.start_peers, config.rounds.ceiling_s) == (3, 10.0)
+    assert ChaosOptions(peers=3, sharded=True).peer_ids == ("peer-0", "peer-1", "sharded")
+
+
+# ---- histories --------------------------------------------------------------------------------------------------------------
+
+
+def committed(step: int, t: float | None = None, weights: tuple[float, ...] = (0.3, 0.3, 0.4), digest: str = "") -> dict:
+    verdicts = {name: ["ok", 1.0, weight] for name, weight in zip(PEERS, weights, strict=True)}
+    parts = [{"fragment_id": 0, "merged_norm": 1.0, "clip": 1.0, "peers": verdicts}]
+    line = {"kind": "round", "t": float(step) if t is None else t, "round_id": 1_000_000 + step, "outer_step": step}
+    return {**line, "seconds": 0.5, "committed": True, "digest": digest or f"d{step}", "verdicts": parts}
+
+
+def outer(step: int, t: float | None = None, digest: str = "") -> dict:
+    return {"kind": "outer", "t": step + 0.5 if t is None else t, "outer_step": step, "digest": digest or f"d{step}"}
+
+
+def good(steps: int = 20) -> History:
+    history = History(PEERS, 64)
+    for name in (*PEERS, COORDINATOR):
+        history.started(name)
+    for step in range(1, steps + 1):
+        history.take(COORDINATOR, committed(step))
+        for name in PEERS:
+            history.take(name, outer(step))
+            history.take(name, {"kind": "step", "t": float(step), "step": 10 * step, "outer_step": step})
+    history.tokens = 3 * 10 * 64 * steps
+    return history
+
+
+def struck(history: History, kind: Kind, began: float, ended: float | None, target: str = "a") -> None:
+    fault = Fault(number=1, at_s=began, kind=kind, target=COORDINATOR if kind.of_coordinator else target, lasts_s=1.0)
+    history.blows.append(Blow(fault, began, ended))
+
+
+def rules(history: History, now: float = 20.0) -> list[str]:
+    return [violation.rule for violation in broken_at_end(history, BOUNDS, now)]
+
+
+def test_a_good_history_breaks_nothing() -> None:
+    history = good()
+    struck(history, Kind.KILL_PEER, 3.2, 4.1)
+    struck(history, Kind.KILL_COORDINATOR, 8.2, 8.9)
+    assert rules(history) == []
+    assert (history.inner_steps_made, history.inner_steps_counted, history.participation) == (600, 600, 3.0)
+
+
+def test_an_outer_step_committed_twice() -> None:
+    history = good()
+    history.take(COORDINATOR, committed(20, t=21.0))
+    assert rules(history) == ["every outer step is committed once"]
+
+
+def test_an_outer_step_that_goes_back_after_a_restart() -> None:
+    history = good()
+    history.take(COORDINATOR, committed(18, t=21.0))
+    assert "every outer step is committed once" in rules(history)
+
+
+def test_a_step_left_out() -> None:
+    history = good()
+    history.take(COORDINATOR, committed(22, t=22.0))
+    assert rules(history) == ["no commit is lost"]
+    history.recovered.append(Recovered(21.0, 21, "d21"))  # died between the journal and its line
+    assert rules(history) == []
+
+
+def test_a_full_disk_may_swallow_lines() -> None:
+    history = good()
+    history.take(COORDINATOR, committed(23, t=23.0))
+    struck(history, Kind.FULL_DISK, 20.5, 22.0)
+    assert rules(history, 23.0) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "ended", "may"), [(Kind.FULL_DISK, None, True), (Kind.FULL_DISK, 22.0, False), (Kind.KILL_PEER, None, False)]
+)
+def test_nobody_can_start_on_a_full_disk(kind: Kind, ended: float | None, may: bool) -> None:
+    history = good()
+    struck(history, kind, 20.5, ended)
+    assert may_not_start(history.blows) is may
+
+
+def test_a_folder_that_lost_a_commit() -> None:
+    history = good()
+    history.recovered.append(Recovered(20.5, 19, "d19"))
+    assert rules(history) == ["no commit is lost"]
+    history.recovered[:] = [Recovered(20.5, 20, "other")]
+    assert rules(history) == ["no commit is lost"]
+
+
+def test_a_journal_of_other_commits() -> None:
+    history = good()
+    assert list(journal_differs(history, {19: 1_000_019, 20: 1_000_020}, 21.0)) == []
+    assert [v.rule for v in journal_differs(history, {20: 2_000_001}, 21.0)] == [
+        "the journal and metrics.jsonl have the same commits"
+    ]
+    assert [v.rule for v in journal_differs(history, {19: 1_000_019}, 21.0)] == ["no commit is lost"]
+
+
+@pytest.mark.parametrize("step", [5, 20])
+def test_a_peer_with_another_digest_than_the_committed_one(step: int) -> None:
+    history = good()
+    history.take("b", outer(step, t=20.9, digest="wrong"))
+    assert "digests are equal" in rules(history)
+    first = next(violation for violation in broken(history, BOUNDS, 20.0) if violation.rule == "digests are equal")
+    assert first.who == ("b", COORDINATOR) and "wrong" in first.text
+
+
+def test_a_heartbeat_with_another_digest() -> None:
+    history = good()
+    line = {"kind": "peer", "t": 20.1, "peer_id": "c", "outer_step": 20, "digest": "wrong"}
+    history.take(COORDINATOR, line)
+    assert rules(history) == ["digests are equal"]
+    history = good()
+    history.take(COORDINATOR, {**line, "digest": ""})  # not joined yet
+    assert rules(history) == []
+
+
+def test_peers_that_agree_on_a_step_nobody_committed() -> None:
+    history = good()
+    history.take("a", outer(21))
+    assert list(broken(history, BOUNDS, 21.0)) == []  # its line may be on the way
+    assert rules(history) == ["digests are equal"]
+    history.take("b", outer(21, digest="wrong"))
+    assert [violation.rule for violation in broken(history, BOUNDS, 21.0)] == ["digests are equal"]
+
+
+def test_a_peer_that_goes_back() -> None:
+    history = good()
+    history.take("a", outer(17, t=23.0))
+    assert rules(history) == ["the outer step never decreases"]
+    history = good()
+    history.started("a")  # a new process begins where its checkpoint is
+    history.take("a", outer(17, t=23.0))
+    assert rules(history) == []
+
+
+def test_a_late_word_of_an_earlier_life_is_no_step_back() -> None:
+    history = good()
+    history.started("a")
+    history.take(COORDINATOR, {"kind": "peer", "t": 21.0, "peer_id": "a", "outer_step": 20, "digest": "d20"})
+    history.take("a", outer(17, t=23.0))
+    assert rules(history) == []
+
+
+def test_a_run_that_stands_still_after_a_repair() -> None:
+    history = good()
+    struck(history, Kind.CUT, 20.5, 22.0)
+    assert rules(history, 31.9) == []
+    assert rules(history, 32.1) == ["the run advances after a repair"]
+    struck(history, Kind.STOP_COORDINATOR, 25.0, None)
+    assert rules(history, 60.0) == []  # nobody can expect a commit
+    history.blows[-1].ended = 60.0
+    assert rules(history, 69.0) == []
+    assert set(rules(history, 71.0)) == {"the run advances after a repair"}
+
+
+def test_a_commit_that_came_too_late() -> None:
+    history = good()
+    struck(history, Kind.SLOW, 20.1, 20.2)
+    history.take(COORDINATOR, committed(21, t=35.0))
+    assert rules(history, 36.0) == ["the run advances after a repair"]
+
+
+def test_a_killed_peer_that_never_counts_again() -> None:
+    history = good()
+    struck(history, Kind.KILL_PEER, 20.2, 20.4)
+    for step in range(21, 60):
+        history.take(COORDINATOR, committed(step, weights=(0.0, 0.5, 0.5)))
+    assert rules(history, 50.0) == []
+    assert rules(history, 51.0) == ["a killed peer contributes again"]
+    history.take(COORDINATOR, committed(60))
+    assert rules(history, 60.0) == ["a killed peer contributes again"]  # too late is too late
+
+
+def test_what_a_killed_peer_had_sent_before_does_not_count_as_its_return() -> None:
+    history = good()
+    struck(history, Kind.KILL_PEER, 20.8, 20.9)
+    history.take(COORDINATOR, committed(21))  # its round was opened at 20.5
+    (blow,) = history.blows
+    assert history.returned(blow) is None
+    history.take(COORDINATOR, committed(22, weights=(0.0, 0.5, 0.5)))
+    history.take(COORDINATOR, committed(23))
+    assert history.returned(blow) is history.commits[-1]
+
+
+def test_a_coordinator_that_grows() -> None:
+    history = good()
+    history.memory = [Memory(float(i), 100) for i in range(90)]
+    assert rules(history) == []
+    history.memory[-1] = replace(history.memory[-1], bytes=131)
+    assert rules(history) == ["memory is flat"]
+
+
+def test_steps_of_killed_processes_are_counted_as_lost_rather_than_not() -> None:
+    history = good(2)
+    history.was_killed("a")
+    history.started("a")
+    history.take("a", {"kind": "step", "t": 9.0, "step": 20, "outer_step": 2})
+    assert history.inner_steps_made == 20 + 9 + 10 + 20 + 20
+    assert history.inner_steps_counted == 2 * 3 * 10
+
+
+def test_lost_rounds_are_counted_and_change_nothing() -> None:
+    history = good()
+    history.take(COORDINATOR, {**committed(21), "committed": False})
+    assert (history.aborted, len(history.commits)) == (1, 20)
+    assert rules(history) == []
+
+
+# ---- what is reported -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_in_numbers_and_in_words() -> None:
+    options = ChaosOptions(faults=())
+    history = good()
+    struck(history, Kind.KILL_PEER, 3.2, 4.1)
+    history.memory = [Memory(float(i), 100_000_000) for i in range(9)]
+    report = Report(options, options.schedule(), history, "a disk", seconds=20.0, ended={"a": 0})
+    values = json.loads(json.dumps(as_json(report)))
+    assert (values["commits"], values["aborted"], values["goodput"], values["violation"]) == (20, 0, 1.0, None)
+    kill = values["faults"]["kill_peer"]
+    assert kill["count"] == 1
+    assert kill["next_commit_s"]["max"] == pytest.approx(0.8)
+    assert kill["contributes_again_s"]["max"] == pytest.approx(0.9)
+    output = io.StringIO()
+    Console(file=output, width=160).print(tables(report))
+    assert "SIGKILL of a peer" in output.getvalue() and "100.0%, at least" in output.getvalue()
+
+
+def test_a_report_of_nothing() -> None:
+    options = ChaosOptions(faults=())
+    report = Report(options, (), History(PEERS, 64), "a disk")
+    assert as_json(report)["goodput"] is None
+    Console(file=io.StringIO()).print(tables(report))
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"print(flush=True); {code}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"CHAOS_TEST": "marked"},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.communicate(b"\n", timeout=30)
+
+
+needs_proc = pytest.mark.skipif(not procfs.available(), reason="no /proc")
+
+
+@needs_proc
+def test_processes_are_found_by_their_mark_and_measured(sleeper: subprocess.Popen[bytes]) -> None:
+    assert sleeper.pid in procfs.marked("CHAOS_TEST=marked")
+    assert procfs.marked("CHAOS_TEST=other") == []
+    assert (procfs.resident_bytes(sleeper.pid) or 0) > 1_000_000
+    assert set(procfs.descendants(sleeper.pid)) <= set(procfs.marked("CHAOS_TEST=marked"))
+    assert "input()" in procfs.command_line(sleeper.pid)
+
+
+@needs_proc
+def test_nobody_has_the_number_of_a_process_that_never_was() -> None:
+    gone = 1 << 22
+    assert procfs.descendants(gone + 1) == []
+    assert procfs.resident_bytes(gone + 1) is None
+    assert procfs.command_line(gone + 1) == ""
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no prlimit")
+def test_bounded_files_are_bounded_and_freed_again(sleeper: subprocess.Popen[bytes]) -> None:
+    disk, before = BoundedFiles(1000), resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)
+    disk.fill(sleeper.pid)
+    assert resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)[0] == 1000
+    disk.free(sleeper.pid)
+    assert resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)[0] == before[1]

@@ -1,0 +1,37 @@
+"""A short chaos run with real processes: one peer killed, the coordinator killed, another peer's link silent."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from edit.lab.chaos import procfs
+from edit.lab.chaos.command import run_chaos
+from edit.lab.chaos.faults import Fault, Kind
+from edit.lab.chaos.options import ChaosOptions
+from edit.lab.programs import COORDINATOR
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.skipif(not procfs.available(), reason="no /proc")
+def test_three_faults_break_nothing(tmp_path, capsys):
+    faults = (
+        Fault(number=1, at_s=0.5, kind=Kind.SILENCE, target="peer-1", lasts_s=2.5),
+        Fault(number=2, at_s=1.0, kind=Kind.KILL_PEER, target="peer-0", lasts_s=0.5),
+        Fault(number=3, at_s=5.0, kind=Kind.KILL_COORDINATOR, target=COORDINATOR, lasts_s=0.5),
+    )
+    options = ChaosOptions(peers=2, seconds=10.0, faults=faults, throttle=2.0, out=tmp_path / "chaos")
+    report = run_chaos(options, True, Console(file=io.StringIO()))
+    values = json.loads(capsys.readouterr().out)
+    assert values == json.loads((options.out / "chaos.json").read_text())
+    assert values["violation"] is None
+    assert {name: kind["count"] for name, kind in values["faults"].items()} == {
+        "silence": 1,
+        "kill_peer": 1,
+        "kill_coordinator": 1,
+    }
+    assert values["exit_codes"] == {"peer-0": 0, "peer-1": 0, "coordinator": 0}
+    assert values["outer_step"] >= values["commits"] > 2
+    assert values["faults"]["kill_peer"]["contributes_again_s"]["max"] <= options.bounds.return_s
+    assert [death.outer_step for death in report.history.recovered] != [0]

@@ -1,0 +1,223 @@
+"""The demo's own work, with a script in place of the daemons: real processes, real files, a clock that runs by itself."""
+
+import io
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from edit.config.run import ModelConfig, RunConfig
+from edit.errors import ConfigError
+from edit.lab.cli import app
+from edit.lab.demo.demo import Outside, run_demo
+from edit.lab.demo.evaluate import Evaluator
+from edit.lab.demo.output_folder import DemoFolder
+from edit.lab.demo.plan import DemoOptions
+from edit.lab.observations import Status
+from edit.lab.processes import ChildDied
+from edit.lab.programs import Programs
+from edit.records import Snapshot
+
+FAKE = str(Path(__file__).parents[1] / "fake_daemons.py")
+
+
+class View:
+    """The operator's connection: reads the fake coordinator's own lines."""
+
+    def __init__(self, state: Path) -> None:
+        self._metrics = state / "metrics.jsonl"
+
+    def status(self):
+        steps = self._metrics.read_text().count('"kind": "round"')
+        common = {"phase": "collecting", "parameters": 1000, "deadline_s": None, "arrived": 0, "expected": 4}
+        return Status(outer_step=steps, digest=f"d{steps}", memory_bytes=10**8, **common)
+
+    def snapshot(self, schema):
+        return Snapshot(10, "d10", (torch.zeros(1),))
+
+    def close(self):
+        pass
+
+
+class Judge:
+    """The evaluator: losses from a table."""
+
+    schema = None
+
+    def __init__(self, config, held_out):
+        assert any(held_out.iterdir())
+
+    def windows(self, batches):
+        return batches
+
+    def initial(self, batches):
+        return 5.5
+
+    def of_fragments(self, fragments, batches):
+        return 1.8
+
+    def of_file(self, path, batches):
+        return 2.0
+
+    def save(self, fragments, path):
+        path.write_bytes(b"outer")
+
+    def sample(self, fragments, length, seed):
+        return "import os"
+
+
+def outside(*peer_options: str, pause=os.sched_yield) -> Outside:
+    programs = Programs(coordinator=(sys.executable, FAKE, "coordinator"), peer=(sys.executable, FAKE, "peer", *peer_options))
+    ticks = itertools.count()
+    return Outside(programs=programs, connect=View, evaluator=Judge, monotonic=lambda: float(next(ticks)), pause=pause)
+
+
+def no_process_left(out: Path) -> bool:
+    """Nobody runs with this demo's folder on its command line."""
+    mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(out).encode() in _read(path)]
+    return not mine
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def console() -> tuple[Console, io.StringIO]:
+    output = io.StringIO()
+    return Console(file=output, width=120), output
+
+
+def test_a_demo_with_faults_from_start_to_report(tmp_path):
+    out = tmp_path / "demo"
+    screen, output = console()
+    results = run_demo(DemoOptions(steps=600, out=out), screen, outside())
+    assert no_process_left(out)
+    assert (results.complete, results.run_id, results.committed) == (True, "demo-fake", 20)
+    assert results.losses.percent_below_lone == pytest.approx(10.0)
+    assert results.restart.equal
+    assert (results.restart.outer_step, results.digests.unequal) == (12, ())
+    assert json.loads((out / "results.json").read_text())["complete"] is True
+    assert (out / "outer.safetensors").read_bytes() == b"outer"
+    assert (out / "sample.txt").read_text() == "import os"
+    assert "10.0 % better than one alone" in (out / "report.html").read_text()
+    assert (out / "peers/peer-2/invitation").read_text() == "edit1.peer-2"
+    text = output.getvalue()
+    for story in (
+        "SIGKILL to peer-2 (process",
+        "peer-2 started again with nothing but its certificate",
+        "SIGKILL to coordinator (process",
+        "coordinator is back at outer step 12, digest d12 as before the kill",
+        "outer step 3: peer-3 sent NaN or infinite values: weight 0, the others' are merged",
+    ):
+        assert text.count(story) == 1, story
+
+
+def test_every_line_of_the_merged_metrics_names_its_source(tmp_path):
+    run_demo(DemoOptions(steps=600, out=tmp_path / "demo", faults=True), console()[0], outside())
+    lines = [json.loads(line) for line in (tmp_path / "demo/metrics.jsonl").read_text().splitlines()]
+    kinds = {(line["source"], line["kind"]) for line in lines}
+    assert {("coordinator", "round"), ("coordinator", "peer"), ("lone", "lone"), ("lab", "event")} <= kinds
+    assert {("lab", "validation"), ("lone", "validation")} <= kinds
+
+
+def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path):
+    run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], outside())
+    argv = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "demo/peers").glob("*/argv.json")}
+    assert argv["peer-1"][argv["peer-1"].index("--throttle") + 1] == "2"
+    assert argv["peer-3"][argv["peer-3"].index("--fault") + 1] == "nan@5,huge@6"
+    assert not {"--throttle", "--fault"} & {*argv["peer-0"], *argv["peer-2"]}
+
+
+def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):
+    looks = itertools.count()
+
+    def interrupt():
+        if next(looks) == 20:
+            signal.raise_signal(signal.SIGTERM)  # ends a demo as Ctrl-C does
+
+    screen, output = console()
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), screen, outside(pause=interrupt))
+    assert no_process_left(tmp_path / "demo")
+    assert f"partial results are in {tmp_path / 'demo'}" in output.getvalue()
+    assert json.loads((tmp_path / "demo/results.json").read_text())["complete"] is False
+    assert "Stopped after outer step" in (tmp_path / "demo/report.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_peer_that_dies_unasked_is_named_with_its_last_words(tmp_path):
+    with pytest.raises(ChildDied, match=r"peer-1 ended \(exit code 70\)(.|\n)*the data folder is on fire"):
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], outside("--dies", "peer-1"))
+    assert no_process_left(tmp_path / "demo")
+
+
+def test_only_a_demos_own_folder_is_wiped(tmp_path):
+    folder = DemoFolder(tmp_path / "out")
+    folder.claim()
+    (folder.path / "old").touch()
+    folder.claim()
+    assert not (folder.path / "old").exists()
+    precious = DemoFolder(tmp_path / "thesis")
+    precious.path.mkdir()
+    (precious.path / "chapter-1").touch()
+    with pytest.raises(ConfigError, match="nothing was touched"):
+        precious.claim()
+    assert (precious.path / "chapter-1").exists()
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="no demo's folder"):
+        DemoFolder(file).claim()
+    (tmp_path / "empty").mkdir()
+    DemoFolder(tmp_path / "empty").claim()
+
+
+@pytest.fixture
+def evaluator(tmp_path):
+    (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n" * 40)
+    config = RunConfig(model=ModelConfig(layers=1, heads=2, width=16, context=32))
+    return Evaluator(config, tmp_path)
+
+
+def test_the_evaluator_gives_the_same_loss_for_the_same_parameters_however_they_come(evaluator, tmp_path):
+    initial = evaluator.initial(2)
+    assert 4.5 < initial < 7.5
+    flat = [torch.cat([evaluator._initial[t.name].flatten() for t in f.tensors]) for f in evaluator.schema.fragments]
+    assert evaluator.of_fragments(flat, 2) == initial
+    assert (evaluator.windows(1), evaluator.windows(100)) == (16, 33)
+    evaluator.save(flat, tmp_path / "m.safetensors")
+    assert evaluator.of_file(tmp_path / "m.safetensors", 2) == initial
+    assert evaluator.of_fragments([tensor * 0.5 for tensor in flat], 2) != initial
+    assert evaluator.sample(flat, 20, seed=1) == evaluator.sample(flat, 20, seed=1) != evaluator.sample(flat, 20, seed=2)
+
+
+def test_parameters_of_another_model_are_refused(evaluator, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"other": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match="another model"):
+        evaluator.of_file(tmp_path / "other.safetensors", 1)
+
+
+def test_help_shows_an_example():
+    result = CliRunner().invoke(app, ["demo", "--help"])
+    assert result.exit_code == 0
+    assert "Example: edit-lab demo --quick --out runs/try" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--peers", "0"], ["--steps", "20"], ["--seed", "-1"]])
+def test_wrong_options_are_configuration_errors_before_anything_is_touched(tmp_path, arguments):
+    out = tmp_path / "demo"
+    result = CliRunner().invoke(app, ["demo", "--out", str(out), *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert arguments[0] in str(result.exception)
+    assert not out.exists()

@@ -1,0 +1,107 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from edit.errors import ConfigError
+from edit.lab.demo.fault_schedule import Cue, FaultSchedule, Part
+from edit.lab.demo.plan import DemoOptions, ShowPlan, plan_run, plan_show
+from edit.lab.run_toml import to_toml
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"peers": 0}, "--peers 0"),
+        ({"peers": 17}, "--peers 17"),
+        ({"seed": -1}, "--seed -1"),
+        ({"steps": 5, "faults": False}, "--steps 5"),
+        ({"steps": 90}, "--no-faults"),
+    ],
+)
+def test_options_out_of_bounds_name_themselves(options, named):
+    with pytest.raises(ConfigError, match=named):
+        DemoOptions(**options)
+
+
+@pytest.mark.parametrize("options", [DemoOptions(), DemoOptions(quick=True), DemoOptions(peers=1, steps=10, faults=False)])
+def test_run_toml_says_exactly_what_was_planned(options):
+    settings = plan_run(options, plan_show(options), "127.0.0.1:1", "127.0.0.1:2")
+    parsed = tomllib.loads(to_toml(settings))
+    assert parsed["server"].pop("advertise") == list(settings["server"]["advertise"])
+    assert {k: v for k, v in parsed.items() if k != "server"} == {k: v for k, v in settings.items() if k != "server"}
+    assert parsed["sync"]["every"] * parsed["sync"]["outer_steps"] <= options.inner_steps
+
+
+def test_strings_with_quotes_survive_toml():
+    text = to_toml({"name": "demo", "server": {"listen": "a:1", "enrol_listen": "b:2", "advertise": ('x"y', "c\\d")}})
+    assert tomllib.loads(text)["server"]["advertise"] == ['x"y', "c\\d"]
+
+
+def test_a_setting_that_the_run_would_refuse_is_refused_here():
+    with pytest.raises(ConfigError, match=r"sync\.evry"):
+        to_toml({"sync": {"evry": 3}})
+
+
+@pytest.mark.parametrize("options", [DemoOptions(), DemoOptions(quick=True)])
+def test_the_show_fits_into_the_run_in_order(options):
+    show = plan_show(options)
+    assert 0 < show.nan_at < show.huge_at < options.outer_steps - 1
+    assert 0 < show.kill_at < (show.coordinator_kill_at or options.outer_steps) <= options.outer_steps
+    assert bool(show.coordinator_kill_at) != options.quick
+    assert len({show.slow, show.killed, show.damaged, "peer-0"}) == 4
+    settings = plan_run(options, show, "127.0.0.1:1", "127.0.0.1:2")
+    assert settings["penalty"]["observations"] <= show.huge_at - 1  # else the huge one is not yet judged
+
+
+def test_the_lone_peer_makes_no_fewer_steps_than_peers_that_wait_for_a_killed_coordinator():
+    assert DemoOptions(steps=600).lone_steps == 660
+    assert DemoOptions(steps=600, faults=False).lone_steps == 600
+    assert DemoOptions(steps=125).lone_steps == 120
+
+
+def test_fewer_peers_mean_fewer_parts():
+    assert plan_show(DemoOptions(peers=2)).killed is None
+    assert plan_show(DemoOptions(peers=2)).slow == "peer-1"
+    assert plan_show(DemoOptions(faults=False, out=Path("x"))) == ShowPlan()
+
+
+PLAN = ShowPlan(killed="peer-2", kill_at=4, coordinator_kill_at=5)
+
+
+def test_a_killed_peer_is_missed_before_it_comes_back_and_the_coordinator_waits_for_its_turn():
+    show = FaultSchedule(PLAN, away_s=3, patience_s=30, coordinator_away_s=1)
+    all_train, without = ("peer-1", "peer-2"), ("peer-1",)
+    transcript = [
+        ((3, all_train, 0.0), ()),
+        ((4, all_train, 1.0), (Cue(Part.KILL, "peer-2"),)),
+        ((4, without, 9.0), ()),  # nothing was committed without it
+        ((5, without, 9.1), (Cue(Part.RESTART, "peer-2"),)),
+        ((5, without, 9.2), ()),
+        ((6, without, 12.0), ()),  # it is not yet back
+        ((6, all_train, 13.0), ()),
+        ((6, all_train, 13.2), (Cue(Part.KILL, "coordinator"),)),
+        ((6, all_train, 13.9), ()),
+        ((6, all_train, 14.3), (Cue(Part.RESTART, "coordinator"),)),
+        ((7, all_train, 15.0), ()),
+    ]
+    for arguments, cues in transcript:
+        assert show.due(*arguments) == cues, arguments
+    assert show.over
+
+
+def test_a_peer_comes_back_early_only_after_its_time_away_and_late_even_without_a_commit():
+    quick, stuck = (FaultSchedule(PLAN, away_s=3, patience_s=30) for _ in range(2))
+    assert quick.due(4, (), 0.0) == stuck.due(4, (), 0.0) == (Cue(Part.KILL, "peer-2"),)
+    assert quick.due(6, (), 2.9) == ()
+    assert quick.due(6, (), 3.0) == (Cue(Part.RESTART, "peer-2"),)
+    assert stuck.due(4, (), 30.0) == (Cue(Part.RESTART, "peer-2"),)
+    assert stuck.due(9, (), 59.0) == ()
+    assert stuck.due(9, (), 60.0) == ()  # gives up waiting for it
+    assert stuck.due(9, (), 60.1) == (Cue(Part.KILL, "coordinator"),)
+
+
+def test_no_plan_no_show():
+    show = FaultSchedule(ShowPlan())
+    assert show.over
+    assert show.due(100, (), 1.0) == ()

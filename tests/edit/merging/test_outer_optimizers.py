@@ -1,0 +1,132 @@
+"""Outer optimizers: against torch.optim and the paper's equations in fp64, bit-stable, sign as a gradient; the digest."""
+
+import pytest
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from edit.config.run import OuterConfig
+from edit.fragments.digest import digest
+from edit.merging.outer_optimizers import initial_slots, outer_step
+from edit.reference import delayed_nesterov
+
+OPTIMIZERS = ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")
+
+
+def gradients(count: int, numel: int = 50) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+def run(config: OuterConfig, merged: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """theta after all steps from ones, and every step."""
+    theta, slots, steps = torch.ones(merged[0].numel()), initial_slots(config, merged[0].numel()), []
+    for one in merged:
+        step, slots = outer_step(config, slots, one)
+        theta = theta - step
+        steps.append(step)
+    return theta, steps
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("nesterov", 0.85), ("nesterov", 0.0)])
+def test_sgd_and_nesterov_follow_torch_optim(optimizer: str, momentum: float) -> None:
+    merged = gradients(12)
+    parameter = torch.nn.Parameter(torch.ones(50))
+    settings = {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
+    theirs = torch.optim.SGD([parameter], foreach=False, **settings)
+    for one in merged:
+        parameter.grad = one.clone()
+        theirs.step()
+    ours, _ = run(OuterConfig(optimizer=optimizer, lr=0.7, momentum=momentum), merged)
+    assert torch.allclose(ours, parameter.detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
+def test_adam_and_yogi_follow_reddi_et_al_in_fp64(optimizer: str) -> None:
+    """Algorithm 2 with delta = -D: m <- b1 m + (1-b1) delta; v per rule; x <- x + eta m / (sqrt(v) + tau); v from tau^2."""
+    eta, b1, b2, tau = 0.1, 0.9, 0.99, 1e-3
+    merged = gradients(12)
+    x, m, v = [torch.full((50,), fill, dtype=torch.float64) for fill in (1.0, 0.0, tau**2)]
+    for one in merged:
+        delta = -one.double()
+        m = b1 * m + (1 - b1) * delta
+        v = b2 * v + (1 - b2) * delta**2 if optimizer == "adam" else v - (1 - b2) * delta**2 * torch.sign(v - delta**2)
+        x = x + eta * m / (v.sqrt() + tau)
+    ours, _ = run(OuterConfig(optimizer=optimizer, lr=eta, beta1=b1, beta2=b2, eps=tau), merged)
+    assert torch.allclose(ours.double(), x, rtol=1e-4, atol=1e-4)
+
+
+def test_nesterov_bits_are_separate_multiplications_and_additions() -> None:
+    """Each operation rounded by itself, as numpy does it: a fused multiply-add or an alpha= would show here."""
+    config = OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9)
+    merged, v = [one.numpy() for one in gradients(6, 4097)], torch.zeros(4097).numpy()
+    lr, mu = torch.tensor(0.7).numpy(), torch.tensor(0.9).numpy()
+    _, steps = run(config, gradients(6, 4097))
+    for one, step in zip(merged, steps, strict=True):
+        v = v * mu + one
+        assert ((v * mu + one) * lr).tobytes() == step.numpy().tobytes()
+
+
+@pytest.mark.parametrize(("period", "c"), [(1, 0.0), (1, 1.0), (3, 0.0), (4, 0.125), (5, 0.2)])
+def test_delayed_nesterov_follows_the_paper(period: int, c: float) -> None:
+    merged = gradients(12)
+    config = OuterConfig(optimizer="delayed_nesterov", lr=0.7, momentum=0.9, period=period, c=c)
+    expected = delayed_nesterov(torch.ones(50), merged, 0.7, 0.9, period, c)
+    for count in (1, 4, 5, 12):
+        assert torch.allclose(run(config, merged[:count])[0], expected[count - 1], atol=1e-5)
+
+
+def test_delayed_nesterov_with_one_peer_is_nesterov_to_the_bit() -> None:
+    merged = gradients(9, 4097)
+    delayed = OuterConfig(optimizer="delayed_nesterov", lr=0.7, momentum=0.9, period=1)
+    assert torch.equal(run(delayed, merged)[0], run(OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9), merged)[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bits_do_not_depend_on_threads_or_on_where_a_vector_is_cut(optimizer: str) -> None:
+    config, merged = OuterConfig(optimizer=optimizer), gradients(3, 70_001)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole, _ = run(config, merged)
+        torch.set_num_threads(3)
+        threaded, _ = run(config, merged)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(whole, threaded)
+    cuts = [run(config, [one[a:b] for one in merged])[0] for a, b in ((0, 13), (13, 35_002), (35_002, 70_001))]
+    assert torch.equal(whole, torch.cat(cuts))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_is_pure_and_goes_along_d(optimizer: str) -> None:
+    config, merged = OuterConfig(optimizer=optimizer), gradients(1)[0]
+    slots = initial_slots(config, 50)
+    before = {name: slot.clone() for name, slot in slots.items()}
+    kept = merged.clone()
+    step, after = outer_step(config, slots, merged)
+    assert torch.equal(merged, kept) and all(torch.equal(slots[name], before[name]) for name in before)
+    assert after.keys() == slots.keys() and step.data_ptr() != merged.data_ptr()
+    assert bool((step.sign() == merged.sign()).all()), "theta - s moves towards the local parameters"
+    again, _ = outer_step(config, slots, merged)
+    assert torch.equal(step, again)
+
+
+def test_sgd_with_lr_one_makes_theta_the_mean_of_the_peers() -> None:
+    step, _ = outer_step(OuterConfig(optimizer="sgd", lr=1.0), {}, torch.tensor([0.25]))
+    assert step.item() == 0.25
+
+
+def test_the_digest_is_a_hash_of_the_fragments_hashes() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    hashes = [blake3(bytes.fromhex(text)).digest() for text in ("0000803f00000040", "00004040")]
+    assert digest([a, b]) == blake3(b"".join(hashes)).hexdigest()
+
+
+def test_the_digest_sees_the_last_bit_the_sign_of_zero_and_the_cut() -> None:
+    theta = torch.tensor([1.0, 0.0, 3.0])
+    nearby = theta.clone()
+    nearby[0] = torch.nextafter(theta[0], torch.tensor(2.0))
+    others = [[nearby], [torch.tensor([1.0, -0.0, 3.0])], [theta[:1], theta[1:]], [theta, torch.zeros(0)]]
+    assert len({digest(one) for one in [[theta], *others]}) == 5
+    assert digest([torch.stack([theta, theta], dim=1)[:, 0]]) == digest([theta]), "a strided view counts by its values"

@@ -1,0 +1,332 @@
+"""The outer state: equal to the oracle, bit-exact through restore and replay, and never half-committed or poisoned."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from edit.codecs import codec_names, decode, encode
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
+from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging.merge import measure
+from edit.merging.outer_state import Measured, Merged, OuterState
+from edit.records import Commit, Verdict
+from edit.reference import Edit, diloco
+
+NUMELS = (700, 5)
+SCHEMA = Schema(
+    tuple(
+        FragmentSpec(fragment_id=i, name=f"f{i}", tensors=(TensorSpec(name=f"f{i}.w", shape=(numel,)),))
+        for i, numel in enumerate(NUMELS)
+    )
+)
+
+
+def configured(
+    optimizer: str = "nesterov",
+    down: str = "fp32",
+    penalty: PenaltyConfig | None = None,
+    lr: float = 0.7,
+    momentum: float = 0.6,
+) -> RunConfig:
+    return RunConfig(
+        penalty=penalty or PenaltyConfig(),
+        outer=OuterConfig(optimizer=optimizer, lr=lr, momentum=momentum),
+        codec=CodecConfig(up="fp32", down=down),
+    )
+
+
+def initial_theta() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(numel, generator=generator) for numel in NUMELS]
+
+
+def moves(round_number: int, i: int, scale: float = 0.1) -> dict[str, Tensor]:
+    """Each peer's pseudo-gradient of fragment i: random, with a common direction and an outlier in some rounds."""
+    generator = torch.Generator().manual_seed(1000 * round_number + i)
+    common = torch.randn(NUMELS[i], generator=generator)
+    outlier = {"b": 30.0} if round_number in (13, 14) else {}
+    return {
+        peer_id: (common + torch.randn(NUMELS[i], generator=generator)) * scale * outlier.get(peer_id, 1.0) for peer_id in "abc"
+    }
+
+
+def contributions(deltas: Mapping[str, Tensor], codec_name: str = "fp32") -> list[Measured]:
+    payloads = {peer_id: encode(codec_name, delta) for peer_id, delta in deltas.items()}
+    return [Measured(peer_id, 20, 1000, measure(payload), payload) for peer_id, payload in payloads.items()]
+
+
+def advance(state: OuterState, round_number: int, codec_name: str = "fp32") -> tuple[Commit, list[Merged]]:
+    merged = [state.reduce(i, contributions(moves(round_number, i), codec_name)) for i in range(len(NUMELS))]
+    return state.commit(round_number + 1, "all in", [state.stage(one) for one in merged]), merged
+
+
+def same_state(a: OuterState, b: OuterState) -> bool:
+    tensors, others = a.to_tensors(), b.to_tensors()
+    equal = tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    return equal and a.metadata() == b.metadata()
+
+
+def through_json(state: OuterState, config: RunConfig) -> OuterState:
+    tensors = {name: tensor.clone() for name, tensor in state.to_tensors().items()}
+    return OuterState.restore(SCHEMA, config, tensors, json.loads(json.dumps(state.metadata())))
+
+
+# Against the oracle.
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+def test_penalty_off_is_the_references_diloco_to_the_bit(momentum: float) -> None:
+    config = configured(penalty=PenaltyConfig(enabled=False), lr=0.7, momentum=momentum)
+    state = OuterState(SCHEMA, config, initial_theta())
+    theta, velocity = initial_theta(), [torch.zeros(numel) for numel in NUMELS]
+    for round_number in range(6):
+        local = [{p: theta[i] - delta for p, delta in moves(round_number, i).items()} for i in range(len(NUMELS))]
+        deltas = [{p: state.theta[i] - local[i][p] for p in local[i]} for i in range(len(NUMELS))]
+        state.commit(1, "", [state.stage(state.reduce(i, contributions(deltas[i]))) for i in range(len(NUMELS))])
+        for i in range(len(NUMELS)):
+            theta[i], velocity[i] = diloco(theta[i], velocity[i], local[i], 0.7, momentum)
+            assert torch.equal(state.theta[i], theta[i])
+
+
+def test_penalty_on_is_the_references_edit_with_the_same_verdicts() -> None:
+    config = configured(penalty=PenaltyConfig(norm="raw", idle_ratio=0.0, clip=1.0), lr=0.8, momentum=0.85)
+    state = OuterState(SCHEMA, config, initial_theta())
+    oracles = [Edit(theta=theta, lr=0.8, mu=0.85, clip=1.0) for theta in initial_theta()]
+    flagged = clipped = 0
+    for round_number in range(20):
+        staged = []
+        for i, oracle in enumerate(oracles):
+            deltas = moves(round_number, i)
+            merged = state.reduce(i, contributions(deltas))
+            weights = oracle.round({p: oracle.theta - delta for p, delta in deltas.items()})
+            assert {v.peer_id: v.weight for v in merged.verdicts} == pytest.approx(weights, rel=1e-3, abs=1e-6)
+            flagged += sum(v.verdict is Verdict.ANOMALOUS for v in merged.verdicts)
+            clipped += merged.clip < 1
+            staged.append(state.stage(merged))
+        state.commit(round_number, "", staged)
+        for i, oracle in enumerate(oracles):
+            assert torch.allclose(state.theta[i], oracle.theta, rtol=1e-4, atol=1e-5)
+    assert flagged >= 4 and clipped > 0, "the outliers of rounds 13 and 14 and the clip were exercised"
+
+
+# The downlink.
+
+
+@pytest.mark.parametrize("down", codec_names())
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
+def test_a_peer_that_applies_the_published_bytes_has_theta_to_the_bit(down: str, optimizer: str) -> None:
+    state = OuterState(SCHEMA, configured(optimizer, down), initial_theta())
+    theirs = initial_theta()
+    for round_number in range(5):
+        commit, _ = advance(state, round_number, "int8")
+        theirs = [theta - decode(part.payload) for theta, part in zip(theirs, commit.fragments, strict=True) if part.payload]
+        assert commit.outer_step == round_number + 1 == state.outer_step and commit.round_id == round_number + 1
+        assert digest(theirs) == commit.digest == state.digest == digest(state.theta)
+
+
+@pytest.mark.parametrize("down", ["bf16", "fp16", "int8"])
+def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) -> None:
+    exact, coarse = (OuterState(SCHEMA, configured(down=name), initial_theta()) for name in ("fp32", down))
+    for round_number in range(20):
+        advance(exact, round_number)
+        advance(coarse, round_number)
+    for i, theta in enumerate(exact.theta):
+        residual = coarse.to_tensors()[f"residual.{i}"]
+        assert torch.allclose(coarse.theta[i] - residual, theta, atol=1e-4), "what was not sent is in the residual, all of it"
+        assert not torch.equal(coarse.theta[i], theta)
+
+
+# Restore and replay.
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
+@pytest.mark.parametrize("down", ["fp32", "int8"])
+def test_a_restored_state_is_the_same_to_the_bit_and_goes_on_alike(optimizer: str, down: str) -> None:
+    config = configured(optimizer, down)
+    state = OuterState(SCHEMA, config, initial_theta())
+    for round_number in range(13):
+        advance(state, round_number)
+    restored = through_json(state, config)
+    assert same_state(state, restored) and restored.outer_step == 13
+    for round_number in range(13, 17):
+        one, _ = advance(state, round_number)
+        other, _ = advance(restored, round_number)
+        assert one.digest == other.digest
+    assert same_state(state, restored)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
+def test_replaying_the_recorded_merges_gives_the_same_state_to_the_bit(optimizer: str) -> None:
+    """What the journal keeps (D, verdicts, statistics after) is enough: no payload is needed again."""
+    config = configured(optimizer, "int8")
+    state = OuterState(SCHEMA, config, initial_theta())
+    advance(state, 0)
+    replayed = through_json(state, config)
+    recorded = [advance(state, round_number) for round_number in range(1, 16)]
+    for commit, merged in recorded:
+        copies = [dataclasses.replace(one, merged=None if one.merged is None else one.merged.clone()) for one in merged]
+        again = replayed.commit(commit.round_id, commit.reason, [replayed.stage(one) for one in reversed(copies)])
+        assert again.digest == commit.digest
+        for part, published in zip(again.fragments, commit.fragments, strict=True):
+            assert part.payload is not None and published.payload is not None
+            assert bytes(part.payload.data) == bytes(published.payload.data)
+            assert part.verdicts == published.verdicts
+    assert same_state(state, replayed)
+
+
+# Nothing moves before a commit, and all of it moves then.
+
+
+def test_reduce_and_stage_change_nothing_and_old_tensors_stay_as_they_were() -> None:
+    state = OuterState(SCHEMA, configured(down="int8"), initial_theta())
+    advance(state, 0)
+    kept, bits, tensors = state.theta, [theta.clone() for theta in state.theta], state.metadata()
+    merged = state.reduce(0, contributions(moves(1, 0)))
+    recorded = merged.merged.clone() if merged.merged is not None else None
+    first, second = state.stage(merged), state.stage(merged)
+    assert recorded is not None and merged.merged is not None and torch.equal(merged.merged, recorded)
+    assert torch.equal(first.after.theta, second.after.theta)
+    assert state.metadata() == tensors and state.theta[0] is kept[0]
+    advance(state, 1)
+    assert all(torch.equal(theta, before) for theta, before in zip(kept, bits, strict=True))
+    assert not torch.equal(state.theta[0], kept[0])
+
+
+def test_a_commit_needs_every_fragment_once_and_staged_at_this_outer_step() -> None:
+    state = OuterState(SCHEMA, configured(), initial_theta())
+    staged = [state.stage(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
+    before = state.metadata()
+    for wrong in ([], staged[:1], [*staged, staged[0]], [staged[0], staged[0]]):
+        with pytest.raises(LocalProtocolError, match=r"outer step 1 needs fragments \[0, 1\], each once"):
+            state.commit(1, "", wrong)
+    assert state.metadata() == before
+    state.commit(1, "", staged)
+    with pytest.raises(LocalProtocolError, match="another outer step"):
+        state.commit(2, "", staged)
+
+
+def test_a_rollback_fragment_keeps_theta_momentum_and_residual_while_the_other_moves() -> None:
+    state = OuterState(SCHEMA, configured(down="int8"), initial_theta())
+    advance(state, 0)
+    before = state.to_tensors()
+    broken = {p: torch.full((NUMELS[0],), math.nan) for p in "abc"}
+    merged = [state.reduce(0, contributions(broken)), state.reduce(1, contributions(moves(1, 1)))]
+    commit = state.commit(2, "", [state.stage(one) for one in merged])
+    after = state.to_tensors()
+    assert commit.fragments[0].payload is None and commit.fragments[1].payload is not None
+    assert all(torch.equal(after[name], before[name]) for name in before if name.split(".")[1] == "0")
+    assert not torch.equal(after["theta.1"], before["theta.1"])
+    assert state.outer_step == 2 and commit.digest == digest(state.theta)
+
+
+@pytest.mark.parametrize("codec_name", codec_names())
+def test_t2_a_broken_peer_never_poisons_theta(codec_name: str) -> None:
+    state = OuterState(SCHEMA, configured(down="bf16"), initial_theta())
+    for round_number, value in enumerate((math.nan, math.inf, -math.inf, 1e30)):
+        staged = []
+        for i in range(len(NUMELS)):
+            deltas = moves(round_number, i)
+            deltas["b"][0] = value
+            staged.append(state.stage(state.reduce(i, contributions(deltas, codec_name))))
+        state.commit(round_number, "", staged)
+    assert all(bool(tensor.isfinite().all()) for tensor in state.to_tensors().values())
+
+
+@pytest.mark.parametrize(("down", "optimizer", "size"), [("fp16", "sgd", 1e6), ("fp32", "adam", 5e19), ("bf16", "sgd", 3.4e38)])
+def test_a_step_that_overflows_is_a_rollback(down: str, optimizer: str, size: float) -> None:
+    """fp16 ends at 65504, Adam squares, and bf16 rounds fp32's largest numbers up to Inf."""
+    state = OuterState(SCHEMA, configured(optimizer, down, lr=1.0), initial_theta())
+    before = state.to_tensors()
+    merged = [Merged(i, torch.full((numel,), size), (), {}, size, 1.0) for i, numel in enumerate(NUMELS)]
+    commit = state.commit(1, "", [state.stage(one) for one in merged])
+    assert [part.payload for part in commit.fragments] == [None, None]
+    after = state.to_tensors()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_statistics_of_absent_peers_are_kept() -> None:
+    state = OuterState(SCHEMA, configured(), initial_theta())
+    advance(state, 0)
+    staged = [state.stage(state.reduce(i, contributions({"a": moves(1, i)["a"]}))) for i in range(len(NUMELS))]
+    state.commit(2, "", staged)
+    assert {peer_id: statistics.count for peer_id, statistics in state.statistics(0).items()} == {"a": 2, "b": 1, "c": 1}
+
+
+# Wrong input.
+
+
+@pytest.mark.parametrize(
+    "theta",
+    [
+        [torch.zeros(700)],
+        [torch.zeros(700), torch.zeros(6)],
+        [torch.zeros(700, 1), torch.zeros(5)],
+        [torch.zeros(700), torch.zeros(5, dtype=torch.bfloat16)],
+    ],
+)
+def test_t15_theta_that_is_not_flat_fp32_of_the_schema_is_refused(theta: list[Tensor]) -> None:
+    with pytest.raises(LocalProtocolError):
+        OuterState(SCHEMA, configured(), theta)
+
+
+def damaged(name: str, tensor: Tensor | None) -> tuple[dict[str, Tensor], dict[str, object]]:
+    state = OuterState(SCHEMA, configured(), initial_theta())
+    advance(state, 0)
+    tensors = dict(state.to_tensors())
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    return tensors, state.metadata()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("theta.1", None, "theta.1 is missing"),
+        ("outer.0.momentum", None, "outer.0.momentum is missing"),
+        ("outer.0.momentum", torch.zeros(3), "not 700 fp32"),
+        ("theta.1", torch.zeros(5), "does not match its digest"),
+        ("theta.1", torch.zeros(5, dtype=torch.float64), "not 5 fp32"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_storage_error_that_names_the_tensor(name: str, tensor: Tensor | None, message: str) -> None:
+    tensors, metadata = damaged(name, tensor)
+    with pytest.raises(StorageError, match=message):
+        OuterState.restore(SCHEMA, configured(), tensors, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outer_step": None}, "outer_step"),
+        ({"statistics": [{"a": [1.0]}]}, "statistics of fragment 0"),
+        ({"statistics": 3}, "0"),
+    ],
+)
+def test_damaged_metadata_is_a_storage_error(change: dict[str, object], message: str) -> None:
+    state = OuterState(SCHEMA, configured(), initial_theta())
+    with pytest.raises(StorageError, match=message):
+        OuterState.restore(SCHEMA, configured(), state.to_tensors(), {**state.metadata(), **change})
+
+
+def test_another_optimizer_or_model_is_a_configuration_error_but_another_rate_or_codec_is_fine() -> None:
+    state = OuterState(SCHEMA, configured(down="int8"), initial_theta())
+    advance(state, 0)
+    tensors, metadata = state.to_tensors(), state.metadata()
+    with pytest.raises(ConfigError, match=r'outer.optimizer = "adam", but .* "nesterov"'):
+        OuterState.restore(SCHEMA, configured("adam"), tensors, metadata)
+    other = Schema((dataclasses.replace(SCHEMA.fragments[0], name="else"), SCHEMA.fragments[1]))
+    with pytest.raises(ConfigError, match="another model"):
+        OuterState.restore(other, configured(), tensors, metadata)
+    lossless = OuterState.restore(SCHEMA, configured(down="fp32", lr=0.1), tensors, metadata)
+    assert "residual.0" in lossless.to_tensors()
+    advance(lossless, 1)
+    assert "residual.0" not in lossless.to_tensors(), "fp32 has sent what int8 still owed"

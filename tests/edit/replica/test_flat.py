@@ -1,0 +1,84 @@
+"""The order of a fragment's elements, the sign of Delta, fp32 whatever the model's dtype."""
+
+import pytest
+import torch
+from torch import nn
+
+from edit.errors import LocalProtocolError
+from edit.replica.flat import flatten, load_fragment, pseudo_gradient
+
+
+def fragment(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in [(3, 4), (), (5,)]]
+
+
+def test_tensors_lie_row_major_one_after_the_other() -> None:
+    a, b = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]])), nn.Parameter(torch.tensor([5.0]))
+    assert flatten([a, b]).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_transposed_parameter_is_read_and_written_in_its_logical_order() -> None:
+    parameter = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    assert flatten([parameter]).tolist() == [0, 3, 1, 4, 2, 5]
+    load_fragment(torch.arange(6.0), [parameter])
+    assert parameter.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_flat_vectors_are_new_fp32_without_a_graph(dtype: torch.dtype) -> None:
+    parameters = fragment(dtype)
+    flat = flatten(parameters)
+    delta = pseudo_gradient(torch.zeros(18), parameters)
+    for vector in (flat, delta):
+        assert vector.dtype == torch.float32 and vector.shape == (18,) and not vector.requires_grad
+    flat.zero_()
+    assert flatten(parameters).abs().sum() > 0
+
+
+def test_the_pseudo_gradient_is_outer_minus_local() -> None:
+    parameters = fragment()
+    outer = torch.randn(18)
+    assert torch.equal(pseudo_gradient(outer, parameters), outer - flatten(parameters))
+
+
+def test_the_outer_vector_is_not_written() -> None:
+    outer = torch.randn(18)
+    before = outer.clone()
+    pseudo_gradient(outer, fragment(torch.bfloat16))
+    assert torch.equal(outer, before)
+
+
+def test_an_untrained_bf16_model_has_made_no_progress() -> None:
+    """Else every round would round the fp32 outer parameters to bf16 (T15)."""
+    parameters, outer = fragment(torch.bfloat16), torch.randn(18)
+    load_fragment(outer, parameters)
+    assert not torch.equal(flatten(parameters), outer)
+    assert torch.equal(pseudo_gradient(outer, parameters), torch.zeros(18))
+
+
+def test_loading_keeps_dtype_and_identity_and_needs_no_grad_guard() -> None:
+    parameters = fragment(torch.bfloat16)
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    load_fragment(torch.full((18,), 0.5), parameters)
+    assert all(parameter.dtype == torch.bfloat16 and bool((parameter == 0.5).all()) for parameter in parameters)
+    assert [parameter.data_ptr() for parameter in parameters] == addresses
+    assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in parameters)
+
+
+@pytest.mark.parametrize("size", [17, 19])
+def test_a_vector_of_another_size_is_our_bug(size: int) -> None:
+    with pytest.raises(LocalProtocolError, match=f"18 elements was given a vector of {size}"):
+        load_fragment(torch.zeros(size), fragment())
+    with pytest.raises(LocalProtocolError):
+        pseudo_gradient(torch.zeros(size), fragment())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_model_on_a_gpu_reads_and_writes_the_same_bits() -> None:
+    here, there = fragment(), [nn.Parameter(parameter.detach().cuda()) for parameter in fragment()]
+    outer = torch.randn(18)
+    assert torch.equal(flatten(here), flatten(there))
+    assert torch.equal(pseudo_gradient(outer, here), pseudo_gradient(outer, there))
+    load_fragment(outer, there)
+    assert torch.equal(flatten(there), outer)

@@ -1,0 +1,349 @@
+"""The round machine under random events: what must hold whatever happens. Its decisions one by one are in the transcripts."""
+
+from __future__ import annotations
+
+import ast
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edit.rounds.machine
+from edit.config.run import RoundsConfig
+from edit.errors import LocalProtocolError
+from edit.fragments.groups import fragments_due
+from edit.rounds.events import (
+    Arrived,
+    Commit,
+    CommitSucceeded,
+    Effect,
+    Event,
+    Faulted,
+    MemberLost,
+    MemberReady,
+    Offered,
+    Pause,
+    Phase,
+    Reduce,
+    Reduced,
+    Refused,
+    Resume,
+    RoundClosed,
+    RoundFailed,
+    RoundOpened,
+    RunFinished,
+    Tick,
+)
+from edit.rounds.machine import RoundMachine
+
+PEERS = ("a", "b", "c", "d")
+FRAGMENTS = 4
+
+
+def due(outer_step: int, groups: int = 1) -> tuple[int, ...]:
+    return fragments_due(outer_step, FRAGMENTS, groups, "strided")
+
+
+def machine(groups: int = 1, **settings: object) -> RoundMachine:
+    config = RoundsConfig(**settings)  # type: ignore[arg-type]
+    return RoundMachine(config, due=lambda step: due(step, groups), outer_step=0, outer_steps=6, first_round_id=1_000_001)
+
+
+class Watched:
+    """A machine, a shell that answers its effects when told to, and the invariants, checked after every event."""
+
+    def __init__(self, quorum: int, start_peers: int, groups: int = 1, **settings: object) -> None:
+        settings = {"floor_s": 2, "ceiling_s": 40, "grace_s": 1, **settings}
+        self.machine = machine(groups, quorum=quorum, start_peers=start_peers, **settings)
+        self.quorum, self.groups = quorum, groups
+        self.now = 0.0
+        self.asked: deque[Reduce] = deque()
+        self.commits: deque[Commit] = deque()
+        self.arrived: set[tuple[str, int]] = set()  # of the open round
+        self.reduced: dict[int, frozenset[str]] = {}  # fragment -> with whom
+        self.open_id = self.last_id = 0
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        return due(self.machine.outer_step, self.groups)
+
+    def feed(self, event: Event) -> list[Effect]:
+        step, phase = self.machine.outer_step, self.machine.phase
+        if isinstance(event, Arrived) and event.round_id == self.open_id and phase in (Phase.COLLECTING, Phase.GATHERING):
+            self.arrived.add((event.peer_id, event.fragment_id))
+        effects = self.machine.handle(event, self.now)
+        committed = any(isinstance(effect, RoundClosed) and effect.committed for effect in effects)
+        assert self.machine.outer_step == step + committed
+        assert not committed or isinstance(event, CommitSucceeded)
+        for effect in effects:
+            self.check(effect, event)
+        assert self.machine.round_id == self.open_id
+        assert (self.machine.phase is Phase.COMMITTING) <= bool(self.open_id)
+        return effects
+
+    def check(self, effect: Effect, event: Event) -> None:
+        match effect:
+            case RoundOpened():
+                assert self.open_id == 0 and effect.round_id > self.last_id
+                assert effect.outer_step == self.machine.outer_step and effect.expected and effect.deadline > self.now
+                self.open_id = self.last_id = effect.round_id
+                self.arrived.clear(), self.reduced.clear(), self.asked.clear(), self.commits.clear()
+            case Reduce():
+                assert effect.round_id == self.open_id and effect.fragment_id not in self.reduced
+                assert len(effect.peers) >= self.quorum and list(effect.peers) == sorted(set(effect.peers))
+                assert all((peer_id, effect.fragment_id) in self.arrived for peer_id in effect.peers)
+                self.reduced[effect.fragment_id] = frozenset(effect.peers)
+                self.asked.append(effect)
+            case Commit():
+                assert effect.round_id == self.open_id and effect.outer_step == self.machine.outer_step + 1
+                assert self.reduced.keys() == set(self.due) and not self.asked and not self.commits
+                of_any = frozenset().union(*self.reduced.values())
+                of_all = of_any.intersection(*self.reduced.values())
+                assert not set(effect.missing) & of_any
+                assert {peer_id for peer_id in PEERS if f"{peer_id} in part" in effect.reason} == of_any - of_all
+                self.commits.append(effect)
+            case RoundClosed():
+                assert effect.round_id == self.open_id and effect.reason and effect.seconds >= 0
+                self.open_id = 0
+            case Refused():
+                assert isinstance(event, Offered | Arrived) and effect.peer_id == event.peer_id and effect.reason
+            case RunFinished():
+                assert self.machine.phase is Phase.FINISHED
+
+    def act(self, word: str, peer_id: str, number: int, offset: int) -> None:
+        """One random action; `offset` makes steps and round ids wrong now and then."""
+        step, round_id = self.machine.outer_step, self.machine.round_id
+        match word:
+            case "ready":
+                self.feed(MemberReady(peer_id, step + offset))
+            case "lost":
+                self.feed(MemberLost(peer_id, "closed"))
+            case "offer":
+                self.feed(Offered(peer_id, round_id + offset, step, number % (FRAGMENTS + 1)))
+            case "arrive":
+                self.feed(Arrived(peer_id, round_id + offset, self.due[number % len(self.due)]))
+            case "send":
+                for fragment_id in self.due:
+                    self.feed(Arrived(peer_id, round_id, fragment_id))
+            case "fault":
+                self.feed(Faulted(peer_id, round_id + offset, "bad bytes"))
+            case "reduced" if self.asked:
+                effect = self.asked.popleft()
+                self.feed(Reduced(effect.round_id, effect.fragment_id))
+            case "committed" if self.commits:
+                self.feed(CommitSucceeded(self.commits.popleft().round_id))
+            case "failed":
+                self.feed(RoundFailed(round_id + offset, "disk full"))
+            case "wait":
+                self.now += number
+                self.feed(Tick())
+                wakeup = self.machine.next_wakeup()
+                assert wakeup is None or wakeup > self.now
+            case "pause":
+                self.feed(Pause())
+            case "resume":
+                self.feed(Resume())
+
+
+WORDS = ["ready"] * 4 + ["send"] * 4 + ["arrive"] * 3 + ["offer", "lost", "fault", "failed", "pause", "resume"]
+WORDS += ["reduced"] * 3 + ["committed"] * 3 + ["wait"] * 2
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(WORDS), st.sampled_from(PEERS), st.integers(0, 30), st.sampled_from([0, 0, 0, 0, -1, -2, 1])),
+    max_size=80,
+)
+
+
+def watched(
+    actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int = 1, **settings: object
+) -> Watched:
+    run = Watched(quorum, start_peers, groups, **settings)
+    for action in actions:
+        run.act(*action)
+    return run
+
+
+@settings(deadline=None, max_examples=300)
+@given(ACTIONS, st.integers(1, 3), st.integers(1, 3), st.integers(1, FRAGMENTS))
+def test_invariants_hold_whatever_happens(
+    actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int
+) -> None:
+    watched(actions, quorum, start_peers, groups)
+
+
+@settings(deadline=None, max_examples=200)
+@given(ACTIONS, st.integers(1, 3))
+def test_lost_peers_never_block(actions: list[tuple[str, str, int, int]], quorum: int) -> None:
+    """With a quorum complete, the loss of everybody who is missing closes the collection: no tick is needed."""
+    run = watched(actions, quorum, 1)
+    round_id = run.machine.round_id
+    if run.machine.phase is Phase.COLLECTING and len(run.machine.arrived) >= quorum:
+        for peer_id in sorted(run.machine.expected - run.machine.arrived):
+            run.feed(MemberLost(peer_id, "closed"))
+        assert (run.machine.phase, run.machine.round_id) == (Phase.COMMITTING, round_id)
+
+
+@settings(deadline=None, max_examples=200)
+@given(ACTIONS, st.integers(1, 3))
+def test_a_collection_never_outlives_its_deadline(actions: list[tuple[str, str, int, int]], quorum: int) -> None:
+    run = watched(actions, quorum, 1)
+    round_id, deadline = run.machine.round_id, run.machine.deadline
+    if deadline is not None:
+        assert deadline <= run.now + 40
+        wakeup = run.machine.next_wakeup()
+        assert wakeup is not None and wakeup <= deadline
+        run.now = max(run.now, deadline)
+        run.feed(Tick())
+        assert run.machine.phase is Phase.COMMITTING or run.machine.round_id != round_id
+
+
+@settings(deadline=None, max_examples=200)
+@given(ACTIONS, st.integers(1, 3))
+def test_with_slack_only_grace_a_quorum_waits_for_nobody_beyond_it(
+    actions: list[tuple[str, str, int, int]], quorum: int
+) -> None:
+    run = watched(actions, quorum, 1, wait="slack")
+    if run.machine.phase is Phase.COLLECTING and len(run.machine.arrived) >= quorum:
+        wakeup = run.machine.next_wakeup()
+        assert wakeup is not None and wakeup <= run.now + 1
+        run.now = wakeup
+        run.feed(Tick())
+        assert run.machine.phase is Phase.COMMITTING
+
+
+@settings(deadline=None, max_examples=100)
+@given(ACTIONS, st.integers(1, 3), st.sampled_from(["times", "slack"]))
+def test_a_wakeup_changes_something(actions: list[tuple[str, str, int, int]], quorum: int, wait: str) -> None:
+    run = watched(actions, quorum, 1, wait=wait)
+    round_id, wakeup = run.machine.round_id, run.machine.next_wakeup()
+    if wakeup is not None:
+        run.now = max(run.now, wakeup)
+        run.feed(Tick())
+        assert run.machine.phase is Phase.COMMITTING or run.machine.round_id != round_id
+
+
+@settings(deadline=None, max_examples=100)
+@given(ACTIONS, st.integers(1, FRAGMENTS))
+def test_the_run_can_always_go_on(actions: list[tuple[str, str, int, int]], groups: int) -> None:
+    """From any state: resume, everybody is here and sends, the shell answers; the outer step advances."""
+    run = watched(actions, 2, 2, groups)
+    run.feed(Resume())
+    before = run.machine.outer_step
+    if run.machine.phase is Phase.COMMITTING:
+        run.feed(RoundFailed(run.machine.round_id, "given up"))
+    run.feed(RoundFailed(run.machine.round_id, "anew"))
+    for peer_id in PEERS:
+        run.feed(MemberReady(peer_id, run.machine.outer_step))
+    for peer_id in PEERS:
+        run.act("send", peer_id, 0, 0)
+    while run.asked:
+        run.act("reduced", "", 0, 0)
+    run.act("committed", "", 0, 0)
+    assert run.machine.outer_step == min(before + 1, 6)
+
+
+def test_the_same_events_give_the_same_effects() -> None:
+    def effects() -> list[Effect]:
+        subject = machine(quorum=2, start_peers=2)
+        events: list[Event] = [MemberReady(peer_id, 0) for peer_id in "cab"]
+        events += [Arrived(peer_id, 1_000_001, i) for peer_id in "bca" for i in range(FRAGMENTS)]
+        return [effect for event in events for effect in subject.handle(event, 1.0)]
+
+    assert effects() == effects()
+    assert [effect.peers for effect in effects() if isinstance(effect, Reduce)] == [("a", "b", "c")] * FRAGMENTS
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Reduced(1_000_001, 0), CommitSucceeded(1_000_001), Arrived("a", 1_000_001, FRAGMENTS)],
+    ids=lambda e: type(e).__name__,
+)
+def test_results_nobody_asked_for_are_our_own_bug(event: Event) -> None:
+    subject = machine()
+    subject.handle(MemberReady("a", 0), 0.0)
+    with pytest.raises(LocalProtocolError):
+        subject.handle(event, 1.0)
+    assert (subject.outer_step, subject.phase) == (0, Phase.COLLECTING)
+
+
+def test_only_peers_that_were_there_from_the_opening_on_are_measured() -> None:
+    """A latecomer's or a returned peer's time says nothing about how long a round should wait for it."""
+    run = Watched(quorum=1, start_peers=2)
+    for peer_id in "ab":
+        run.feed(MemberReady(peer_id, 0))
+    for _ in range(3):
+        run.now += 8
+        step, round_id = run.machine.outer_step, run.machine.round_id
+        run.act("offer", "b", 0, 0)
+        run.feed(MemberLost("b", "closed"))
+        for peer_id in "bc":  # b comes back to its transfer, c is new
+            run.feed(MemberReady(peer_id, step))
+        for peer_id in "cba":
+            run.act("send", peer_id, 0, 0)
+        while run.asked:
+            run.act("reduced", "", 0, 0)
+        run.feed(MemberLost("c", "closed"))
+        run.act("committed", "", 0, 0)
+        assert run.machine.round_id > round_id
+    assert run.machine.expected_s("a") == pytest.approx(8 + 6 * 0.8)
+    assert run.machine.expected_s("b") is None and run.machine.expected_s("c") is None
+
+
+def test_a_machine_at_the_last_step_is_finished() -> None:
+    subject = RoundMachine(RoundsConfig(), due=due, outer_step=6, outer_steps=6, first_round_id=1)
+    assert subject.handle(MemberReady("a", 6), 0.0) == []
+    assert subject.phase is Phase.FINISHED
+
+
+def test_impossible_machines() -> None:
+    with pytest.raises(LocalProtocolError, match="first_round_id"):
+        RoundMachine(RoundsConfig(), due=due, outer_step=0, outer_steps=1, first_round_id=0)
+    idle = RoundMachine(RoundsConfig(), due=lambda _: (), outer_step=0, outer_steps=1, first_round_id=1)
+    with pytest.raises(LocalProtocolError, match="no fragment is due"):
+        idle.handle(MemberReady("a", 0), 0.0)
+
+
+def test_a_fragment_of_another_group_is_a_fault_in_an_offer_and_our_own_bug_when_it_arrived() -> None:
+    subject = machine(groups=2)
+    subject.handle(MemberReady("a", 0), 0.0)
+    (refused,) = subject.handle(Offered("a", 1_000_001, 0, 1), 1.0)
+    assert isinstance(refused, Refused) and not refused.stale
+    assert refused.reason == "fragment 1 is not exchanged from outer step 0; 0, 2 are"
+    with pytest.raises(LocalProtocolError, match="fragment 1"):
+        subject.handle(Arrived("a", 1_000_001, 1), 1.0)
+    assert subject.handle(Arrived("a", 1_000_000, 1), 1.0) == [
+        Refused("a", "round 1000000 is not open; round 1000001 is", stale=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "machine",
+        "acceptance",
+        "closing",
+        "deadlines",
+        "contributions",
+        "recent_times",
+        "open_round",
+        "peer_timing",
+        "ready_peers",
+        "events",
+        "taking",
+    ],
+)
+def test_the_deciding_modules_do_no_io(name: str) -> None:
+    """Sans-IO modules never import a clock, chance, a loop, a carrier or a log."""
+    tree = ast.parse(Path(edit.rounds.machine.__file__).with_name(f"{name}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {module.split(".")[0] for module in imported} & {
+        "time",
+        "random",
+        "asyncio",
+        "grpc",
+        "logging",
+        "os",
+        "threading",
+    }

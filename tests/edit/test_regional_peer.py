@@ -1,0 +1,425 @@
+"""A run as one peer of the run above it, both in this process, against a naive computation of two levels."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from edit.config.run import CodecConfig, OuterConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
+from edit.local import LocalRun
+from edit.merging.injection import Injected, Injection
+from edit.regional_peer import Below, OuterModule, RegionalPeer
+from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.models import regression_batches, small_mlp, train_step
+from tests.support.regions import ABOVE, EVERY, Inner, Site, upper_config
+from tests.support.scripted_peer import flat
+from tests.support.trainee import config
+
+
+def close(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-5) -> bool:
+    return all(torch.allclose(x, y, rtol=0, atol=tolerance) for x, y in zip(a, b, strict=True))
+
+
+class Naive:
+    """Two levels, by the book. theta: above; below: by region; each peer starts a round from its region's parameters."""
+
+    def __init__(self, seeds: Mapping[str, list[int]]) -> None:
+        self.theta = flat(small_mlp(seed=0))
+        self.below = {name: flat(small_mlp(seed=0)) for name in seeds}
+        self.missing = {name: [torch.zeros_like(part) for part in self.theta] for name in seeds}
+        self.batches = {seed: regression_batches(seed) for peers in seeds.values() for seed in peers}
+        self.seeds = seeds
+
+    def turn(self) -> None:
+        """Each region's peers train; their mean, and what came from above meanwhile, is the region's; then the mean above."""
+        for name, seeds in self.seeds.items():
+            trained = [train(self.below[name], self.batches[seed]) for seed in seeds]
+            mean = [sum(parts) / len(seeds) for parts in zip(*trained, strict=True)]
+            self.below[name] = [a + b for a, b in zip(mean, self.missing[name], strict=True)]
+        self.theta = [sum(parts) / len(self.seeds) for parts in zip(*self.below.values(), strict=True)]
+        self.missing = {name: [a - b for a, b in zip(self.theta, own, strict=True)] for name, own in self.below.items()}
+
+
+def train(start: list[Tensor], batches: Iterator[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    model = small_mlp(seed=0)
+    with torch.no_grad():
+        vector = torch.cat(start)
+        for parameter in model.parameters():
+            parameter.copy_(vector[: parameter.numel()].view(parameter.shape))
+            vector = vector[parameter.numel() :]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(EVERY):
+        train_step(model, optimizer, next(batches))
+    return flat(model)
+
+
+def two_sites(above: RunConfig | None = None) -> tuple[LocalRun, Site, Site]:
+    above = above or upper_config()
+    upper = LocalRun(above, ["east", "west"])
+    return upper, Site(upper, above, "east", [1, 2]), Site(upper, above, "west", [3, 4])
+
+
+def turns(update_points: tuple[Site, ...], times: int) -> None:
+    for _ in range(times):
+        for site in update_points:
+            site.turn()
+        for site in update_points:
+            site.hand_down()
+
+
+def test_two_regions_of_two_peers_are_the_two_level_mean_of_all_four() -> None:
+    upper, east, west = two_sites()
+    naive = Naive({"east": [1, 2], "west": [3, 4]})
+    for turn in range(1, 7):
+        turns((east, west), 1)
+        naive.turn()
+        assert upper.state.outer_step == turn
+        assert close(upper.state.theta, naive.theta)
+        assert close(east.run.state.theta, naive.below["east"]) and close(west.run.state.theta, naive.below["west"])
+    assert not close(east.run.state.theta, west.run.state.theta, 1e-3)  # each has its own progress since
+
+
+def test_after_the_first_turn_the_run_above_is_the_mean_of_all_four_peers() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 1)
+    peers = [flat(peer.model) for site in (east, west) for peer in site.peers]
+    mean = [sum(parts) / 4 for parts in zip(*peers, strict=True)]
+    assert close(upper.state.theta, mean)
+
+
+def test_what_is_in_below_leaves_nothing_and_p_is_then_the_same_bits() -> None:
+    _, east, west = two_sites(upper_config(codec=CodecConfig(up="int8", down="bf16")))
+    for _ in range(4):
+        turns((east, west), 1)
+        assert east.region.injection() is not None
+        east.turn()
+        west.turn()
+        ours = east.region._whole()
+        assert all(torch.equal(a, b) for a, b in zip(ours, east.run.state.theta, strict=True))
+        for site in (east, west):
+            site.hand_down()
+
+
+def test_the_run_above_may_exchange_less_often() -> None:
+    above = upper_config(sync=SyncConfig(every=2 * EVERY, outer_steps=1000))
+    upper, east, west = two_sites(above)
+    turns((east, west), 1)
+    assert upper.state.outer_step == 0 and not east.region.worker.pending
+    turns((east, west), 1)
+    assert upper.state.outer_step == 1
+    peers = [site.run.state.theta for site in (east, west)]
+    assert close(upper.state.theta, [(a + b) / 2 for a, b in zip(*peers, strict=True)])
+
+
+def test_a_region_counts_the_inner_steps_and_tokens_of_the_run_below() -> None:
+    upper, east, west = two_sites(upper_config(sync=SyncConfig(every=2 * EVERY, outer_steps=1000)))
+    turns((east, west), 2)
+    assert east.region.worker.inner_steps == 2 * EVERY
+    assert upper._tokens == 2 * 200
+
+
+def test_a_region_that_is_ahead_trains_on_and_keeps_what_it_did_since() -> None:
+    upper, east, west = two_sites()
+    east.turn()
+    assert east.region.worker.pending
+    sent = east.region._whole()
+    east.region.settle()
+    east.train()
+    later = copy.deepcopy(east.run.state.theta)
+    west.turn()
+    east.region.moved(east.below())
+    west.hand_down()
+    east.hand_down()
+    assert upper.state.outer_step == 1
+    since = [a - b for a, b in zip(later, sent, strict=True)]
+    assert close(east.region._whole(), [a + b for a, b in zip(upper.state.theta, since, strict=True)])
+
+
+def test_a_region_that_missed_commits_above_follows_and_loses_nothing() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 1)
+    east.turn()
+    upper.close("nobody waits for the west")
+    east.hand_down()
+    west.turn()
+    before = west.run.state.theta
+    west.hand_down()
+    assert upper.state.outer_step == 2 and west.region.worker.outer_step == 2
+    progress = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
+    assert not close(progress, [torch.zeros_like(part) for part in progress], 1e-4) and before
+
+
+# A fresh run below, and coming back.
+
+
+def trained_above() -> tuple[LocalRun, RunConfig]:
+    """A run above that has advanced, with another region."""
+    above = upper_config()
+    upper = LocalRun(above, ["east", "west"])
+    east = Site(upper, above, "east", [1, 2])
+    upper.leave("west")
+    turns((east,), 3)
+    assert upper.state.outer_step == 3
+    east.crash()
+    upper.leave("east")
+    return upper, above
+
+
+def test_a_fresh_run_below_takes_the_parameters_above_and_never_becomes_the_model() -> None:
+    upper, above = trained_above()
+    before = [part.clone() for part in upper.state.theta]
+    west = Site(upper, above, "west", [3, 4], model_seed=7)
+    assert west.region.fresh
+    west.train(2)  # from a random start, worth nothing
+    west.region.moved(west.below())
+    west.hand_down()
+    assert west.region.fresh and upper.state.outer_step == 3
+    west.turn()
+    assert not west.region.fresh
+    assert close(west.run.state.theta, before, 1e-6)  # not even the round that it came with is added
+    assert close(upper.state.theta, before, 0.0) and not west.region.worker.pending
+    west.hand_down()
+    west.turn()
+    west.hand_down()
+    progress = [a - b for a, b in zip(upper.state.theta, before, strict=True)]
+    assert upper.state.outer_step == 4 and not close(upper.state.theta, before, 1e-4)
+    assert close(progress, [a - b for a, b in zip(west.run.state.theta, before, strict=True)], 1e-5)
+
+
+def test_the_founder_of_the_run_above_need_not_take_it() -> None:
+    above = upper_config()
+    upper = LocalRun(above, ["east"])
+    site = Site(upper, above, "east", [1, 2], model_seed=5)
+    assert not site.region.fresh
+    injection = site.region.injection()
+    assert injection is not None and not injection.fragments and not injection.replaces
+    site.hand_down()
+    site.turn()
+    assert site.run.state.injected == Injected(ABOVE, 0, 0)
+
+
+def test_a_restarted_region_goes_on_where_it_was() -> None:
+    upper, east, west = two_sites(upper_config(sync=SyncConfig(every=2 * EVERY, outer_steps=1000)))
+    turns((east, west), 3)
+    assert east.run.state.injected == Injected(ABOVE, 1, 2)
+    progress = [a - b for a, b in zip(east.run.state.theta, upper.state.theta, strict=True)]
+    east.crash()
+    east.join()
+    assert east.region.worker.inner_steps == EVERY  # of the commit below that is not above yet
+    ours = [a - b for a, b in zip(east.region._whole(), upper.state.theta, strict=True)]
+    assert close(ours, progress, 0.0)
+    turns((east, west), 1)
+    assert upper.state.outer_step == 2
+    assert close(upper.state.theta, [(a + b) / 2 for a, b in zip(east.run.state.theta, west.run.state.theta, strict=True)])
+
+
+def test_a_region_that_was_away_while_others_went_on_keeps_its_own_progress() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    east.turn()
+    west.turn()  # both sent, committed
+    east.hand_down()
+    west.hand_down()
+    west.train()
+    west.region.moved(west.below())  # in with it
+    progress = [a - b for a, b in zip(west.run.state.theta, upper.state.theta, strict=True)]
+    theta = [part.clone() for part in upper.state.theta]
+    west.crash()
+    upper.leave("west")
+    east.turn()
+    east.hand_down()
+    assert upper.state.outer_step == 4
+    west.join()
+    moved = [a - b for a, b in zip(upper.state.theta, theta, strict=True)]
+    ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
+    assert close(ours, progress, 1e-6) and not close(moved, [torch.zeros_like(part) for part in moved], 1e-4)
+    injection = west.region.injection()
+    assert injection is not None and close([injection.fragments[i] for i in range(2)], moved, 1e-6)
+
+
+def test_what_was_done_below_after_a_contribution_that_is_above_goes_on_top() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    east.turn()
+    west.turn()
+    assert upper.state.outer_step == 3 and west.memory.times == 3
+    sent = [part.clone() for part in west.run.state.theta]
+    west.crash()  # it has contributed, and could not hand down what came of it
+    west.train(2)
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
+    assert close(ours, since, 1e-6) and not close(since, [torch.zeros_like(part) for part in since], 1e-3)
+    assert west.region.worker.inner_steps == EVERY and west.region.worker.pending  # at once, all there is
+    for site in (east, west):
+        site.hand_down()
+    east.turn()  # and with it the next commit above
+    west.turn()
+    assert west.run.state.injected == Injected(ABOVE, 3, 3) and upper.state.outer_step == 4
+
+
+def test_what_is_no_longer_kept_above_costs_at_most_what_was_sent() -> None:
+    upper, east, west = two_sites(upper_config(storage=StorageConfig(keep_updates=1)))
+    turns((east, west), 2)
+    west.train()
+    west.region.moved(west.below())
+    sent = [part.clone() for part in west.run.state.theta]
+    west.crash()
+    upper.leave("west")
+    for _ in range(3):
+        east.turn()
+        east.hand_down()
+    west.train()
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
+    assert close(ours, since, 1e-6)
+
+
+def test_without_its_memory_what_may_be_above_already_is_not_counted_again() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    east.turn()
+    west.turn()
+    assert upper.state.outer_step == 3
+    west.crash()
+    west.memory.last = None
+    west.join()
+    assert close(west.region._whole(), upper.state.theta, 0.0)
+    west.hand_down()
+    east.hand_down()
+    turns((east, west), 1)
+    assert upper.state.outer_step == 4
+
+
+# What does not fit.
+
+
+def test_the_run_above_must_exchange_at_a_multiple() -> None:
+    above = upper_config(sync=SyncConfig(every=EVERY + 1, outer_steps=10))
+    with pytest.raises(ConfigError, match="every 4 inner steps, the run below every 3"):
+        Site(LocalRun(above, ["east"]), above, "east", [1])
+
+
+@pytest.mark.parametrize(
+    ("sync", "words"), [(SyncConfig(every=4, groups=2), "sync.groups = 2"), (SyncConfig(every=4, mode="eager"), "sync.mode")]
+)
+def test_a_run_with_groups_or_estimates_has_no_run_above(sync: SyncConfig, words: str) -> None:
+    below = Below(0, 0, None, tuple(flat(small_mlp())))
+    schema = plan_fragments(small_mlp().named_parameters())
+    with pytest.raises(RefusedError, match=words):
+        RegionalPeer(
+            schema, below, LocalRun(upper_config(), ["east"]).collective("east"), upper_config(), config(sync=sync), ABOVE
+        )
+
+
+def test_another_model_above_is_refused() -> None:
+    above = upper_config()
+    upper = LocalRun(above, ["other", "east"])
+    other = nn.Linear(2, 2)
+    EditWorker(other, torch.optim.SGD(other.parameters()), upper.collective("other"), WorkerConfig()).__enter__()
+    with pytest.raises(RefusedError, match=r"another model: tensor weight of the run stands where the peer has 0\.weight"):
+        Site(upper, above, "east", [1])
+
+
+def test_a_run_below_follows_one_run_above_for_ever() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    east.crash()
+    with pytest.raises(RefusedError, match="the run below follows run above, not elsewhere"):
+        RegionalPeer(
+            east.run.state.schema, east.below(), upper.collective("east"), east.upper_config, east.config, "elsewhere"
+        ).__enter__()
+
+
+def test_somebody_elses_injection_is_noticed() -> None:
+    _, east, west = two_sites()
+    turns((east, west), 2)
+    east.train()
+    below = east.below()
+    with pytest.raises(RefusedError, match="somebody else injects"):
+        east.region.moved(dataclasses.replace(below, injected=Injected(ABOVE, 77, 0)))
+    with pytest.raises(RefusedError, match="back to"):
+        east.region.moved(dataclasses.replace(below, outer_step=1))
+
+
+def injection(run: LocalRun, **changes: object) -> Injection:
+    parts = {i: torch.ones_like(part) for i, part in enumerate(run.state.theta)}
+    values = {"brings": Injected(ABOVE, 5, 0), "base": None, "replaces": False, "fragments": parts}
+    return Injection(**values | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"base": Injected(ABOVE, 4, 0)}, StaleError, "computed for outer step 4 of above, but nothing is in"),
+        ({"brings": Injected(ABOVE, 5, 1)}, RemoteProtocolError, "tells of outer step 1"),
+        ({"fragments": {0: torch.ones(3)}}, RemoteProtocolError, "fragment 0 of an injection does not fit"),
+        ({"fragments": {0: torch.full((30,), torch.nan)}}, RemoteProtocolError, "not finite"),
+        ({"fragments": {}, "replaces": True}, RemoteProtocolError, "must be all of them"),
+    ],
+)
+def test_a_run_takes_only_what_fits(changes: dict[str, object], error: type[Exception], words: str) -> None:
+    run = LocalRun(config(), ["a"], theta=flat(small_mlp()))
+    run.join("a", plan_fragments(small_mlp().named_parameters()), lambda: [])
+    with pytest.raises(error, match=words):
+        run.inject(injection(run, **changes))
+
+
+def test_each_outer_step_above_is_taken_once_and_in_order() -> None:
+    _, east, west = two_sites()
+    turns((east, west), 2)
+    base = east.run.state.injected
+    assert base == Injected(ABOVE, 1, 1)
+    with pytest.raises(RemoteProtocolError, match="cannot follow"):
+        east.run.inject(injection(east.run, base=base, brings=Injected(ABOVE, 1, 1)))
+    with pytest.raises(RemoteProtocolError, match="cannot follow"):
+        east.run.inject(injection(east.run, base=base, replaces=True))
+    with pytest.raises(RefusedError, match="this run is below run above"):
+        east.run.inject(injection(east.run, base=base, brings=Injected("other", 5, 0)))
+
+
+def test_momentum_below_does_not_see_what_is_injected() -> None:
+    below = config(outer=OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9), sync=SyncConfig(every=EVERY, outer_steps=99))
+    runs = [LocalRun(below, ["a"]) for _ in range(2)]
+    peers = [Inner(run, "a", 1, 0) for run in runs]
+    for injected in (False, True):
+        run, peer = runs[injected], peers[injected]
+        if injected:
+            run.inject(injection(run))
+        for _ in range(EVERY):
+            train_step(peer.model, peer.optimizer, next(peer.batches))
+    plain, shifted = (run.state.to_tensors() for run in runs)
+    assert torch.equal(plain["outer.0.momentum"], shifted["outer.0.momentum"])
+    assert close([plain["theta.0"] + 1], [shifted["theta.0"]], 1e-6)
+
+
+def test_a_rolled_back_round_still_takes_what_is_injected() -> None:
+    run = LocalRun(config(rounds=RoundsConfig()), ["a"])
+    peer = Inner(run, "a", 1, 0)
+    before = [part.clone() for part in run.state.theta]
+    run.inject(injection(run))
+    with torch.no_grad():
+        for _ in range(EVERY):
+            train_step_nan(peer)
+    assert close(run.state.theta, [part + 1 for part in before], 1e-6)
+    assert run.state.injected == Injected(ABOVE, 5, 0)
+
+
+def train_step_nan(peer: Inner) -> None:
+    for parameter in peer.model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    peer.optimizer.step()
+
+
+def test_a_schema_that_is_not_of_parameters_alone_is_refused() -> None:
+    schema = Schema((FragmentSpec(fragment_id=0, name="buffers", tensors=(TensorSpec(name="a.b", shape=(2,)),)),))
+    with pytest.raises(ConfigError, match="the model below cannot be a peer"):
+        OuterModule(schema)

@@ -1,0 +1,145 @@
+"""Modes of exchange against the naive oracle: whole trainings of several peers through LocalRun, in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from edit import reference
+from edit.config.run import OuterConfig, RunConfig, SyncConfig
+from edit.errors import ConfigError
+from edit.local import LocalRun
+from edit.replica.replica import Replica
+from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.models import TinyTransformer, token_batches, train_step
+from tests.support.trainee import config
+
+PEERS, EVERY, STEPS = ("a", "b", "c"), 6, 48
+
+
+class Loop:
+    """One peer's own loop: model, AdamW, non-IID data."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        self.model = TinyTransformer().to(dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.batches = token_batches(seed)
+        self.replica = Replica(self.model)  # to read and write fragments
+
+    def step(self) -> float:
+        return train_step(self.model, self.optimizer, next(self.batches))
+
+    def naive(self, own: Any, step: int) -> list[Tensor]:
+        """One inner step from these fragments."""
+        for i, fragment in enumerate(own):
+            self.replica.load_local(i, fragment)
+        self.step()
+        return self.replica.local()
+
+
+def expected(**settings: Any) -> list[list[Tensor]]:
+    """theta after each outer step, by the oracle."""
+    groups = settings.get("groups", 1)
+    loops = {name: Loop(seed).naive for seed, name in enumerate(PEERS)}
+    return reference.streaming(Loop(0).replica.local(), loops, every=EVERY, outer_steps=STEPS // (EVERY // groups), **settings)
+
+
+def ours(run_config: RunConfig, before_step: Callable[[Loop], None] = lambda _: None) -> tuple[list[list[Tensor]], set[str]]:
+    """theta after each outer step, by three workers; and the digests that the peers ended with."""
+    run = LocalRun(run_config, PEERS, theta=Loop(0).replica.local())
+    loops, seen = [Loop(seed) for seed in range(len(PEERS))], []
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(EditWorker(loop.model, loop.optimizer, run.collective(name), WorkerConfig.of(run_config)))
+            for name, loop in zip(PEERS, loops, strict=True)
+        ]
+        for _ in range(STEPS):
+            for loop in loops:
+                before_step(loop)
+                loop.step()
+            if len(seen) < run.state.outer_step:
+                seen.append(run.state.theta)
+    assert {worker.digest for worker in workers} == {run.state.digest}
+    return seen, {worker.digest for worker in workers}
+
+
+def run_of(lr: float = 0.7, mu: float = 0.5, **sync: Any) -> RunConfig:
+    return config(sync=SyncConfig(every=EVERY, **sync), outer=OuterConfig(lr=lr, momentum=mu))
+
+
+def close(actual: list[list[Tensor]], oracle: list[list[Tensor]]) -> None:
+    assert len(actual) == len(oracle)
+    for ours_, theirs in zip(actual, oracle, strict=True):
+        for a, b in zip(ours_, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "forward"])
+@pytest.mark.parametrize(("groups", "pattern"), [(1, "strided"), (3, "strided"), (2, "sequential")])
+def test_at_once_with_groups_is_the_oracles(mode: str, groups: int, pattern: str) -> None:
+    actual, _ = ours(run_of(mode=mode, groups=groups, pattern=pattern))
+    close(actual, expected(groups=groups, pattern=pattern, lr=0.7, mu=0.5))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_forward_gives_the_same_bits_as_blocking(groups: int) -> None:
+    blocking, forward = (ours(run_of(mode=mode, groups=groups)) for mode in ("blocking", "forward"))
+    assert blocking[1] == forward[1]
+
+
+@pytest.mark.parametrize(("mix", "alpha"), [("replay", 0.5), ("replace", 0.5), ("lerp", 0.5), ("lerp", 0.0), ("lerp", 1.0)])
+@pytest.mark.parametrize(("groups", "delay"), [(1, 1), (1, 4), (1, EVERY), (3, 1), (3, 2)])
+def test_delayed_is_the_oracles(mix: str, alpha: float, groups: int, delay: int) -> None:
+    settings: dict[str, Any] = {"groups": groups, "delay": delay, "mix": mix, "alpha": alpha}
+    actual, _ = ours(run_of(mode="delayed", **settings))
+    close(actual, expected(lr=0.7, mu=0.5, **settings))
+
+
+@pytest.mark.parametrize("delay", [1, 3, EVERY])
+@pytest.mark.parametrize(("lr", "mu"), [(1.0, 0.0), (0.7, 0.5)])
+def test_eager_is_the_oracles(delay: int, lr: float, mu: float) -> None:
+    actual, _ = ours(run_of(mode="eager", delay=delay, lr=lr, mu=mu))
+    close(actual, expected(mix="eager", delay=delay, lr=lr, mu=mu))
+
+
+def test_more_groups_than_fragments_is_refused_on_entering() -> None:
+    loop = Loop(0)
+    run = LocalRun(config(), ["a"])
+    with pytest.raises(ConfigError, match="groups = 6: the model has 5 fragments"):
+        EditWorker(loop.model, loop.optimizer, run.collective("a"), WorkerConfig(sync_every=6, groups=6)).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": 5}, r"groups = 5: must divide sync_every \(6\)"),
+        ({"mode": "sometimes"}, "mode = 'sometimes': must be one of blocking, forward, delayed, eager"),
+        ({"mode": "delayed", "delay": 7}, "delay = 7: must not exceed sync_every / groups"),
+        ({"mode": "delayed", "groups": 2, "delay": 4}, "delay = 4: must not exceed"),
+        ({"delay": 0}, "delay = 0: must be at least 1"),
+        ({"mix": "most"}, "mix = 'most'"),
+        ({"alpha": 1.5}, "alpha = 1.5: must be between 0 and 1"),
+        ({"pattern": "random"}, "pattern = 'random'"),
+        ({"mode": "eager"}, 'outer = None: mode = "eager"'),
+        ({"mode": "eager", "outer": OuterConfig(optimizer="adam")}, "outer.optimizer = 'adam': must be one of sgd, nesterov"),
+        ({"mode": "eager", "outer": OuterConfig(), "groups": 2}, 'groups = 2: must be 1 with mode = "eager"'),
+        ({"buffers": "lowest"}, "buffers = 'lowest': a merge weighs all peers"),
+        ({"buffers": "mine"}, "buffers = 'mine': must be one of local, average"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WorkerConfig(**({"sync_every": 6} | settings))
+
+
+def test_a_worker_takes_its_settings_from_the_runs() -> None:
+    sync = SyncConfig(every=8, groups=2, pattern="sequential", mode="delayed", delay=3, mix="lerp", alpha=0.25, strict=True)
+    worker = WorkerConfig.of(config(sync=sync))
+    for name in ("groups", "pattern", "mode", "delay", "mix", "alpha", "strict"):
+        assert getattr(worker, name) == getattr(sync, name)
+    assert (worker.sync_every, worker.interval, worker.codec, worker.outer) == (8, 4, "fp32", config().outer)

@@ -1,0 +1,362 @@
+"""The collective against a scripted coordinator, over real gRPC on loopback: rounds, losses, broken streams, restarts."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+import torch
+
+from edit.codecs import decode, encode
+from edit.errors import EvictedError, RefusedError, TransportError
+from edit.fragments.digest import digest
+from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome
+from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
+from peers.carriers.io_thread import Interrupted
+from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
+from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, schema_of, vectors
+
+
+def test_the_configuration_is_asked_for_without_a_schema() -> None:
+    with run_of(join=False) as (fake, peer):
+        assert peer.collective.configuration() == (config(), 0)
+        assert [hello.schema for hello in fake.hellos] == [None]
+
+
+def test_join_brings_the_outer_parameters_and_heartbeats_tell_of_them() -> None:
+    with run_of(join=False) as (fake, peer):
+        snapshot = peer.collective.join(peer.schema, lambda: pytest.fail("not the founder"))
+        assert all(torch.equal(a, b) for a, b in zip(snapshot.fragments, vectors(SMALL, 0), strict=True))
+        fake.await_(lambda f: f.heartbeats and f.heartbeats[-1].state is PeerState.TRAINING)
+        assert fake.heartbeats[-1].digest == snapshot.digest
+        assert fake.heartbeats[-1].bytes_received > 4 * sum(SMALL)
+
+
+def finish(fake: FakeCoordinator) -> None:
+    fake.commit()
+    fake.change_view(phase=RunPhase.FINISHED, round_id=0)
+
+
+def test_the_founder_sends_its_parameters_and_waits_for_the_first_round() -> None:
+    mine = vectors(SMALL, seed=7)
+    with run_of(founded=False, join=False) as (fake, peer):
+        fake.on_heartbeat = open_when_ready
+        snapshot = peer.collective.join(peer.schema, lambda: mine)
+        assert fake.view.round_id == FIRST_ROUND
+        assert all(torch.equal(a, b) for a, b in zip(snapshot.fragments, mine, strict=True))
+        assert fake.calls["Found"] == 1
+
+
+def test_a_round_commits_and_the_update_is_what_the_coordinator_applied() -> None:
+    with run_of(LARGE) as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        before, deltas = vectors(LARGE, 0), vectors(LARGE, 1)
+        peer.contribute(deltas)
+        outcome = peer.ask()
+        assert isinstance(outcome, Committed)
+        assert fake.state is not None and outcome.commit.digest == fake.state.digest
+        after = [theta - decode(f.payload) for theta, f in zip(before, outcome.commit.fragments, strict=True) if f.payload]
+        assert digest(after) == outcome.commit.digest
+        verdict = outcome.commit.fragments[1].verdict_of("a")
+        assert verdict is not None and verdict.weight == 1.0
+        header = fake.headers[FIRST_ROUND, 1, 0]
+        assert (header.inner_steps, header.tokens, header.total_bytes) == (5, 50, 4 * LARGE[1])
+        assert peer.collective.traffic.sent > 4 * sum(LARGE)
+
+
+def test_an_outer_step_exchanges_its_group_of_fragments_only() -> None:
+    with run_of((24, 40, 8), groups=2) as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        deltas = vectors((24, 40, 8), 1)
+        for outer_step, group in enumerate([(0, 2), (1,), (0, 2)]):
+            for i in group:
+                payload = encode("fp32", deltas[i])
+                peer.collective.contribute(
+                    Contribution(outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload)
+                )
+            outcome = peer.ask(outer_step)
+            assert isinstance(outcome, Committed)
+            assert tuple(part.fragment_id for part in outcome.commit.fragments) == group
+
+
+def test_an_aborted_round_is_tried_again_under_a_new_one() -> None:
+    with run_of() as (fake, peer):
+        fake.script = lambda f: f.abort("the disk is full")
+        peer.contribute(vectors(SMALL, 1))
+        assert peer.ask() == Aborted("the disk is full")
+        fake.script = FakeCoordinator.commit
+        peer.contribute(vectors(SMALL, 2))
+        assert isinstance(peer.ask(), Committed)
+        assert (FIRST_ROUND + 1, 0, 0) in fake.headers
+
+
+def test_contributions_wait_for_an_open_round() -> None:
+    with run_of() as (fake, peer):
+        fake.show(phase=RunPhase.PAUSED, round_id=0)
+        fake.await_(lambda f: any(beat.state is PeerState.TRAINING for beat in f.heartbeats))
+        peer.bridge.wait(lambda: None, timeout=HEARTBEAT_S)
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.heartbeats[-1].state is PeerState.EXCHANGING)
+        assert fake.calls["Contribute"] == 0
+        assert peer.collective.outcome(0, block=False) is None
+        fake.script = FakeCoordinator.commit
+        fake.show(phase=RunPhase.COLLECTING, round_id=FIRST_ROUND + 1)
+        assert isinstance(peer.ask(), Committed)
+
+
+def test_a_peer_that_comes_late_gets_the_update_without_its_own_verdict() -> None:
+    with run_of() as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        peer.contribute(vectors(SMALL, 1))
+        assert isinstance(peer.ask(), Committed)
+        late = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
+        fake.bridge.change(lambda: fake.other_peer_commits(late))
+        peer.contribute(vectors(SMALL, 3), outer_step=1)
+        outcome = peer.ask(1)
+        assert isinstance(outcome, Committed)
+        assert outcome.commit.outer_step == 2
+        assert outcome.commit.fragments[0].verdict_of("b") is not None
+        assert outcome.commit.fragments[0].verdict_of("a") is None
+
+
+def test_an_update_no_longer_kept_means_behind() -> None:
+    with run_of() as (fake, peer):
+        fake.script = _commit_and_forget
+        peer.contribute(vectors(SMALL, 1))
+        outcome = peer.ask()
+        assert isinstance(outcome, NeedsSnapshot) and "no longer kept" in outcome.reason
+        assert peer.collective.snapshot().outer_step == 1
+
+
+def _commit_and_forget(fake: FakeCoordinator) -> None:
+    fake.commit()
+    fake.updates.clear()
+
+
+def test_an_update_is_fetched_while_training_goes_on_and_only_once() -> None:
+    with run_of() as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.calls["FetchUpdate"] == 1)  # nobody has asked for the outcome
+        assert isinstance(peer.ask(), Committed)
+        assert fake.calls["FetchUpdate"] == 1
+
+
+def test_a_view_that_says_so_means_behind() -> None:
+    with run_of() as (fake, peer):
+        fake.show(resync="your digest is not ours")
+        peer.contribute(vectors(SMALL, 1))
+        assert peer.ask() == NeedsSnapshot("your digest is not ours")
+        peer.collective.snapshot()
+        assert peer.collective.outcome(0, block=False) is None
+
+
+def test_a_broken_contribution_resumes_where_it_broke() -> None:
+    with run_of(LARGE) as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        fake.break_contribution_after = [1 << 40, 1 << 20, 1]  # the small fragment, then the large one twice
+        peer.contribute(vectors(LARGE, 1))
+        assert isinstance(peer.ask(), Committed)
+        assert 1 << 20 in fake.starts
+        assert fake.calls["Probe"] >= 2
+
+
+def test_a_refused_contribution_waits_for_the_outcome_of_its_round() -> None:
+    with run_of() as (fake, peer):
+        fake.refuse_contributions = [(grpc.StatusCode.FAILED_PRECONDITION, "the round is closed")]
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.calls["Contribute"] >= 1 and not f.refuse_contributions)
+        assert peer.collective.outcome(0, block=False) is None
+        fake.bridge.change(lambda: fake.abort("too few"))
+        assert peer.ask() == Aborted("too few")
+
+
+def test_a_refusal_for_good_ends_the_peer() -> None:
+    with run_of() as (fake, peer):
+        fake.refuse_contributions = [(grpc.StatusCode.PERMISSION_DENIED, "another model")] * 2
+        peer.contribute(vectors(SMALL, 1))
+        with pytest.raises(RefusedError, match="another model"):
+            peer.ask()
+
+
+def test_a_broken_snapshot_resumes_and_a_damaged_one_is_fetched_again() -> None:
+    with run_of(join=False, sizes=(24, 4000)) as (fake, peer):
+        fake.break_snapshot_after = [1 << 40, 2048]
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.digest == fake.view.digest
+        assert 2048 in fake.starts
+        fake.damage_snapshots = 1
+        assert peer.collective.snapshot().digest == fake.view.digest
+        fake.damage_snapshots = 1 << 30
+        with pytest.raises(TransportError, match="CRC-32"):
+            peer.collective.snapshot()
+
+
+def test_a_snapshot_fetched_ahead_is_what_join_returns() -> None:
+    with run_of(join=False) as (fake, peer):
+        peer.collective.ahead.begin()
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
+        assert not fake.heartbeats
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.digest == fake.view.digest and digest(snapshot.fragments) == snapshot.digest
+        assert (fake.calls["DescribeSnapshot"], fake.calls["FetchSnapshot"]) == (1, len(SMALL))
+        assert peer.collective.snapshot().digest == fake.view.digest
+        assert fake.calls["DescribeSnapshot"] == 2, "it is given once"
+
+
+def test_what_the_run_commits_while_a_snapshot_was_fetched_ahead_is_caught_up_with() -> None:
+    with run_of(join=False) as (fake, peer):
+        peer.collective.ahead.begin()
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
+        theirs = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
+        fake.bridge.change(lambda: fake.other_peer_commits(theirs))
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.outer_step == 0
+        outcome = peer.ask()
+        assert isinstance(outcome, Committed) and outcome.commit.outer_step == 1
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "broken"])
+def test_a_snapshot_that_could_not_be_fetched_ahead_is_fetched_on_joining(trouble: str) -> None:
+    with run_of(join=False, sizes=(24, 4000)) as (fake, peer):
+        fake.damage_snapshots, fake.break_snapshot_after = (1, []) if trouble == "damaged" else (0, [0])
+        peer.collective.ahead.begin()
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == 1)
+        snapshot = peer.collective.join(peer.schema, lambda: [])
+        assert snapshot.digest == fake.view.digest
+        assert fake.calls["DescribeSnapshot"] == 2
+
+
+def test_a_snapshot_of_another_model_is_of_no_use() -> None:
+    with run_of(join=False) as (_, peer):
+        ahead = peer.collective.ahead
+        ahead.begin()
+        assert peer.bridge.call(ahead.of(schema_of((3,)))) is None
+        assert peer.bridge.call(ahead.of(peer.schema)) is None, "it was given up"
+
+
+@pytest.mark.parametrize(("damaged", "kind"), [(1, Committed), (1 << 30, NeedsSnapshot)])
+def test_a_damaged_update_is_fetched_again_and_in_the_end_a_snapshot_is_taken(damaged: int, kind: type[Outcome]) -> None:
+    with run_of() as (fake, peer):
+        fake.script = FakeCoordinator.commit
+        fake.damage_updates = damaged
+        peer.contribute(vectors(SMALL, 1))
+        assert isinstance(peer.ask(), kind)
+        assert fake.calls["FetchUpdate"] == (2 if damaged == 1 else 3)
+
+
+def test_an_evicted_peer_is_told_why() -> None:
+    with run_of() as (fake, peer):
+        peer.contribute(vectors(SMALL, 1))
+        fake.expel = Expel(True, "too noisy")
+        fake.show()
+        assert peer.collective.outcome(0, block=True) == Evicted("too noisy")
+        with pytest.raises(EvictedError, match="too noisy"):
+            peer.collective.check()
+
+
+def test_a_peer_that_does_not_fit_is_refused_on_joining() -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.expel = Expel(False, "tensor f0.weight has shape [1] in the run and [24] at the peer")
+        with pytest.raises(RefusedError, match=r"f0\.weight"):
+            peer.collective.join(peer.schema, lambda: [])
+
+
+def test_a_passing_failure_of_the_coordinator_is_tried_again() -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.refuse_attendance = [(grpc.StatusCode.INTERNAL, "a bug"), (grpc.StatusCode.UNAVAILABLE, "starting")]
+        assert peer.collective.configuration() == (config(), 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "the peer speaks protocol 1, this side 2", RefusedError),
+        (grpc.StatusCode.PERMISSION_DENIED, "the certificate is of another run", RefusedError),
+        (grpc.StatusCode.PERMISSION_DENIED, "evicted: key lost", EvictedError),
+        (grpc.StatusCode.UNAVAILABLE, "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed", RefusedError),
+    ],
+)
+def test_who_is_refused_at_the_door_does_not_knock_again(code: grpc.StatusCode, details: str, error: type[Exception]) -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.refuse_attendance = [(code, details)]
+        with pytest.raises(error):
+            peer.collective.configuration()
+
+
+def test_a_snapshot_that_is_gone_while_it_is_read_is_replaced_by_a_newer_one() -> None:
+    with run_of(join=False) as (fake, peer):
+        fake.lose_snapshots = 2
+        assert peer.collective.join(peer.schema, lambda: []).digest == fake.view.digest
+        assert fake.calls["DescribeSnapshot"] == 3
+
+
+def test_a_finished_run_says_so() -> None:
+    with run_of() as (fake, peer):
+        fake.script = finish
+        peer.contribute(vectors(SMALL, 1))
+        assert isinstance(peer.ask(), Committed)
+        assert peer.ask(1) == Finished(1)
+
+
+def test_in_doubt_while_the_coordinator_is_down_then_committed() -> None:
+    with run_of() as (fake, peer):
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.complete(FIRST_ROUND))
+        fake.stop()
+        assert peer.collective.outcome(0, block=True) is None
+        fake.bridge.change(fake.commit)
+        fake.start()
+        assert isinstance(peer.ask(), Committed)
+
+
+def test_in_doubt_while_the_coordinator_is_down_then_aborted_by_its_restart() -> None:
+    with run_of() as (fake, peer):
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.complete(FIRST_ROUND))
+        fake.stop()
+        assert peer.collective.outcome(0, block=True) is None
+        fake.show(sequence=0, round_id=2_000_001, last_round_id=0)
+        fake.start()
+        outcome = peer.ask()
+        assert isinstance(outcome, Aborted) and "2000001" in outcome.reason
+        fake.script = FakeCoordinator.commit
+        peer.contribute(vectors(SMALL, 1))
+        assert isinstance(peer.ask(), Committed)
+        assert (2_000_001, 0, 0) in fake.headers
+
+
+def test_cut_off_with_nothing_sent_is_a_lost_round_not_a_doubt() -> None:
+    with run_of() as (fake, peer):
+        fake.stop()
+        peer.await_link(False)
+        peer.contribute(vectors(SMALL, 1))
+        outcome = peer.collective.outcome(0, block=True)
+        assert isinstance(outcome, Aborted) and "nothing was sent" in outcome.reason
+        with pytest.raises(TransportError):
+            peer.collective.snapshot()
+        fake.script = FakeCoordinator.commit
+        fake.start()
+        peer.await_link(True)
+        peer.contribute(vectors(SMALL, 2))
+        assert isinstance(peer.ask(), Committed)
+
+
+def test_waits_can_be_interrupted_and_goodbye_is_said() -> None:
+    with run_of() as (fake, peer):
+        peer.contribute(vectors(SMALL, 1))
+        peer.bridge.post(peer.collective.interrupt)
+        start = time.monotonic()
+        with pytest.raises(Interrupted):
+            peer.collective.outcome(0, block=True)
+        assert time.monotonic() - start < 1.0
+        peer.collective.close()
+        fake.await_(lambda f: f.goodbyes)
+
+
+def test_a_report_goes_out_with_the_next_heartbeat() -> None:
+    with run_of() as (fake, peer):
+        peer.collective.report(Heartbeat(state=PeerState.TRAINING, outer_step=3, loss=1.5, inner_steps=40, step_s=0.1))
+        fake.await_(lambda f: f.heartbeats[-1].inner_steps == 40)
+        assert fake.heartbeats[-1].loss == 1.5 and fake.heartbeats[-1].outer_step == 3

@@ -1,0 +1,112 @@
+"""Updates that are applied while they arrive: fragment by fragment, over broken streams, and given up."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from edit.codecs import decode
+from edit.errors import RemoteProtocolError, TransportError
+from edit.fragments.digest import digest
+from edit.records import Committed
+from peers.carriers.hub import data_calls as data_plane
+from peers.carriers.io_thread import Interrupted
+from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.fake_run import Peer, run_of, vectors
+
+SIZES = (24, 40, 600_000)
+
+
+def committed(fake: FakeCoordinator, peer: Peer) -> Committed:
+    fake.script = FakeCoordinator.commit
+    peer.contribute(vectors(SIZES, 1))
+    outcome = peer.ask()
+    assert isinstance(outcome, Committed)
+    return outcome
+
+
+def applied(outcome: Committed) -> str:
+    """The digest of theta once every fragment has arrived."""
+    steps = [decode(each.wait()) for each in outcome.arriving if each is not None]
+    return digest([theta - step for theta, step in zip(vectors(SIZES, 0), steps, strict=True)])
+
+
+def test_a_commit_is_known_before_its_updates_are_here() -> None:
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        fake.hold_update(1)
+        outcome = committed(fake, peer)
+        assert outcome.commit.fragments[0].verdict_of("a") is not None
+        assert outcome.arriving[0] is not None
+        outcome.arriving[0].wait()
+        fake.release_update(1)
+        assert applied(outcome) == outcome.commit.digest
+        assert fake.calls["FetchUpdate"] == 1
+
+
+def test_fragments_may_be_taken_in_any_order_and_again() -> None:
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        outcome = committed(fake, peer)
+        assert outcome.arriving[2] is not None
+        last = outcome.arriving[2].wait()
+        assert applied(outcome) == outcome.commit.digest
+        assert outcome.arriving[2].wait() == last
+
+
+def test_a_broken_stream_does_not_bring_again_what_is_here() -> None:
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        fake.hold_update(2)
+        outcome = committed(fake, peer)
+        for each in outcome.arriving[:2]:
+            assert each is not None
+            each.wait()
+        fake.release_update(2, broken=True)
+        assert applied(outcome) == outcome.commit.digest
+        asked = [None if shards is None else [shard.numel for shard in shards] for shards in fake.asked_for]
+        assert asked == [None, [0, 0, 600_000]]
+
+
+def test_cut_off_on_the_way_an_update_goes_on_when_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_plane, "TRIES", 1)
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        fake.hold_update(1)
+        outcome = committed(fake, peer)
+        fake.await_held()
+        fake.refuse_update = lambda shards: (grpc.StatusCode.UNAVAILABLE, "no route")
+        fake.release_update(1, broken=True)
+        assert outcome.arriving[1] is not None
+        with pytest.raises(TransportError, match=r"the stream broke|no route"):
+            outcome.arriving[1].wait()
+        fake.refuse_update = lambda shards: None
+        assert applied(outcome) == outcome.commit.digest
+
+
+def test_what_is_damaged_again_and_again_is_not_handed_out() -> None:
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        fake.hold_update(1)
+        outcome = committed(fake, peer)
+        assert outcome.arriving[0] is not None and outcome.arriving[1] is not None
+        outcome.arriving[0].wait()
+        fake.damage_updates = 1 << 30
+        fake.release_update(1)
+        with pytest.raises(RemoteProtocolError, match="CRC-32"):
+            outcome.arriving[1].wait()
+
+
+def test_an_update_in_whose_place_a_snapshot_is_taken_is_no_longer_fetched() -> None:
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        fake.hold_update(1)
+        outcome = committed(fake, peer)
+        fake.await_held()
+        snapshot = peer.collective.snapshot()
+        assert snapshot.digest == outcome.commit.digest
+        fake.await_(lambda f: f.calls["abandoned"] == 1)
+
+
+def test_a_signal_ends_the_wait_for_an_update() -> None:
+    with run_of(SIZES, lazy=True) as (fake, peer):
+        fake.hold_update(0)
+        outcome = committed(fake, peer)
+        peer.bridge.post(peer.collective.interrupt)
+        assert outcome.arriving[0] is not None
+        with pytest.raises(Interrupted):
+            outcome.arriving[0].wait()

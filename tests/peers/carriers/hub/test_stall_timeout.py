@@ -1,0 +1,172 @@
+"""Calls in which nothing moves are given up; those in which something does take as long as they like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+import torch
+
+from edit.errors import TransportError
+from edit.fragments.digest import combine, fragment_hash
+from edit.fragments.shards import Shard
+from editpb import data_pb2, data_pb2_grpc, tensors_pb2
+from editpb.convert import make_chunks
+from editpb.messages import SnapshotManifest
+from peers.carriers.hub.assembly import UpdateAssembly
+from peers.carriers.hub.channels import Channels, Traffic
+from peers.carriers.hub.data_calls import DataPlane
+from peers.carriers.hub.stall_timeout import StallTimeout
+from tests.support.fake_donor import FakeDonor, dripping, listening, silent
+from tests.support.fake_run import schema_of, vectors
+from tests.support.wire import header
+
+SIZES = (40,)
+SCHEMA = schema_of(SIZES)
+THETA = vectors(SIZES, seed=3)
+HASHES = tuple(fragment_hash(theta) for theta in THETA)
+STALL_S = 0.2
+MUCH = 1 << 26  # more than travels to who does not read
+WHOLE = [Shard(fragment) for fragment in SCHEMA.fragments]
+
+
+class Speechless(data_pb2_grpc.DataServicer):
+    """Takes every call, reads nothing of it and never answers."""
+
+    async def Contribute(
+        self, requests: AsyncIterator[data_pb2.ContributePart], context: grpc.aio.ServicerContext
+    ) -> data_pb2.ContributionReceipt:
+        await asyncio.Event().wait()
+        return data_pb2.ContributionReceipt()
+
+    async def Found(
+        self, requests: AsyncIterator[data_pb2.FoundPart], context: grpc.aio.ServicerContext
+    ) -> data_pb2.FoundReply:
+        await asyncio.Event().wait()
+        return data_pb2.FoundReply()
+
+    async def FetchUpdate(
+        self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[data_pb2.UpdatePart]:
+        await asyncio.Event().wait()
+        yield data_pb2.UpdatePart()
+
+
+def ask(call: Callable[[DataPlane], Awaitable[object]]) -> None:
+    """Make this call to a coordinator that never answers."""
+
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        data_pb2_grpc.add_DataServicer_to_server(Speechless(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        data = DataPlane(Channels([f"127.0.0.1:{port}"]), "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
+        try:
+            await call(data)
+        finally:
+            await data.close()
+            await server.stop(None)
+
+    asyncio.run(scenario())
+
+
+def never() -> bool:
+    return False
+
+
+def snapshot(aggregator: FakeDonor) -> list[torch.Tensor]:
+    async def scenario() -> list[torch.Tensor]:
+        async with listening(aggregator):
+            manifest = SnapshotManifest(outer_step=12, digest=combine(HASHES), schema=SCHEMA, fragment_hash=HASHES)
+            data = DataPlane(Channels([aggregator.address]), "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
+            try:
+                got = await data.snapshot(manifest, WHOLE, never)
+            finally:
+                await data.close()
+            return list(got.fragments)
+
+    return asyncio.run(scenario())
+
+
+CALLS: dict[str, Callable[[DataPlane], Awaitable[object]]] = {
+    "contribute": lambda data: data.contribute(header(total_bytes=MUCH), memoryview(bytes(MUCH)), never),
+    "found": lambda data: data.found(schema_of((MUCH // 4,)), [torch.zeros(MUCH // 4)], combine(HASHES), never),
+    "update": lambda data: data.update(UpdateAssembly(SCHEMA, 3, (0,), WHOLE), never, lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_that_never_comes_is_not_waited_for(name: str) -> None:
+    with pytest.raises(TransportError, match=r"nothing has moved for 0\.2 s"):
+        ask(CALLS[name])
+
+
+def test_a_snapshot_that_never_comes_is_not_waited_for() -> None:
+    with pytest.raises(TransportError, match="nothing has moved"):
+        snapshot(FakeDonor(SCHEMA, THETA, silent))
+
+
+def test_a_snapshot_that_drips_takes_as_long_as_it_takes() -> None:
+    assert all(map(torch.equal, snapshot(FakeDonor(SCHEMA, THETA, dripping)), THETA))
+
+
+def test_each_movement_gives_the_whole_time_anew() -> None:
+    async def scenario() -> float:
+        loop = asyncio.get_running_loop()
+        now = 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
+        async with StallTimeout(10.0) as moving:
+            for _ in range(5):
+                now += 9.0
+                moving.moved()
+                await asyncio.sleep(0)
+        moving.moved()  # after the end: nothing
+        return now
+
+    assert asyncio.run(scenario()) == 45.0
+
+
+def test_when_all_is_sent_the_answer_may_take_its_time() -> None:
+    async def scenario() -> list[tensors_pb2.Chunk]:
+        loop = asyncio.get_running_loop()
+        now = 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
+        async with StallTimeout(10.0) as moving:
+            chunks = list(moving.sending(make_chunks(memoryview(bytes(10)), 4)))
+            now += 1000.0
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return chunks
+
+    assert [len(chunk.data) for chunk in asyncio.run(scenario())] == [4, 4, 2]
+
+
+def test_what_is_not_all_sent_has_its_bound() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        now = 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
+        async with StallTimeout(10.0) as moving:
+            next(iter(moving.sending(make_chunks(memoryview(bytes(10)), 4))))
+            now += 1000.0
+            await asyncio.Event().wait()
+
+    with pytest.raises(TransportError, match="nothing has moved for 10 s"):
+        asyncio.run(scenario())
+
+
+def test_cancelled_is_cancelled() -> None:
+    async def scenario() -> None:
+        async def hangs() -> None:
+            async with StallTimeout(10.0):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(hangs())
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(scenario())

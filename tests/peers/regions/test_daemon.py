@@ -1,0 +1,69 @@
+"""The regional daemon's loop between two runs in this process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from edit.config.run import SyncConfig
+from edit.fragments.schema import Schema
+from edit.local import LocalRun
+from edit.merging.injection import Injection
+from edit.regional_peer import Below
+from editpb.messages import InjectionState, RunPhase
+from peers.regions.daemon import _Regional
+from tests.support.regions import Site, upper_config
+
+
+class Nobody:
+    """A bridge that does not wait, and a collective that is only reported to."""
+
+    def wait(self, look: object, timeout: float) -> None: ...
+    def check(self) -> None: ...
+    def report(self, heartbeat: object) -> None: ...
+
+
+class BelowOf:
+    """The run below of a site, as `RunBelow` shows it, but for the looks that are cut off. Before each, it takes an outer step,
+    and another region completes the round above that waits for it."""
+
+    def __init__(self, site: Site, other: Site, cut_off: set[int]) -> None:
+        self.site, self.other, self.cut_off, self.looks = site, other, cut_off, 0
+
+    def look(self) -> InjectionState | None:
+        self.looks += 1
+        assert self.looks < 50, "the loop does not end"
+        self.site.train()
+        self.other.hand_down()
+        if self.site.region.worker.pending:
+            self.other.turn()
+        state = self.site.run.state
+        if self.looks in self.cut_off:
+            return None
+        return InjectionState(
+            outer_step=state.outer_step, phase=RunPhase.COLLECTING, tokens=0, injected=state.injected, accepted=None
+        )
+
+    def parameters(self, state: InjectionState, schema: Schema) -> tuple[Schema, Below]:
+        return schema, self.site.below()
+
+    def inject(self, injection: Injection, schema: Schema) -> bool:
+        self.site.run.inject(injection)
+        return True
+
+
+@pytest.mark.parametrize("cut_off", [set(), {3}, {4}, {5}, {6}, {4, 5}, {5, 6}])
+def test_the_last_outer_step_above_goes_below_although_the_one_before_came_in_while_nobody_looked(cut_off: set[int]) -> None:
+    above = upper_config(sync=SyncConfig(every=3, outer_steps=4))
+    upper = LocalRun(above, ["east", "west"])
+    site, other = Site(upper, above, "east", [1, 2]), Site(upper, above, "west", [3, 4])
+    enrolled = cast(Any, SimpleNamespace(endpoints=["nowhere:1"], credentials=None, run_id="below"))
+    nobody = cast(Any, Nobody())
+    subject = _Regional(nobody, enrolled, enrolled, site.memory)
+    subject._below = cast(Any, BelowOf(site, other, cut_off))
+    subject._loop(site.region, site.run.state.schema, nobody, 3)
+    assert site.region.finished
+    site.train()  # what was handed down comes in with the next commit
+    assert site.run.state.injected is not None and site.run.state.injected.upper_step == 4

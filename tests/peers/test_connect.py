@@ -1,0 +1,60 @@
+"""`peers.connect`: what a user's own loop opens; examples/ show it at work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+import peers
+from aggregator.security.authority import Authority
+from edit.errors import ConfigError
+from editpb.identity import Identity
+from peers.connect import connect
+from peers.identity.peer_folder import Home
+from tests.support.served import new_folder
+
+
+def test_it_is_the_packages_one_name_and_loads_nothing_before_it_is_asked_for() -> None:
+    assert peers.connect is connect
+    assert peers.__all__ == ["connect"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = peers.nothing
+    code = "import sys, peers; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_folder_without_an_invitation_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="edit-peer join INVITATION"), connect(tmp_path / "home"):
+        pass
+
+
+def enrol(tmp_path: Path, role: str) -> None:
+    folder = new_folder(tmp_path / "run")
+    authority = Authority.load(folder.path, folder.run_id)
+    home, identity = Home(tmp_path / "home"), Identity(folder.run_id, role, "eve")
+    certificate = authority.issue(identity, home.make_key().public_key(), lifetime_s=3600, now=time.time())
+    ca = (folder.path / "ca.pem").read_bytes()
+    der = x509.load_pem_x509_certificate(ca).public_bytes(serialization.Encoding.DER)
+    home.store(identity, ("127.0.0.1:1",), certificate.public_bytes(serialization.Encoding.DER), der)
+
+
+def test_an_observer_cannot_train(tmp_path: Path) -> None:
+    enrol(tmp_path, "observer")
+    with pytest.raises(ConfigError, match="enrolled as observer"), connect(tmp_path / "home"):
+        pass
+
+
+def test_under_torchrun_the_ranks_must_have_found_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each rank would come as a replica of its own, with the identity of the others."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    enrol(tmp_path, "peer")
+    with pytest.raises(ConfigError, match=r"rank 1 of 2, but torch\.distributed is not"), connect(tmp_path / "home"):
+        pass

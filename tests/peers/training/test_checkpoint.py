@@ -1,0 +1,151 @@
+"""When a peer saves: after enough outer steps, never two at once, before anything else at the start, and when asked to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edit.errors import ConfigError
+from edit.replica.ranks import ALONE
+from peers.training.checkpoint import Autosave
+from peers.training.checkpoint_files import Saved
+
+
+class FakeCheckpoints:
+    """Writes when told to."""
+
+    def __init__(self, saved: Saved | None = None) -> None:
+        self.saved = saved
+        self.idle = True
+        self.seconds = 0.0
+        self.events: list[str] = []
+
+    def newest(self) -> Saved | None:
+        return self.saved
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        self.idle = True
+
+
+class FakeTraining:
+    """What a `Resumable` is asked for."""
+
+    ranks = ALONE
+
+    class trainer:
+        steps = 7
+
+    def save(self, checkpoints: Any) -> None:
+        assert checkpoints.idle
+        checkpoints.idle = False
+        checkpoints.events.append("save")
+
+    def load(self, checkpoints: Any, saved: Saved, run_step: int) -> None:
+        checkpoints.events.append(f"load {saved.path}")
+
+
+SAVED = Saved(Path("folder/checkpoint-1"), 1, {})
+
+
+def autosave(checkpoints: FakeCheckpoints | None, every: int = 1, patient: bool = False) -> Autosave:
+    return Autosave(FakeTraining(), checkpoints, every, patient=patient)  # type: ignore[arg-type]
+
+
+def test_the_first_checkpoint_is_whole_before_training_begins() -> None:
+    checkpoints = FakeCheckpoints()
+    subject = autosave(checkpoints)
+    subject.resume()
+    subject.begin(3)
+    assert checkpoints.events == ["wait", "save", "wait"]
+
+
+def test_going_on_from_a_checkpoint_makes_none_at_once() -> None:
+    checkpoints = FakeCheckpoints(SAVED)
+    subject = autosave(checkpoints)
+    subject.resume()
+    subject.begin(3)
+    subject.stepped(3)
+    assert checkpoints.events == ["load folder/checkpoint-1"]
+
+
+def test_every_so_many_outer_steps() -> None:
+    checkpoints = FakeCheckpoints(SAVED)
+    subject = autosave(checkpoints, every=3)
+    subject.resume()
+    subject.begin(10)
+    counts = []
+    for outer_step in (10, 11, 12, 13, 13, 15, 17, 19):
+        subject.stepped(outer_step)
+        counts.append(checkpoints.events.count("save"))
+        checkpoints.idle = True
+    assert counts == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_while_one_is_being_written_the_next_has_to_wait() -> None:
+    checkpoints = FakeCheckpoints()
+    subject = autosave(checkpoints)
+    subject.stepped(1)
+    subject.stepped(2)
+    assert checkpoints.events.count("save") == 1
+    checkpoints.idle = True
+    subject.stepped(2)
+    assert checkpoints.events.count("save") == 2
+
+
+def test_it_takes_a_tenth_of_the_time_at_most() -> None:
+    now = 100.0
+    checkpoints = FakeCheckpoints()
+    subject = Autosave(FakeTraining(), checkpoints, clock=lambda: now)  # type: ignore[arg-type]
+    saves = []
+    for outer_step in range(1, 8):
+        subject.stepped(outer_step)
+        saves.append(checkpoints.events.count("save"))
+        checkpoints.idle, checkpoints.seconds = True, 3.0
+        now += 10.0
+    assert saves == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_a_patient_one_leaves_none_out_and_contributes_only_on_a_whole_one() -> None:
+    checkpoints = FakeCheckpoints()
+    subject = autosave(checkpoints, patient=True)
+    for outer_step in (1, 2):
+        subject.stepped(outer_step)
+    assert checkpoints.events == ["wait", "save", "wait", "save"]
+    subject.settle()
+    assert checkpoints.idle
+
+
+def test_another_one_contributes_at_once() -> None:
+    checkpoints = FakeCheckpoints()
+    subject = autosave(checkpoints)
+    subject.stepped(1)
+    subject.settle()
+    assert not checkpoints.idle
+
+
+def test_a_stop_saves_and_waits() -> None:
+    checkpoints = FakeCheckpoints()
+    subject = autosave(checkpoints)
+    subject.stepped(1)
+    subject.last()
+    assert checkpoints.events.count("save") == 2 and checkpoints.idle
+
+
+def test_without_a_folder_nothing_is_kept_or_taken() -> None:
+    subject = autosave(None)
+    subject.resume()
+    subject.begin(1)
+    subject.stepped(2)
+    subject.settle()
+    subject.last()
+    assert str(subject.explain(ConfigError("why"))) == "why"
+
+
+def test_what_went_wrong_on_entering_names_the_checkpoint() -> None:
+    subject = autosave(FakeCheckpoints(SAVED))
+    with pytest.raises(ConfigError, match="folder/checkpoint-1: too new; --fresh leaves it aside"):
+        subject.resume()
+        raise subject.explain(ConfigError("too new"))

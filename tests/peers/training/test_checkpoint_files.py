@@ -1,0 +1,353 @@
+"""Checkpoints: going on is the same as not having stopped, saving changes nothing, and only whole ones are taken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from edit.config.run import InnerConfig, ModelConfig
+from edit.errors import ConfigError, StorageError
+from edit.replica.ranks import ALONE, Ranks
+from peers.models.gpt import GPT
+from peers.training.checkpoint import Resumable
+from peers.training.checkpoint_files import Checkpoints, Owner
+from peers.training.data import Batches, Tokens
+from peers.training.sharding import UNDIVIDED, Layout, shard
+from peers.training.trainer import Trainer
+from tests.support.world import spawn
+
+CPU = torch.device("cpu")
+OWNER = Owner(run_id="run-1", peer_id="a", schema_hash="5c")
+
+
+class Net(nn.Module):
+    """Draws random numbers, keeps a running mean, has a frozen and an unused parameter."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.embedding = nn.Embedding(16, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.unused = nn.Linear(2, 3)
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.embedding(tokens), 0.3)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        x = self.frozen(x) - self.mean
+        return nn.functional.cross_entropy(nn.functional.linear(x, self.embedding.weight).flatten(0, 1), targets.flatten())
+
+
+class FakeWorker:
+    """Has outer parameters laid out as the model's and a residual of one of them, moves both at each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        self.outer = {name: p.clone().float() for name, p in named.items()}
+        self.residual = {name: torch.zeros_like(p) for name, p in named.items() if name == "embedding.weight"}
+        self.scalars: dict[str, Any] = {"outer_step": 0, "digest": "00", "work": [[0, 0.1]]}
+
+    def step(self) -> None:
+        self.scalars["outer_step"] += 1
+        self.scalars["work"][0][1] += 0.1
+        for tensor in (*self.outer.values(), *self.residual.values()):
+            tensor += 0.1 * self.scalars["outer_step"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"outer": self.outer, "residual": self.residual, "scalars": self.scalars}
+
+    def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        return {kind: {name: torch.zeros_like(tensor) for name, tensor in getattr(self, kind).items()} for kind in kinds}
+
+    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
+        return int(scalars["outer_step"]) < run_step
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() == {"scalars"}:
+            self.scalars = state["scalars"]
+            return
+        self.outer, self.residual, self.scalars = state["outer"], state["residual"], state["scalars"]
+
+
+class Peer:
+    """A training whose state can be compared to the bit."""
+
+    def __init__(
+        self, folder: Path, *, owner: Owner = OWNER, keep: int = 2, ranks: Ranks = ALONE, model: nn.Module | None = None
+    ) -> None:
+        layout = layout_of(ranks.size, split=isinstance(model, GPT))
+        batches = Batches(Tokens(np.arange(400, dtype=np.uint8) % 16, "row", 16), 8, 6, 3)
+        config = InnerConfig(lr=0.01, warmup_steps=0)
+        self.trainer = Trainer(
+            shard(model or Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
+        )
+        self.worker = FakeWorker(self.trainer.model)
+        self.resumable = Resumable(self.trainer, batches, self.worker, ranks)
+        self.checkpoints = Checkpoints(folder, owner, keep, ranks)
+
+    def train(self, steps: int, *, save: bool = False) -> Peer:
+        for _ in range(steps):
+            self.trainer.step()
+            self.worker.step()
+            if save:
+                self.save()
+        return self
+
+    def save(self) -> Peer:
+        self.resumable.save(self.checkpoints)
+        return self
+
+    def wait(self) -> Peer:
+        self.checkpoints.wait()
+        return self
+
+    def resume(self) -> Peer:
+        saved = self.checkpoints.newest()
+        assert saved is not None
+        self.resumable.load(self.checkpoints, saved)
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on, in full."""
+        state: dict[str, Tensor] = dict(self.trainer.model.state_dict())
+        for name, parameter in self.trainer.model.named_parameters():
+            state |= {f"{name} {key}": value for key, value in self.trainer.optimizer.state[parameter].items()}
+        state |= {f"outer {name}": tensor for name, tensor in self.worker.outer.items()}
+        state |= {f"residual {name}": tensor for name, tensor in self.worker.residual.items()}
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+    def check(self, other: Peer) -> None:
+        self.check_state(other.state())
+        assert self.trainer.steps == other.trainer.steps
+        assert self.resumable.batches.state() == other.resumable.batches.state()
+        assert self.worker.scalars == other.worker.scalars
+
+    def check_state(self, expected: dict[str, Tensor]) -> None:
+        mine = self.state()
+        assert mine.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(mine[name], tensor), name
+
+
+def layout_of(ranks: int, split: bool) -> Layout:
+    if ranks == 1:
+        return UNDIVIDED
+    if split:
+        return Layout(init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")))
+    return Layout(init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))
+
+
+@pytest.fixture(autouse=True)
+def _random() -> None:
+    torch.manual_seed(1)
+
+
+class TestGoingOn:
+    def test_it_is_the_same_as_not_having_stopped(self, tmp_path: Path) -> None:
+        first = Peer(tmp_path).train(3).save().train(4).wait()
+        torch.manual_seed(99)  # another life begins with other random numbers
+        Peer(tmp_path).resume().train(4).check(first)
+
+    def test_t8_saving_never_changes_training(self, tmp_path: Path) -> None:
+        plain = Peer(tmp_path / "a").train(5)
+        torch.manual_seed(1)
+        saving = Peer(tmp_path / "b").train(5, save=True)
+        saving.check(plain)
+
+    def test_what_is_written_is_the_moment_of_saving(self, tmp_path: Path) -> None:
+        peer = Peer(tmp_path).train(2)
+        expected = {name: tensor.clone() for name, tensor in peer.state().items()}
+        peer.save().train(1).wait()
+        Peer(tmp_path).resume().check_state(expected)
+
+    def test_a_run_that_is_further_needs_no_parameters_that_were_saved(self, tmp_path: Path) -> None:
+        first, fresh = Peer(tmp_path).train(3).save().wait(), Peer(tmp_path)
+        own = {name: parameter.detach().clone() for name, parameter in fresh.trainer.model.named_parameters()}
+        saved = fresh.checkpoints.newest()
+        assert saved is not None
+        fresh.resumable.load(fresh.checkpoints, saved, run_step=4)
+        assert (fresh.trainer.steps, fresh.resumable.batches.state()) == (3, first.resumable.batches.state())
+        assert fresh.worker.scalars == first.worker.scalars
+        for name, tensor in fresh.state().items():
+            assert torch.equal(tensor, own[name] if name in own else first.state()[name]) or name.startswith(
+                ("outer", "residual")
+            )
+        assert all(torch.equal(fresh.worker.outer[name], own[name]) for name in fresh.worker.outer)
+
+    def test_before_the_first_step(self, tmp_path: Path) -> None:
+        first = Peer(tmp_path).save().wait()
+        Peer(tmp_path).resume().check(first)
+
+    def test_a_frozen_parameter_is_not_written(self, tmp_path: Path) -> None:
+        peer = Peer(tmp_path).train(1).save()
+        peer.wait()
+        saved = peer.checkpoints.newest()
+        assert saved is not None
+        names: list[str] = []
+        peer.checkpoints.load(saved, lambda name, size, dtype: names.append(name))  # type: ignore[func-returns-value]
+        assert "model/unused.weight" in names and not any("frozen" in name for name in names if name.startswith("model/"))
+        assert "rank/0/buffer.mean" in names and "rank/0/random" in names
+
+
+class TestTheFolder:
+    def names(self, folder: Path) -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    def test_the_last_few_are_kept(self, tmp_path: Path) -> None:
+        peer = Peer(tmp_path, keep=2).train(4, save=True)
+        peer.wait()
+        assert self.names(tmp_path) == ["checkpoint-00000003", "checkpoint-00000004"]
+
+    def test_a_later_life_counts_on(self, tmp_path: Path) -> None:
+        Peer(tmp_path).train(1).save().wait()
+        Peer(tmp_path).save().wait()
+        assert self.names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
+
+    def test_half_written_ones_are_removed(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / ".partial-00000007").mkdir()
+        (tmp_path / ".partial-00000007" / "__0_0.distcp").write_bytes(b"half")
+        with caplog.at_level(logging.INFO):
+            peer = Peer(tmp_path)
+        assert "half-written" in caplog.text
+        assert self.names(tmp_path) == [] and peer.checkpoints.newest() is None
+
+    @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest", "torn manifest", "not a manifest"])
+    def test_a_damaged_one_is_skipped_with_a_line(self, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+        peer = Peer(tmp_path).train(2).save()
+        expected = {name: tensor.clone() for name, tensor in peer.state().items()}
+        peer.train(1).save().wait()
+        newest = tmp_path / "checkpoint-00000002"
+        tensors, manifest = newest / "__0_0.distcp", newest / "peer.json"
+        match damage:
+            case "truncated":
+                tensors.write_bytes(tensors.read_bytes()[:-1])
+            case "flipped":
+                data = bytearray(tensors.read_bytes())
+                data[len(data) // 2] ^= 1
+                tensors.write_bytes(data)
+            case "missing":
+                tensors.unlink()
+            case "no manifest":
+                manifest.unlink()
+            case "torn manifest":
+                manifest.write_bytes(manifest.read_bytes()[:50])
+            case "not a manifest":
+                manifest.write_text('{"format": 1}')
+        Peer(tmp_path).resume().check_state(expected)
+        (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert "checkpoint-00000002" in line and "taking the checkpoint before it" in line and "\n" not in line
+
+    def test_one_of_another_format_is_skipped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        Peer(tmp_path).save().wait()
+        manifest = tmp_path / "checkpoint-00000001" / "peer.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+        assert Peer(tmp_path).checkpoints.newest() is None
+        assert "format 2" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("other", "word"),
+        [
+            (Owner(run_id="run-2", peer_id="a", schema_hash="5c"), "another run"),
+            (Owner(run_id="run-1", peer_id="b", schema_hash="5c"), "another peer"),
+            (Owner(run_id="run-1", peer_id="a", schema_hash="77"), "another model"),
+        ],
+    )
+    def test_one_of_another_owner_is_an_error_that_names_the_folder(self, tmp_path: Path, other: Owner, word: str) -> None:
+        Peer(tmp_path).save().wait()
+        with pytest.raises(ConfigError, match=f"checkpoint-00000001.*{word}.*--fresh"):
+            Peer(tmp_path, owner=other).checkpoints.newest()
+
+    def test_a_save_that_fails_is_said_and_leaves_the_earlier_ones(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        peer = Peer(tmp_path / "c").train(1).save()
+        peer.wait()
+        shutil.move(tmp_path / "c", tmp_path / "away")
+        (tmp_path / "c").write_text("in the way")
+        peer.train(1).save().wait()
+        assert "checkpoint 2 was not written" in caplog.text
+        (tmp_path / "c").unlink()
+        shutil.move(tmp_path / "away", tmp_path / "c")
+        peer.train(1).save().wait()
+        assert self.names(tmp_path / "c") == ["checkpoint-00000001", "checkpoint-00000003"]
+
+    def test_a_folder_that_cannot_be_used_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="--checkpoints"):
+            Peer(tmp_path / "file" / "deep")
+
+    def test_tensors_that_do_not_fit_are_an_error(self, tmp_path: Path) -> None:
+        peer = Peer(tmp_path).save()
+        peer.wait()
+        saved = peer.checkpoints.newest()
+        assert saved is not None
+        with pytest.raises(StorageError, match="checkpoint-00000001"):
+            peer.checkpoints.load(saved, lambda name, size, dtype: torch.zeros(3))
+
+
+def save_on_ranks(rank: int, folder: str, expected: str) -> None:
+    torch.manual_seed(rank)
+    peer = Peer(Path(folder), ranks=Ranks.world()).train(2).save()
+    peer.wait()
+    torch.save(peer.state(), f"{expected}.saved.{rank}")
+    peer.train(2)
+    torch.save(peer.state(), f"{expected}.later.{rank}")
+
+
+def load_on_ranks(rank: int, folder: str, expected: str, written_by: int) -> None:
+    torch.manual_seed(77)
+    ranks = Ranks.world()
+    peer = Peer(Path(folder), ranks=ranks).resume()
+    source = rank if written_by == ranks.size else 0
+    peer.check_state(torch.load(f"{expected}.saved.{source}"))
+    if written_by == ranks.size:
+        peer.train(2).check_state(torch.load(f"{expected}.later.{rank}"))
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_go_on_to_the_bit_and_one_or_three_can_take_over(tmp_path: Path) -> None:
+    folder, expected = tmp_path / "checkpoints", tmp_path / "expected"
+    for ranks, (work, *rest) in zip((2, 2, 3), ((save_on_ranks,), (load_on_ranks, 2), (load_on_ranks, 2)), strict=True):
+        meeting = tmp_path / f"world-{next(COUNT)}"
+        meeting.mkdir()
+        spawn(work, ranks, meeting, str(folder), str(expected), *rest)
+    load_on_ranks(0, str(folder), str(expected), 2)
+
+
+COUNT = itertools.count()
+SPLIT = ModelConfig(layers=1, heads=2, width=8, context=8, vocabulary=16)
+
+
+def save_and_load_split(rank: int, folder: str, expected: str) -> None:
+    ranks = Ranks.world()
+    peer = Peer(Path(folder), ranks=ranks, model=GPT(SPLIT, seed=0)).train(2).save().wait()
+    ranks.all([True])  # rank 0 has made it whole
+    state = peer.state()
+    if rank == 0:
+        torch.save(state, expected)
+    Peer(Path(folder), ranks=ranks, model=GPT(SPLIT, seed=1)).resume().check_state(state)
+
+
+@pytest.mark.timeout(120)
+def test_tensor_parallel_ranks_go_on_and_one_rank_can_take_over(tmp_path: Path) -> None:
+    folder, expected = tmp_path / "checkpoints", tmp_path / "expected"
+    spawn(save_and_load_split, 4, tmp_path, str(folder), str(expected))
+    Peer(folder, model=GPT(SPLIT, seed=1)).resume().check_state(torch.load(expected))
