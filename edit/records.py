@@ -1,6 +1,6 @@
 """Values that cross a seam: what a peer contributes, what it gets back. Plain frozen dataclasses, no behaviour.
 
-`editpb.convert` maps them to and from the wire and is the only place that validates wire input.
+`editpb.data_messages` and `editpb.control_messages` map them to and from the wire and validate all wire input.
 """
 
 from __future__ import annotations

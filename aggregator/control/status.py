@@ -11,7 +11,7 @@ from aggregator.control.run import Run
 from aggregator.metrics import RoundReport
 from edit.rounds.deadlines import MEASURED
 from editpb import control_pb2 as pb
-from editpb import convert
+from editpb.control_messages import fragment_verdicts_to_pb, heartbeat_to_pb, view_to_pb
 from editpb.messages import InjectionState
 
 __all__ = ["injection_state", "peak_memory_bytes", "status_reply"]
@@ -48,7 +48,7 @@ def status_reply(engine: Run, rounds_after: int) -> pb.StatusReply:
     deadline = machine.deadline if machine is not None else None
     return pb.StatusReply(
         run_id=engine.run_id,
-        view=convert.view_to_pb(engine.view(None)),
+        view=view_to_pb(engine.view(None)),
         members=_members(engine, now),
         rounds=[_round(report) for report in engine.metrics.rounds if report.round_id > rounds_after],
         outer_steps=engine.config.sync.outer_steps,
@@ -84,7 +84,7 @@ def _member(peer_id: str, role: str, member: Member, now: float, engine: Run) ->
         state=member.state.value,
         reason=member.reason,
         silent_s=max(0.0, now - member.last_seen),
-        heartbeat=convert.heartbeat_to_pb(member.heartbeat) if member.heartbeat is not None else None,
+        heartbeat=heartbeat_to_pb(member.heartbeat) if member.heartbeat is not None else None,
         contributions=member.contributions,
         rejections=member.rejections,
         absences=member.absences,
@@ -113,7 +113,7 @@ def _round(report: RoundReport) -> pb.RoundStatus:
         seconds=report.seconds,
         bytes_in=report.bytes_in,
         bytes_out=report.bytes_out,
-        fragments=[convert.fragment_verdicts_to_pb(fragment) for fragment in report.fragments],
+        fragments=[fragment_verdicts_to_pb(fragment) for fragment in report.fragments],
         missing=report.missing,
         digest=report.digest,
         carried=report.carried,

@@ -11,8 +11,8 @@ from aggregator.control.status import status_reply
 from aggregator.services.admission import admit
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 from editpb import control_pb2 as cpb
-from editpb import convert
 from editpb.abort_on_error import abort_on_error
+from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
 from editpb.messages import PROTOCOL, Expel, Goodbye, Heartbeat, Hello, Welcome
 
@@ -46,7 +46,7 @@ class ControlService:
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
                 return
-            yield convert.coordinator_message_to_pb(self._welcome(identity))
+            yield coordinator_message_to_pb(self._welcome(identity))
             if attendance is not None:
                 async for message in self._converse(attendance, messages):
                     yield message
@@ -56,7 +56,7 @@ class ControlService:
             first = await asyncio.wait_for(anext(messages), _HELLO_S)
         except (TimeoutError, StopAsyncIteration):
             raise RemoteProtocolError("the first message must be Hello") from None
-        hello = convert.peer_message_from_pb(first)
+        hello = peer_message_from_pb(first)
         if not isinstance(hello, Hello):
             raise RemoteProtocolError("the first message must be Hello")
         if hello.protocol != PROTOCOL:
@@ -83,7 +83,7 @@ class ControlService:
         try:
             while attendance.expelled is None and not attendance.over and not ears.done():
                 attendance.changed.clear()
-                yield convert.coordinator_message_to_pb(self._engine.view(attendance))
+                yield coordinator_message_to_pb(self._engine.view(attendance))
                 await attendance.changed.wait()
             if attendance.expelled is not None:
                 yield _expel(attendance.expelled)
@@ -99,7 +99,7 @@ class ControlService:
     async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]) -> str:
         """Heartbeats, until the stream ends; returns the words of a polite goodbye, or ''. Raises RemoteProtocolError."""
         async for message in messages:
-            match convert.peer_message_from_pb(message):
+            match peer_message_from_pb(message):
                 case Goodbye(reason):
                     return reason or "goodbye"
                 case Heartbeat() as heartbeat:
@@ -117,7 +117,7 @@ class ControlService:
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         async with abort_on_error(context):
             admit(self._engine, context, "operator")
-            self._engine.evict(*convert.evict_request_from_pb(request))
+            self._engine.evict(*evict_request_from_pb(request))
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
@@ -140,4 +140,4 @@ class ControlService:
 
 
 def _expel(error: EvictedError | RefusedError) -> cpb.CoordinatorMessage:
-    return convert.coordinator_message_to_pb(Expel(evicted=isinstance(error, EvictedError), reason=str(error)))
+    return coordinator_message_to_pb(Expel(evicted=isinstance(error, EvictedError), reason=str(error)))

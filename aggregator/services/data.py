@@ -17,11 +17,19 @@ from aggregator.control.status import injection_state
 from aggregator.services.admission import admit
 from edit.errors import EditError, RefusedError, RemoteProtocolError
 from edit.merging.injection import Injection
-from editpb import convert
 from editpb import data_pb2 as dpb
 from editpb.abort_on_error import abort_on_error
 from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
+from editpb.data_messages import (
+    contribution_header_from_pb,
+    found_header_from_pb,
+    snapshot_manifest_to_pb,
+    snapshot_request_from_pb,
+    update_manifest_to_pb,
+    update_request_from_pb,
+)
 from editpb.identity import Identity
+from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
 from editpb.messages import ContributionHeader
 
 if TYPE_CHECKING:
@@ -58,7 +66,7 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
     def _header(self, identity: Identity, message: dpb.ContributionHeader) -> ContributionHeader:
-        header = convert.contribution_header_from_pb(message, self._engine.downlink.schema)
+        header = contribution_header_from_pb(message, self._engine.downlink.schema)
         self._engine.same_run(header.run_id)
         if header.peer_id != identity.peer_id:
             raise RefusedError(f"the certificate is {identity.peer_id}'s, the contribution says {header.peer_id}")
@@ -98,10 +106,10 @@ class DataService:
         async with abort_on_error(context):
             admit(self._engine, context, "peer")
             downlink = self._engine.downlink
-            wanted = convert.update_request_from_pb(request, downlink.schema)
+            wanted = update_request_from_pb(request, downlink.schema)
             self._engine.same_run(wanted.run_id)
             commit = downlink.update(wanted.outer_step)
-            yield dpb.UpdatePart(manifest=convert.update_manifest_to_pb(commit, wanted.shards))
+            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
             async for fragment_id, payload in downlink.payloads(commit, wanted):
                 for chunk in make_chunks(payload.data, CHUNK_BYTES):
                     yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment_id, chunk=chunk))
@@ -112,13 +120,13 @@ class DataService:
             self._engine.same_run(request.run_id)
             manifest = self._engine.downlink.describe_snapshot()
             donors = donors_of(manifest, self._engine.membership.members.values(), identity.peer_id)
-            return convert.snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
+            return snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
         async with abort_on_error(context):
             admit(self._engine, context, "peer", "region", "observer", "operator")
-            wanted = convert.snapshot_request_from_pb(request, self._engine.downlink.schema)
+            wanted = snapshot_request_from_pb(request, self._engine.downlink.schema)
             self._engine.same_run(wanted.run_id)
             fragment = await self._engine.downlink.snapshot_fragment(wanted)
             for chunk in make_chunks(fragment.numpy().data, CHUNK_BYTES, start=wanted.offset):
@@ -131,7 +139,7 @@ class DataService:
             first = await anext(parts, None)
             if first is None or first.WhichOneof("kind") != "header":
                 raise RemoteProtocolError("founding begins with its header")
-            header = convert.found_header_from_pb(first.header)
+            header = found_header_from_pb(first.header)
             schema = self._engine.check_founder(identity.peer_id, header)
             buffers = [Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in schema.fragments]
             async for part in parts:
@@ -156,7 +164,7 @@ class DataService:
         if first is None or first.WhichOneof("kind") != "header":
             raise RemoteProtocolError("an injection begins with its header")
         exchange, schema = self._engine.exchange, self._engine.downlink.schema
-        header = convert.inject_header_from_pb(first.header, schema)
+        header = inject_header_from_pb(first.header, schema)
         self._engine.same_run(header.run_id)
         if header.schema_hash != schema.schema_hash:
             raise RefusedError("another model: the injection's schema_hash is not the run's")
@@ -176,7 +184,7 @@ class DataService:
         async with abort_on_error(context):
             admit(self._engine, context, "region", "observer", "operator")
             self._engine.same_run(request.run_id)
-            return convert.injection_state_to_pb(injection_state(self._engine))
+            return injection_state_to_pb(injection_state(self._engine))
         raise AssertionError("unreachable: abort raises")
 
 

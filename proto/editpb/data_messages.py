@@ -1,4 +1,7 @@
-"""Converters of data.proto. See `editpb.convert`."""
+"""Converts the messages of data.proto to and from records. Bounds and validates everything that arrives.
+
+`x_to_pb(record)` never fails; `x_from_pb(message)` raises RemoteProtocolError with one line, and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converters of what a regional aggregator says and hears. See `editpb.convert`."""
+"""Converts the messages of a regional aggregator (data.proto) to and from records; bounds and validates what arrives."""
 
 from __future__ import annotations
 

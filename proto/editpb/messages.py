@@ -1,7 +1,7 @@
 """What coordinator and peers say to one another, as plain frozen values. Neither daemon handles raw protobuf beyond its stubs.
 
-Owns: the fields and their meaning (the comments of the .proto files hold too). `editpb.convert` maps them to and from the wire
-and validates. Must not know: protobuf, connections.
+Owns: the fields and their meaning (the comments of the .proto files hold too). `control_messages`, `data_messages` and
+`injection_messages` map them to and from the wire and validates. Must not know: protobuf, connections.
 """
 
 from __future__ import annotations

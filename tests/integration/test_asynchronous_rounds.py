@@ -22,8 +22,10 @@ from edit.codecs import encode
 from edit.config.run import RoundsConfig, RunConfig
 from edit.fragments.digest import digest
 from edit.records import Verdict
-from editpb import control_pb2, control_pb2_grpc, convert
+from editpb import control_pb2, control_pb2_grpc
 from editpb.chunks import make_chunks
+from editpb.control_messages import peer_message_to_pb
+from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Heartbeat, PeerState, RunPhase
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
@@ -57,7 +59,7 @@ async def send_rest(peer: BarePeer, round_id: int, outer_step: int, seed: int) -
     """Where the last stream broke."""
     large = bytes(encode("fp32", delta(seed)[1]).data)
     header = peer.header(round_id, outer_step, 1, len(large))
-    known = await peer.data.Probe(convert.contribution_header_to_pb(header))
+    known = await peer.data.Probe(contribution_header_to_pb(header))
     assert known.received_bytes == 512
     assert (await peer.send(header, list(make_chunks(large, 512))[1:])).complete
 
@@ -295,7 +297,7 @@ def test_each_peer_is_told_its_inner_steps_by_its_measured_speed(tmp_path: Path)
             first = await two_peers(a, b)
             for peer, step_s in ((a, 0.1), (b, 0.3)):
                 beat = Heartbeat(state=PeerState.TRAINING, outer_step=0, step_s=step_s)
-                await peer._call.write(convert.peer_message_to_pb(beat))
+                await peer._call.write(peer_message_to_pb(beat))
                 await _until(run, lambda peer=peer, step_s=step_s: _step_s(run, peer.peer_id) == step_s)
             await a.contribute(first, 0, delta(1))
             await b.contribute(first, 0, delta(2))
@@ -362,7 +364,7 @@ def test_a_deadline_below_one_inner_step_is_one_inner_step(tmp_path: Path, caplo
             await a.found(theta())
             for _ in range(2):
                 beat = Heartbeat(state=PeerState.TRAINING, outer_step=0, step_s=40.0)
-                await a._call.write(convert.peer_message_to_pb(beat))
+                await a._call.write(peer_message_to_pb(beat))
             await a.view(lambda view: view.round_id > 0)
             machine = run.coordinator.engine.machine
             assert machine is not None and machine.deadline == 47.0

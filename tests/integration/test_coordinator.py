@@ -25,6 +25,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
+from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, RunPhase
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
@@ -243,9 +244,8 @@ def test_a_broken_stream_resumes_where_it_broke(tmp_path: Path) -> None:
             header = a.header(view.round_id, 0, 1, len(second))
             receipt = await a.send(header, list(make_chunks(second, 512))[:2])
             assert (receipt.complete, receipt.received_bytes) == (False, 1024)
-            from editpb import convert
 
-            probe = await a.data.Probe(convert.contribution_header_to_pb(header))
+            probe = await a.data.Probe(contribution_header_to_pb(header))
             receipt = await a.send(header, make_chunks(second, 512, start=probe.received_bytes))
             assert receipt.complete
             await a.send(a.header(view.round_id, 0, 0, len(first)), make_chunks(first))

@@ -14,8 +14,10 @@ from torch import Tensor
 from aggregator.storage.store import load_outer
 from edit.fragments.digest import digest
 from edit.merging.injection import Injected
-from editpb import convert, data_pb2, data_pb2_grpc
+from editpb import data_pb2, data_pb2_grpc
 from editpb.chunks import make_chunks
+from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
+from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
 from editpb.messages import Hello, InjectHeader, InjectionState, View
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
@@ -47,7 +49,7 @@ def messages(said: InjectHeader, parts: Sequence[Tensor]) -> list[data_pb2.Injec
         for i, part in zip(said.fragments, parts, strict=True)
         for chunk in make_chunks(part.numpy().tobytes(), 512)
     ]
-    return [data_pb2.InjectPart(header=convert.inject_header_to_pb(said)), *chunks]
+    return [data_pb2.InjectPart(header=inject_header_to_pb(said)), *chunks]
 
 
 async def send(run: Served, sent: Iterable[data_pb2.InjectPart], role: str = "region") -> None:
@@ -58,7 +60,7 @@ async def send(run: Served, sent: Iterable[data_pb2.InjectPart], role: str = "re
 async def state(run: Served) -> InjectionState:
     async with run.channel("the-region", "region") as channel:
         request = data_pb2.InjectionStateRequest(run_id=run.folder.run_id)
-        return convert.injection_state_from_pb(await data_pb2_grpc.DataStub(channel).DescribeInjection(request))
+        return injection_state_from_pb(await data_pb2_grpc.DataStub(channel).DescribeInjection(request))
 
 
 async def inject(run: Served, parts: Sequence[Tensor], **changes: object) -> None:
@@ -208,8 +210,8 @@ def test_only_a_region_may_inject_and_it_takes_no_part_in_rounds(tmp_path: Path)
                 await bare.hang_up()
                 asking = BarePeer("the-region", run.folder.run_id, channel, SCHEMA)
                 asking._call = asking.control.Attend()
-                await asking._call.write(convert.peer_message_to_pb(Hello(run_id=run.folder.run_id)))
-                welcome = convert.coordinator_message_from_pb(await asking._call.read())
+                await asking._call.write(peer_message_to_pb(Hello(run_id=run.folder.run_id)))
+                welcome = coordinator_message_from_pb(await asking._call.read())
                 assert "sync" in welcome.config_json  # what a run exchanges, it may know
             assert (await commit(a, 0)).digest == digest([t - d for t, d in zip(theta(), delta(0), strict=True)])
 

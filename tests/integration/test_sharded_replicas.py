@@ -18,7 +18,9 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit, Verdict
-from editpb import control_pb2, convert, data_pb2
+from editpb import control_pb2, data_pb2
+from editpb.chunks import make_chunks
+from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, View
 from tests.support.served import (
     TOML,
@@ -280,7 +282,7 @@ def test_a_newer_attempt_replaces_what_is_not_whole_and_an_older_one_is_stale(tm
             receipt = await a[0].contribute_part(*part, ROWS_2[0][3], delta(2)[3], attempt=8)
             assert (receipt.complete, receipt.received_bytes) == (True, 4)
             probed = a[0].header(*part, 3, 4, {"attempt": 9})
-            probe = await a[0].data.Probe(convert.contribution_header_to_pb(probed))
+            probe = await a[0].data.Probe(contribution_header_to_pb(probed))
             assert (probe.complete, probe.received_bytes) == (True, 4)
             await a[1].contribute_part(*part, ROWS_2[1][2], delta(2)[2], attempt=8)
             await contribute_sharded(a, ROWS_2, view.round_id, 0, some(2, [1]), attempt=8)
@@ -298,12 +300,12 @@ def test_a_part_that_broke_resumes_and_a_repeated_one_counts_once(tmp_path: Path
             region = ROWS_2[1][2]
             data = region.take(delta(1)[2]).numpy().tobytes()
             header = a[1].header(view.round_id, 0, 2, len(data), {"boxes": region.boxes, "numel": region.numel})
-            receipt = await a[1].send(header, list(convert.make_chunks(data, 256))[:2])
+            receipt = await a[1].send(header, list(make_chunks(data, 256))[:2])
             assert (receipt.complete, receipt.received_bytes) == (False, 512)
-            probe = await a[1].data.Probe(convert.contribution_header_to_pb(header))
+            probe = await a[1].data.Probe(contribution_header_to_pb(header))
             assert probe.received_bytes == 512
-            assert (await a[1].send(header, convert.make_chunks(data, 256, start=512))).complete
-            assert (await a[1].send(header, convert.make_chunks(data, 256))).complete
+            assert (await a[1].send(header, make_chunks(data, 256, start=512))).complete
+            assert (await a[1].send(header, make_chunks(data, 256))).complete
             await contribute_sharded(a[:1], ROWS_2[:1], view.round_id, 0, some(1))
             await contribute_sharded(a[1:], ROWS_2[1:], view.round_id, 0, some(1, [0, 1, 3]))
             after = await a[0].view(lambda v: v.outer_step == 1)

@@ -18,7 +18,8 @@ from edit.fragments.digest import combine, digest, fragment_hash
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.replica.replica import Outer
-from editpb import convert, data_pb2, data_pb2_grpc
+from editpb import data_pb2, data_pb2_grpc
+from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.messages import Serving, SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
@@ -166,7 +167,7 @@ def test_a_peer_that_lies_about_its_parameters_is_left_and_the_run_never_hears_o
 
 async def ask(channel: grpc.aio.Channel, **changes: object) -> bytes:
     values = {"outer_step": 0, "fragment_id": 1, **changes}
-    request = convert.snapshot_request_to_pb(SnapshotRequest(**values))  # type: ignore[arg-type]
+    request = snapshot_request_to_pb(SnapshotRequest(**values))  # type: ignore[arg-type]
     chunks = [chunk async for chunk in data_pb2_grpc.DataStub(channel).FetchSnapshot(request)]
     return b"".join(chunk.data for chunk in chunks)
 
@@ -306,7 +307,7 @@ def test_readers_that_take_nothing_are_few_and_let_go(tmp_path: Path) -> None:
             server.show(LARGE, outer(0, theta(0, LARGE)))
             request = SnapshotRequest(run_id=run.folder.run_id, outer_step=0, fragment_id=0, ticket="ticket-1")
             stub = data_pb2_grpc.DataStub(channel)
-            idle = [stub.FetchSnapshot(convert.snapshot_request_to_pb(request)) for _ in range(MAX_READERS)]
+            idle = [stub.FetchSnapshot(snapshot_request_to_pb(request)) for _ in range(MAX_READERS)]
             for call in idle:
                 await call.read()
             wanted, got = {"run_id": run.folder.run_id, "fragment_id": 0, "ticket": "ticket-1"}, b""

@@ -9,8 +9,8 @@ import pytest
 
 from edit.errors import RemoteProtocolError
 from edit.merging.injection import Injected
-from editpb import convert
 from editpb import data_pb2 as dpb
+from editpb.injection_messages import inject_header_from_pb, inject_header_to_pb, injection_state_from_pb, injection_state_to_pb
 from editpb.messages import InjectHeader, InjectionState, RunPhase
 from tests.support.wire import DIGEST, RUN, SCHEMA
 
@@ -30,18 +30,18 @@ STATE = InjectionState(
 
 @pytest.mark.parametrize("header", [HEADER, dataclasses.replace(HEADER, base=None, replaces=True, fragments=())])
 def test_a_header_comes_through(header: InjectHeader) -> None:
-    sent = dpb.InjectHeader.FromString(convert.inject_header_to_pb(header).SerializeToString())
-    assert convert.inject_header_from_pb(sent, SCHEMA) == header
+    sent = dpb.InjectHeader.FromString(inject_header_to_pb(header).SerializeToString())
+    assert inject_header_from_pb(sent, SCHEMA) == header
 
 
 @pytest.mark.parametrize("state", [STATE, dataclasses.replace(STATE, injected=None, accepted=None, phase=RunPhase.FINISHED)])
 def test_the_state_comes_through(state: InjectionState) -> None:
-    sent = dpb.InjectionState.FromString(convert.injection_state_to_pb(state).SerializeToString())
-    assert convert.injection_state_from_pb(sent) == state
+    sent = dpb.InjectionState.FromString(injection_state_to_pb(state).SerializeToString())
+    assert injection_state_from_pb(sent) == state
 
 
 def change(alter: Callable[[dpb.InjectHeader], object]) -> dpb.InjectHeader:
-    message = convert.inject_header_to_pb(HEADER)
+    message = inject_header_to_pb(HEADER)
     alter(message)
     return message
 
@@ -60,4 +60,4 @@ def change(alter: Callable[[dpb.InjectHeader], object]) -> dpb.InjectHeader:
 )
 def test_what_does_not_fit_is_refused(alter: Callable[[dpb.InjectHeader], object], words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
-        convert.inject_header_from_pb(change(alter), SCHEMA)
+        inject_header_from_pb(change(alter), SCHEMA)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from editpb import control_pb2, control_pb2_grpc
-from editpb.convert import coordinator_message_to_pb, peer_message_from_pb
+from editpb.control_messages import coordinator_message_to_pb, peer_message_from_pb
 from editpb.messages import Goodbye, Heartbeat, Hello, Welcome
 
 if TYPE_CHECKING:

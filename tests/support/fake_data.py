@@ -15,9 +15,9 @@ from edit.fragments.shards import Shard
 from edit.merging.outer_state import OuterState
 from edit.records import Commit
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.convert import (
+from editpb.chunks import make_chunks
+from editpb.data_messages import (
     contribution_header_from_pb,
-    make_chunks,
     snapshot_manifest_to_pb,
     snapshot_request_from_pb,
     update_manifest_to_pb,

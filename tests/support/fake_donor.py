@@ -14,7 +14,8 @@ from torch import Tensor
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.convert import make_chunks, snapshot_request_from_pb
+from editpb.chunks import make_chunks
+from editpb.data_messages import snapshot_request_from_pb
 from editpb.messages import Donor, Serving, SnapshotRequest
 
 PIECE = 1024  # bytes of a chunk

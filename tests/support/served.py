@@ -28,8 +28,17 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit
-from editpb import control_pb2_grpc, convert, data_pb2, data_pb2_grpc
+from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc
 from editpb.chunks import make_chunks
+from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
+from editpb.data_messages import (
+    commit_from_parts,
+    contribution_header_to_pb,
+    found_header_to_pb,
+    snapshot_request_to_pb,
+    update_manifest_from_pb,
+    update_request_to_pb,
+)
 from editpb.identity import Identity
 from editpb.messages import (
     ContributionHeader,
@@ -216,13 +225,13 @@ class BarePeer:
     async def dial(self) -> None:
         self._call = self.control.Attend()
         hello = Hello(run_id=self.run_id, schema=self.schema, rank=self.rank, ranks=self.ranks)
-        await self._call.write(convert.peer_message_to_pb(hello))
+        await self._call.write(peer_message_to_pb(hello))
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                self.heard.append(convert.coordinator_message_from_pb(message))
+                self.heard.append(coordinator_message_from_pb(message))
                 self._news.set()
 
     async def _until(self, condition: Callable[[object], bool]) -> object:
@@ -248,11 +257,11 @@ class BarePeer:
         serving: Serving | None = None,
     ) -> None:
         beat = Heartbeat(state=state, outer_step=outer_step, digest=digest_, serving=serving)
-        await self._call.write(convert.peer_message_to_pb(beat))
+        await self._call.write(peer_message_to_pb(beat))
 
     async def goodbye(self) -> None:
         """Leave politely; returns when the coordinator has ended the stream."""
-        await self._call.write(convert.peer_message_to_pb(Goodbye("done")))
+        await self._call.write(peer_message_to_pb(Goodbye("done")))
         if self._reader is not None:
             await asyncio.wait([self._reader])
 
@@ -265,7 +274,7 @@ class BarePeer:
     async def found(self, parameters: Sequence[Tensor]) -> None:
         def parts() -> Iterable[data_pb2.FoundPart]:
             header = FoundHeader(run_id=self.run_id, schema_hash=self.schema.schema_hash, digest=digest(parameters))
-            yield data_pb2.FoundPart(header=convert.found_header_to_pb(header))
+            yield data_pb2.FoundPart(header=found_header_to_pb(header))
             for i, fragment in enumerate(parameters):
                 for chunk in make_chunks(fragment.numpy().tobytes()):
                     yield data_pb2.FoundPart(chunk=data_pb2.FragmentChunk(fragment_id=i, chunk=chunk))
@@ -294,7 +303,7 @@ class BarePeer:
 
     async def send(self, header: ContributionHeader, chunks: Iterable[object]) -> data_pb2.ContributionReceipt:
         def parts() -> Iterable[data_pb2.ContributePart]:
-            yield data_pb2.ContributePart(header=convert.contribution_header_to_pb(header))
+            yield data_pb2.ContributePart(header=contribution_header_to_pb(header))
             for chunk in chunks:
                 yield data_pb2.ContributePart(chunk=chunk)
 
@@ -320,13 +329,13 @@ class BarePeer:
         """The update, or what of it concerns `shards`; due: the fragments that it must consist of."""
         wanted = UpdateRequest(self.run_id, outer_step, None if shards is None else tuple(shards))
         manifest, parts = None, {}
-        async for part in self.data.FetchUpdate(convert.update_request_to_pb(wanted)):
+        async for part in self.data.FetchUpdate(update_request_to_pb(wanted)):
             if part.WhichOneof("kind") == "manifest":
-                manifest = convert.update_manifest_from_pb(part.manifest, self.schema, outer_step, due=due, shards=shards)
+                manifest = update_manifest_from_pb(part.manifest, self.schema, outer_step, due=due, shards=shards)
             else:
                 parts.setdefault(part.chunk.fragment_id, bytearray()).extend(part.chunk.chunk.data)
         assert manifest is not None
-        return convert.commit_from_parts(manifest, [parts.get(f.commit.fragment_id) for f in manifest.fragments])
+        return commit_from_parts(manifest, [parts.get(f.commit.fragment_id) for f in manifest.fragments])
 
     async def snapshot_part(self, outer_step: int, shard: Shard, offset: int = 0) -> bytes:
         """The fp32 bytes of a shard of theta, from `offset` on."""
@@ -337,7 +346,7 @@ class BarePeer:
             offset=offset,
             boxes=None if shard.is_whole else shard.boxes,
         )
-        chunks = [chunk async for chunk in self.data.FetchSnapshot(convert.snapshot_request_to_pb(wanted))]
+        chunks = [chunk async for chunk in self.data.FetchSnapshot(snapshot_request_to_pb(wanted))]
         assert [chunk.offset for chunk in chunks][:1] in ([], [offset])
         return b"".join(chunk.data for chunk in chunks)
 

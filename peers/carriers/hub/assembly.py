@@ -18,7 +18,8 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor
 from editpb import data_pb2, tensors_pb2
-from editpb.convert import Reassembly, commit_from_parts, update_manifest_from_pb
+from editpb.chunks import Reassembly
+from editpb.data_messages import commit_from_parts, update_manifest_from_pb
 from editpb.messages import FragmentUpdate, UpdateManifest
 
 __all__ = ["SnapshotFragment", "UpdateAssembly"]

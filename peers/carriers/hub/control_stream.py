@@ -20,7 +20,7 @@ import grpc
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2, control_pb2_grpc
-from editpb.convert import coordinator_message_from_pb, peer_message_to_pb
+from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, View, Welcome
 from editpb.status import from_rpc
 from peers.carriers.hub.channels import Channels, Traffic, handshake_refusal

@@ -1,7 +1,7 @@
 """The data connection: contributions up; updates, snapshots and the founder's parameters down and up.
 
 Owns: the calls, resuming a broken stream where it broke, bounded retries, the count of bytes. What arrives is checked by
-`peers.carriers.hub.assembly` and `editpb.convert`. Must not know: rounds and outcomes (it is told whether a transfer is
+`peers.carriers.hub.assembly` and `editpb.data_messages`. Must not know: rounds and outcomes (it is told whether a transfer is
 still wanted), the control connection.
 """
 
@@ -25,10 +25,10 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Snapshot
 from editpb import data_pb2, data_pb2_grpc
-from editpb.convert import (
+from editpb.chunks import make_chunks
+from editpb.data_messages import (
     contribution_header_to_pb,
     found_header_to_pb,
-    make_chunks,
     received_from_pb,
     snapshot_manifest_from_pb,
     snapshot_request_to_pb,

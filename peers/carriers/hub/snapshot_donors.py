@@ -18,7 +18,7 @@ from torch import Tensor
 from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.convert import snapshot_request_to_pb
+from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import Donor, SnapshotManifest, SnapshotRequest

@@ -28,7 +28,8 @@ from edit.fragments.schema import Schema
 from edit.replica.replica import Outer
 from editpb import data_pb2, tensors_pb2
 from editpb.abort_on_error import abort_on_error
-from editpb.convert import make_chunks, snapshot_request_from_pb
+from editpb.chunks import make_chunks
+from editpb.data_messages import snapshot_request_from_pb
 from editpb.identity import admitted
 from editpb.messages import Serving, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import SnapshotCache

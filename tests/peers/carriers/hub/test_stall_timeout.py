@@ -13,7 +13,7 @@ from edit.errors import TransportError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.convert import make_chunks
+from editpb.chunks import make_chunks
 from editpb.messages import SnapshotManifest
 from peers.carriers.hub.assembly import UpdateAssembly
 from peers.carriers.hub.channels import Channels, Traffic

@@ -18,32 +18,64 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import EncodedTensor
 from editpb import control_pb2 as cpb
-from editpb import convert, limits
 from editpb import data_pb2 as dpb
+from editpb import limits
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
+from editpb.chunks import checked
+from editpb.control_messages import (
+    coordinator_message_from_pb,
+    coordinator_message_to_pb,
+    evict_request_from_pb,
+    fragment_verdicts_from_pb,
+    heartbeat_from_pb,
+    heartbeat_to_pb,
+    hello_from_pb,
+    peer_message_from_pb,
+    peer_message_to_pb,
+    view_from_pb,
+    welcome_from_pb,
+)
+from editpb.data_messages import (
+    commit_from_parts,
+    contribution_header_from_pb,
+    contribution_header_to_pb,
+    found_header_from_pb,
+    found_header_to_pb,
+    received_from_pb,
+    snapshot_manifest_from_pb,
+    snapshot_manifest_to_pb,
+    snapshot_request_from_pb,
+    snapshot_request_to_pb,
+    update_manifest_from_pb,
+    update_manifest_to_pb,
+    update_request_from_pb,
+    update_request_to_pb,
+)
+from editpb.injection_messages import inject_header_from_pb, injection_state_from_pb
+from editpb.tensor_messages import CODEC_IDS, codec_from_pb, codec_to_pb, schema_from_pb, schema_to_pb
 from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
 
 Reader = Callable[[Any], object]
 
 READERS: list[tuple[type[Message], Reader]] = [
-    (tpb.Schema, convert.schema_from_pb),
-    (tpb.Chunk, convert.checked),
-    (cpb.PeerMessage, convert.peer_message_from_pb),
-    (cpb.CoordinatorMessage, convert.coordinator_message_from_pb),
-    (cpb.FragmentVerdicts, convert.fragment_verdicts_from_pb),
-    (cpb.EvictRequest, convert.evict_request_from_pb),
-    (dpb.ContributionHeader, lambda m: convert.contribution_header_from_pb(m, SCHEMA)),
-    (dpb.ProbeReply, lambda m: convert.received_from_pb(m, 99)),
-    (dpb.ContributionReceipt, lambda m: convert.received_from_pb(m, 99)),
-    (dpb.UpdateRequest, lambda m: convert.update_request_from_pb(m, SCHEMA)),
-    (dpb.UpdateManifest, lambda m: convert.update_manifest_from_pb(m, SCHEMA, 1)),
-    (dpb.SnapshotManifest, convert.snapshot_manifest_from_pb),
-    (dpb.SnapshotManifest, lambda m: convert.snapshot_manifest_from_pb(m, SCHEMA)),
-    (dpb.SnapshotRequest, lambda m: convert.snapshot_request_from_pb(m, SCHEMA)),
-    (dpb.FoundHeader, convert.found_header_from_pb),
-    (dpb.InjectHeader, lambda m: convert.inject_header_from_pb(m, SCHEMA)),
-    (dpb.InjectionState, convert.injection_state_from_pb),
+    (tpb.Schema, schema_from_pb),
+    (tpb.Chunk, checked),
+    (cpb.PeerMessage, peer_message_from_pb),
+    (cpb.CoordinatorMessage, coordinator_message_from_pb),
+    (cpb.FragmentVerdicts, fragment_verdicts_from_pb),
+    (cpb.EvictRequest, evict_request_from_pb),
+    (dpb.ContributionHeader, lambda m: contribution_header_from_pb(m, SCHEMA)),
+    (dpb.ProbeReply, lambda m: received_from_pb(m, 99)),
+    (dpb.ContributionReceipt, lambda m: received_from_pb(m, 99)),
+    (dpb.UpdateRequest, lambda m: update_request_from_pb(m, SCHEMA)),
+    (dpb.UpdateManifest, lambda m: update_manifest_from_pb(m, SCHEMA, 1)),
+    (dpb.SnapshotManifest, snapshot_manifest_from_pb),
+    (dpb.SnapshotManifest, lambda m: snapshot_manifest_from_pb(m, SCHEMA)),
+    (dpb.SnapshotRequest, lambda m: snapshot_request_from_pb(m, SCHEMA)),
+    (dpb.FoundHeader, found_header_from_pb),
+    (dpb.InjectHeader, lambda m: inject_header_from_pb(m, SCHEMA)),
+    (dpb.InjectionState, injection_state_from_pb),
 ]
 HEARTBEAT = msg.Heartbeat(
     state=msg.PeerState.TRAINING,
@@ -104,10 +136,10 @@ def test_any_bytes_are_refused_by_the_parser_or_by_the_converter(kind: type[Mess
 
 def test_every_codec_on_the_wire_is_implemented_and_every_implementation_may_travel() -> None:
     on_the_wire = {value for name, value in tpb.CodecId.items() if name != "CODEC_ID_UNSPECIFIED"}
-    assert set(convert.CODEC_IDS) == set(codec_names())
-    assert set(convert.CODEC_IDS.values()) == on_the_wire
-    assert len(set(convert.CODEC_IDS.values())) == len(convert.CODEC_IDS)
-    assert [convert.codec_from_pb(convert.codec_to_pb(name)) for name in codec_names()] == list(codec_names())
+    assert set(CODEC_IDS) == set(codec_names())
+    assert set(CODEC_IDS.values()) == on_the_wire
+    assert len(set(CODEC_IDS.values())) == len(CODEC_IDS)
+    assert [codec_from_pb(codec_to_pb(name)) for name in codec_names()] == list(codec_names())
 
 
 _SHAPES = st.lists(st.integers(1, 9), max_size=8).map(tuple)
@@ -126,7 +158,7 @@ def test_a_schema_survives(shapes: list[list[tuple[int, ...]]]) -> None:
             for i, part in enumerate(shapes)
         )
     )
-    received = convert.schema_from_pb(parse(tpb.Schema, convert.schema_to_pb(schema).SerializeToString()))  # type: ignore[arg-type]
+    received = schema_from_pb(parse(tpb.Schema, schema_to_pb(schema).SerializeToString()))  # type: ignore[arg-type]
     assert received == schema and received.schema_hash == schema.schema_hash
 
 
@@ -158,7 +190,7 @@ def one_tensor(**fields: Any) -> tpb.Schema:
     ],
 )
 def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
-    assert reason in expect_refusal(convert.schema_from_pb, message)
+    assert reason in expect_refusal(schema_from_pb, message)
 
 
 # ---- control -------------------------------------------------------------------------------------------------------------
@@ -177,8 +209,8 @@ def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
     ],
 )
 def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
-    raw = convert.peer_message_to_pb(value).SerializeToString()
-    assert convert.peer_message_from_pb(parse(cpb.PeerMessage, raw)) == value  # type: ignore[arg-type]
+    raw = peer_message_to_pb(value).SerializeToString()
+    assert peer_message_from_pb(parse(cpb.PeerMessage, raw)) == value  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -191,20 +223,20 @@ def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodby
     ],
 )
 def test_what_the_coordinator_says_survives(value: msg.Welcome | msg.View | msg.Expel) -> None:
-    raw = convert.coordinator_message_to_pb(value).SerializeToString()
-    assert convert.coordinator_message_from_pb(parse(cpb.CoordinatorMessage, raw)) == value  # type: ignore[arg-type]
+    raw = coordinator_message_to_pb(value).SerializeToString()
+    assert coordinator_message_from_pb(parse(cpb.CoordinatorMessage, raw)) == value  # type: ignore[arg-type]
 
 
 def test_a_heartbeat_without_a_loss_yet_survives_and_its_json_has_null() -> None:
     starting = msg.Heartbeat(state=msg.PeerState.STARTING)
-    received = convert.heartbeat_from_pb(convert.heartbeat_to_pb(starting))
+    received = heartbeat_from_pb(heartbeat_to_pb(starting))
     assert math.isnan(received.loss)
     assert received.as_json()["loss"] is None and received.as_json()["state"] == "starting"
 
 
 def test_own_reasons_are_made_one_bounded_line_before_they_are_sent() -> None:
-    sent = convert.coordinator_message_to_pb(msg.Expel(False, "two\nlines \x1b[0m" + "x" * 9000))
-    received = convert.coordinator_message_from_pb(sent)
+    sent = coordinator_message_to_pb(msg.Expel(False, "two\nlines \x1b[0m" + "x" * 9000))
+    received = coordinator_message_from_pb(sent)
     assert isinstance(received, msg.Expel)
     assert received.reason.startswith("two lines  [0mxxx") and len(received.reason) == limits.MAX_TEXT_CHARS
 
@@ -223,42 +255,42 @@ def test_own_reasons_are_made_one_bounded_line_before_they_are_sent() -> None:
     ],
 )
 def test_a_wrong_heartbeat_is_refused(fields: dict[str, Any], reason: str) -> None:
-    assert reason in expect_refusal(convert.heartbeat_from_pb, changed(convert.heartbeat_to_pb(HEARTBEAT), **fields))
+    assert reason in expect_refusal(heartbeat_from_pb, changed(heartbeat_to_pb(HEARTBEAT), **fields))
 
 
 @pytest.mark.parametrize(
     ("message", "reader", "reason"),
     [
-        (cpb.PeerMessage(), convert.peer_message_from_pb, "without content"),
-        (cpb.CoordinatorMessage(), convert.coordinator_message_from_pb, "without content"),
-        (cpb.Hello(protocol=1, run_id=RUN), convert.hello_from_pb, "speaks protocol 1"),
-        (cpb.Hello(protocol=2, run_id="../run"), convert.hello_from_pb, "run_id"),
-        (cpb.Hello(protocol=2, run_id=RUN, software="x" * 4097), convert.hello_from_pb, "software"),
-        (cpb.Hello(protocol=2, run_id=RUN, rank=1), convert.hello_from_pb, "rank is 1, not 0 to 0"),
-        (cpb.Hello(protocol=2, run_id=RUN, rank=4, ranks=4), convert.hello_from_pb, "rank is 4, not 0 to 3"),
-        (cpb.Hello(protocol=2, run_id=RUN, ranks=65537), convert.hello_from_pb, "ranks is 65537"),
-        (cpb.View(phase=0), convert.view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
-        (cpb.Welcome(run_id=RUN, peer_id="a" * 65), convert.welcome_from_pb, "peer_id"),
-        (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), convert.welcome_from_pb, "config_json"),
-        (cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict()] * 65537), convert.fragment_verdicts_from_pb, "more than 65536"),
+        (cpb.PeerMessage(), peer_message_from_pb, "without content"),
+        (cpb.CoordinatorMessage(), coordinator_message_from_pb, "without content"),
+        (cpb.Hello(protocol=1, run_id=RUN), hello_from_pb, "speaks protocol 1"),
+        (cpb.Hello(protocol=2, run_id="../run"), hello_from_pb, "run_id"),
+        (cpb.Hello(protocol=2, run_id=RUN, software="x" * 4097), hello_from_pb, "software"),
+        (cpb.Hello(protocol=2, run_id=RUN, rank=1), hello_from_pb, "rank is 1, not 0 to 0"),
+        (cpb.Hello(protocol=2, run_id=RUN, rank=4, ranks=4), hello_from_pb, "rank is 4, not 0 to 3"),
+        (cpb.Hello(protocol=2, run_id=RUN, ranks=65537), hello_from_pb, "ranks is 65537"),
+        (cpb.View(phase=0), view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
+        (cpb.Welcome(run_id=RUN, peer_id="a" * 65), welcome_from_pb, "peer_id"),
+        (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), welcome_from_pb, "config_json"),
+        (cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict()] * 65537), fragment_verdicts_from_pb, "more than 65536"),
         (
             cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="ok")] * 2),
-            convert.fragment_verdicts_from_pb,
+            fragment_verdicts_from_pb,
             "two verdicts",
         ),
-        (cpb.FragmentVerdicts(clip=1.5), convert.fragment_verdicts_from_pb, "clip"),
-        (cpb.FragmentVerdicts(merged_norm=-1), convert.fragment_verdicts_from_pb, "merged_norm"),
+        (cpb.FragmentVerdicts(clip=1.5), fragment_verdicts_from_pb, "clip"),
+        (cpb.FragmentVerdicts(merged_norm=-1), fragment_verdicts_from_pb, "merged_norm"),
         (
             cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="__class__")]),
-            convert.fragment_verdicts_from_pb,
+            fragment_verdicts_from_pb,
             "verdict '__class__' is not known",
         ),
         (
             cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="ok", weight=math.nan)]),
-            convert.fragment_verdicts_from_pb,
+            fragment_verdicts_from_pb,
             "weight",
         ),
-        (cpb.EvictRequest(peer_id="", reason="x"), convert.evict_request_from_pb, "peer_id"),
+        (cpb.EvictRequest(peer_id="", reason="x"), evict_request_from_pb, "peer_id"),
     ],
 )
 def test_wrong_control_messages_are_refused(message: Message, reader: Reader, reason: str) -> None:
@@ -270,7 +302,7 @@ def test_wrong_control_messages_are_refused(message: Message, reader: Reader, re
 
 def test_a_contribution_header_survives_and_its_key_is_what_makes_it_unique() -> None:
     sent = header()
-    received = convert.contribution_header_from_pb(convert.contribution_header_to_pb(sent), SCHEMA)
+    received = contribution_header_from_pb(contribution_header_to_pb(sent), SCHEMA)
     assert received == sent
     assert received.key == msg.ContributionKey(RUN, 1_000_001, "alice", 1)
 
@@ -298,13 +330,13 @@ def test_a_contribution_header_survives_and_its_key_is_what_makes_it_unique() ->
     ],
 )
 def test_a_wrong_contribution_header_is_refused(fields: dict[str, Any], reason: str) -> None:
-    message = changed(convert.contribution_header_to_pb(header()), **fields)
-    assert reason in expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), message)
+    message = changed(contribution_header_to_pb(header()), **fields)
+    assert reason in expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), message)
 
 
 def test_a_header_of_another_schema_is_left_to_the_caller_who_can_name_the_reason() -> None:
-    other = convert.contribution_header_to_pb(header(schema_hash=DIGEST, codec="fp32", numel=7, total_bytes=28, fragment_id=9))
-    assert convert.contribution_header_from_pb(other, SCHEMA).schema_hash == DIGEST
+    other = contribution_header_to_pb(header(schema_hash=DIGEST, codec="fp32", numel=7, total_bytes=28, fragment_id=9))
+    assert contribution_header_from_pb(other, SCHEMA).schema_hash == DIGEST
 
 
 SQUARE = tpb.Box(tensor=0, offsets=[0, 0], sizes=[2, 2])
@@ -313,13 +345,13 @@ ROW = tpb.Box(tensor=0, offsets=[1, 0], sizes=[1, 2])
 
 
 def boxed(*boxes: tpb.Box, **changes: Any) -> dpb.ContributionHeader:
-    message = convert.contribution_header_to_pb(header(**changes))
+    message = contribution_header_to_pb(header(**changes))
     message.boxes.extend(boxes)
     return message
 
 
 def test_boxes_that_are_the_whole_fragment_are_the_same_as_none() -> None:
-    assert convert.contribution_header_from_pb(boxed(SQUARE, SCALE), SCHEMA) == header()
+    assert contribution_header_from_pb(boxed(SQUARE, SCALE), SCHEMA) == header()
 
 
 def test_a_ranks_part_of_a_contribution_survives() -> None:
@@ -331,8 +363,8 @@ def test_a_ranks_part_of_a_contribution_survives() -> None:
         numel=3,
         total_bytes=12,
     )
-    message = parse(dpb.ContributionHeader, convert.contribution_header_to_pb(sent).SerializeToString())
-    received = convert.contribution_header_from_pb(message, SCHEMA)  # type: ignore[arg-type]
+    message = parse(dpb.ContributionHeader, contribution_header_to_pb(sent).SerializeToString())
+    received = contribution_header_from_pb(message, SCHEMA)  # type: ignore[arg-type]
     assert received == sent
     assert received.key == msg.ContributionKey(RUN, 1_000_001, "alice", 1, 2)
 
@@ -357,37 +389,37 @@ WRONG_BOXES = [
 def test_wrong_boxes_are_refused_wherever_they_stand(boxes: list[tpb.Box], reason: str) -> None:
     update = dpb.UpdateRequest(run_id=RUN, outer_step=1, held=[dpb.FragmentBoxes(fragment_id=1, boxes=boxes)])
     snapshot = dpb.SnapshotRequest(run_id=RUN, fragment_id=1, boxes=boxes)
-    assert reason in expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), boxed(*boxes))
-    assert reason in expect_refusal(lambda m: convert.update_request_from_pb(m, SCHEMA), update)
-    assert reason in expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), snapshot)
+    assert reason in expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), boxed(*boxes))
+    assert reason in expect_refusal(lambda m: update_request_from_pb(m, SCHEMA), update)
+    assert reason in expect_refusal(lambda m: snapshot_request_from_pb(m, SCHEMA), snapshot)
 
 
 def test_a_part_has_the_size_of_its_boxes() -> None:
-    reason = expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), boxed(ROW))
+    reason = expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), boxed(ROW))
     assert reason == "fragment blocks.0 has 2 elements in those boxes, 5 were announced"
 
 
 @pytest.mark.parametrize(("fields", "reason"), [({"rank": 65536}, "rank is 65536"), ({"attempt": 1 << 63}, "attempt")])
 def test_ranks_and_attempts_are_bounded(fields: dict[str, Any], reason: str) -> None:
-    message = changed(convert.contribution_header_to_pb(header()), **fields)
-    assert reason in expect_refusal(lambda m: convert.contribution_header_from_pb(m, SCHEMA), message)
+    message = changed(contribution_header_to_pb(header()), **fields)
+    assert reason in expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), message)
 
 
 def test_boxes_of_a_header_of_another_schema_are_not_looked_at() -> None:
     other = boxed(tpb.Box(tensor=99), schema_hash=DIGEST)
-    assert convert.contribution_header_from_pb(other, SCHEMA).boxes is None
+    assert contribution_header_from_pb(other, SCHEMA).boxes is None
 
 
 def test_a_commit_survives_as_manifest_and_bytes() -> None:
     sent = commit()
-    message = parse(dpb.UpdateManifest, convert.update_manifest_to_pb(sent).SerializeToString())
-    manifest = convert.update_manifest_from_pb(message, SCHEMA, 4)  # type: ignore[arg-type]
+    message = parse(dpb.UpdateManifest, update_manifest_to_pb(sent).SerializeToString())
+    manifest = update_manifest_from_pb(message, SCHEMA, 4)  # type: ignore[arg-type]
     assert [part.total_bytes for part in manifest.fragments] == [30, 0]
     payloads = [fragment.payload.data if fragment.payload else None for fragment in sent.fragments]
-    assert convert.commit_from_parts(manifest, payloads) == sent
+    assert commit_from_parts(manifest, payloads) == sent
     for wrong in ([None, None], [bytes(29), None], [bytes(30), b""], [bytes(30)]):
         with pytest.raises(RemoteProtocolError):
-            convert.commit_from_parts(manifest, wrong)
+            commit_from_parts(manifest, wrong)
 
 
 def held(*parts: tuple[Box, ...] | None) -> tuple[Shard, ...]:
@@ -400,30 +432,30 @@ def test_the_update_of_some_fragments_cut_to_what_a_rank_holds_survives() -> Non
     cut = EncodedTensor("bf16", 6, bytes(range(6, 18)))
     nothing = dataclasses.replace(both.fragments[1], payload=EncodedTensor("int8", 0, b""))
     sent = dataclasses.replace(both, fragments=(dataclasses.replace(both.fragments[0], payload=cut), nothing))
-    message = convert.update_manifest_to_pb(sent)
-    manifest = convert.update_manifest_from_pb(message, SCHEMA, 4, shards=shards)
+    message = update_manifest_to_pb(sent)
+    manifest = update_manifest_from_pb(message, SCHEMA, 4, shards=shards)
     assert [part.total_bytes for part in manifest.fragments] == [12, 0]
-    assert convert.commit_from_parts(manifest, [cut.data, None]) == sent, "None: nothing was sent, which is no rollback"
-    assert "6 were announced" in expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4), message)
+    assert commit_from_parts(manifest, [cut.data, None]) == sent, "None: nothing was sent, which is no rollback"
+    assert "6 were announced" in expect_refusal(lambda m: update_manifest_from_pb(m, SCHEMA, 4), message)
     other = held((Box(0, (1, 0), (1, 3)),), ())
-    reason = expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4, shards=other), message)
+    reason = expect_refusal(lambda m: update_manifest_from_pb(m, SCHEMA, 4, shards=other), message)
     assert reason == "fragment embed has 3 elements in those boxes, 6 were announced"
-    second = convert.update_manifest_to_pb(dataclasses.replace(both, fragments=both.fragments[1:]))
-    assert convert.update_manifest_from_pb(second, SCHEMA, 4, due=(1,)).fragments[0].commit == both.fragments[1]
+    second = update_manifest_to_pb(dataclasses.replace(both, fragments=both.fragments[1:]))
+    assert update_manifest_from_pb(second, SCHEMA, 4, due=(1,)).fragments[0].commit == both.fragments[1]
     for due, reason in (((0,), "fragment 1 where 0 is due"), (None, "1 fragments, 2 are exchanged"), ((), "0 are exchanged")):
-        assert reason in expect_refusal(lambda m, due=due: convert.update_manifest_from_pb(m, SCHEMA, 4, due=due), second)
+        assert reason in expect_refusal(lambda m, due=due: update_manifest_from_pb(m, SCHEMA, 4, due=due), second)
 
 
 def test_what_a_rank_holds_survives_in_a_request_for_an_update() -> None:
     shards = held(None, (Box(0, (1, 0), (1, 2)),))
-    sent = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, shards))
-    received = convert.update_request_from_pb(parse(dpb.UpdateRequest, sent.SerializeToString()), SCHEMA)  # type: ignore[arg-type]
+    sent = update_request_to_pb(msg.UpdateRequest(RUN, 4, shards))
+    received = update_request_from_pb(parse(dpb.UpdateRequest, sent.SerializeToString()), SCHEMA)  # type: ignore[arg-type]
     assert received.shards is not None
     assert [shard.boxes for shard in received.shards] == [shard.boxes for shard in shards]
-    nothing = convert.update_request_from_pb(convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, ()))), SCHEMA)
+    nothing = update_request_from_pb(update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, ()))), SCHEMA)
     assert nothing.shards is not None and [shard.numel for shard in nothing.shards] == [15, 0]
-    everything = convert.update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, None)))
-    assert convert.update_request_from_pb(everything, SCHEMA) == msg.UpdateRequest(RUN, 4)
+    everything = update_request_to_pb(msg.UpdateRequest(RUN, 4, held(None, None)))
+    assert update_request_from_pb(everything, SCHEMA) == msg.UpdateRequest(RUN, 4)
 
 
 @pytest.mark.parametrize(
@@ -438,11 +470,11 @@ def test_what_a_rank_holds_survives_in_a_request_for_an_update() -> None:
 def test_a_request_names_each_fragment_once_and_in_order(fragment_ids: list[int], reason: str) -> None:
     parts = [dpb.FragmentBoxes(fragment_id=i) for i in fragment_ids]
     message = dpb.UpdateRequest(run_id=RUN, outer_step=1, held=parts)
-    assert reason in expect_refusal(lambda m: convert.update_request_from_pb(m, SCHEMA), message)
+    assert reason in expect_refusal(lambda m: update_request_from_pb(m, SCHEMA), message)
 
 
 def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.UpdateManifest:
-    message = convert.update_manifest_to_pb(commit())
+    message = update_manifest_to_pb(commit())
     change(message)
     return message
 
@@ -464,56 +496,56 @@ def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.Update
     ],
 )
 def test_a_wrong_update_manifest_is_refused(change: Callable[[dpb.UpdateManifest], object], reason: str) -> None:
-    assert reason in expect_refusal(lambda m: convert.update_manifest_from_pb(m, SCHEMA, 4), wrong_manifest(change))
+    assert reason in expect_refusal(lambda m: update_manifest_from_pb(m, SCHEMA, 4), wrong_manifest(change))
 
 
 def test_a_snapshot_manifest_survives_and_another_model_is_named() -> None:
     sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_hash=(bytes(32), b"\1" * 32))
-    message = convert.snapshot_manifest_to_pb(sent)
-    assert convert.snapshot_manifest_from_pb(message, SCHEMA) == convert.snapshot_manifest_from_pb(message) == sent
+    message = snapshot_manifest_to_pb(sent)
+    assert snapshot_manifest_from_pb(message, SCHEMA) == snapshot_manifest_from_pb(message) == sent
     other = Schema((*SCHEMA.fragments[:1], dataclasses.replace(SCHEMA.fragments[1], name="blocks.1")))
-    assert "blocks.1" in expect_refusal(lambda m: convert.snapshot_manifest_from_pb(m, other), message)
+    assert "blocks.1" in expect_refusal(lambda m: snapshot_manifest_from_pb(m, other), message)
     del message.fragment_hash[1]
-    assert "one BLAKE3 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    assert "one BLAKE3 per fragment" in expect_refusal(snapshot_manifest_from_pb, message)
     message.fragment_hash.append(bytes(31))
-    assert "one BLAKE3 per fragment" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    assert "one BLAKE3 per fragment" in expect_refusal(snapshot_manifest_from_pb, message)
 
 
 def test_the_donors_of_a_snapshot_survive_and_are_bounded() -> None:
     donors = (msg.Donor("b", msg.Serving("host:1", "word")), msg.Donor("c", msg.Serving("[::1]:65535", "w.2")))
     hashes = (bytes(32), b"\1" * 32)
     sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_hash=hashes, donors=donors)
-    message = convert.snapshot_manifest_to_pb(sent)
-    assert convert.snapshot_manifest_from_pb(message) == sent
+    message = snapshot_manifest_to_pb(sent)
+    assert snapshot_manifest_from_pb(message) == sent
     for address in ("", "host", "host:0", "dns:///host:1", "unix:/tmp/s", "a b:1"):
         message.donors[1].serving.address = address
-        assert "is not HOST:PORT" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+        assert "is not HOST:PORT" in expect_refusal(snapshot_manifest_from_pb, message)
     message.donors[1].serving.address = "host:1"
     message.donors[1].serving.ticket = "x" * 65
-    assert "ticket" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    assert "ticket" in expect_refusal(snapshot_manifest_from_pb, message)
     del message.donors[1]
     message.donors.extend([message.donors[0]] * limits.MAX_DONORS)
-    assert "9 donors, more than 8" in expect_refusal(convert.snapshot_manifest_from_pb, message)
+    assert "9 donors, more than 8" in expect_refusal(snapshot_manifest_from_pb, message)
 
 
 def test_requests_survive_and_are_bounded() -> None:
     update = msg.UpdateRequest(RUN, 4)
-    assert convert.update_request_from_pb(convert.update_request_to_pb(update), SCHEMA) == update
+    assert update_request_from_pb(update_request_to_pb(update), SCHEMA) == update
     found = msg.FoundHeader(run_id=RUN, schema_hash=SCHEMA.schema_hash, digest=DIGEST)
-    assert convert.found_header_from_pb(convert.found_header_to_pb(found)) == found
+    assert found_header_from_pb(found_header_to_pb(found)) == found
     wanted = msg.SnapshotRequest(run_id=RUN, outer_step=4, fragment_id=1, offset=20)
-    sent = convert.snapshot_request_to_pb(wanted)
-    assert convert.snapshot_request_from_pb(sent, SCHEMA) == wanted
+    sent = snapshot_request_to_pb(wanted)
+    assert snapshot_request_from_pb(sent, SCHEMA) == wanted
     for fields in ({"offset": 21}, {"fragment_id": 2}, {"run_id": "a b"}):
-        expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, **fields))
+        expect_refusal(lambda m: snapshot_request_from_pb(m, SCHEMA), changed(sent, **fields))
     told = dataclasses.replace(wanted, ticket="word")
-    assert convert.snapshot_request_from_pb(convert.snapshot_request_to_pb(told), SCHEMA) == told
-    assert "ticket" in expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, ticket="a b"))
+    assert snapshot_request_from_pb(snapshot_request_to_pb(told), SCHEMA) == told
+    assert "ticket" in expect_refusal(lambda m: snapshot_request_from_pb(m, SCHEMA), changed(sent, ticket="a b"))
     part = dataclasses.replace(wanted, boxes=(Box(0, (0, 1), (2, 1)),), offset=8)
-    sent = convert.snapshot_request_to_pb(part)
-    assert convert.snapshot_request_from_pb(sent, SCHEMA) == part
-    assert "offset is 9" in expect_refusal(lambda m: convert.snapshot_request_from_pb(m, SCHEMA), changed(sent, offset=9))
+    sent = snapshot_request_to_pb(part)
+    assert snapshot_request_from_pb(sent, SCHEMA) == part
+    assert "offset is 9" in expect_refusal(lambda m: snapshot_request_from_pb(m, SCHEMA), changed(sent, offset=9))
     wrong = dpb.UpdateRequest(run_id=RUN, outer_step=0)
-    assert "outer_step" in expect_refusal(lambda m: convert.update_request_from_pb(m, SCHEMA), wrong)
-    assert convert.received_from_pb(dpb.ProbeReply(received_bytes=5), 5) == msg.Received(5, False)
-    expect_refusal(lambda m: convert.received_from_pb(m, 5), dpb.ContributionReceipt(received_bytes=6))
+    assert "outer_step" in expect_refusal(lambda m: update_request_from_pb(m, SCHEMA), wrong)
+    assert received_from_pb(dpb.ProbeReply(received_bytes=5), 5) == msg.Received(5, False)
+    expect_refusal(lambda m: received_from_pb(m, 5), dpb.ContributionReceipt(received_bytes=6))
