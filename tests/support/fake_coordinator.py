@@ -18,7 +18,7 @@ from torch import Tensor
 from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard, partition_fault
-from edit.merging.merge import Part, measure, whole_norm
+from edit.merging.merge import ShardPayload, measure, whole_norm
 from edit.merging.outer_state import Measured, OuterState
 from edit.records import Commit, EncodedTensor
 from editpb import control_pb2_grpc, data_pb2_grpc
@@ -230,7 +230,7 @@ class FakeCoordinator:
             inner_steps=header.inner_steps,
             tokens=header.tokens,
             norm=whole_norm(measure(payload) for _, _, payload in parts),
-            payload=tuple(Part(shard, payload) for _, shard, payload in parts),
+            payload=tuple(ShardPayload(shard, payload) for _, shard, payload in parts),
         )
 
     async def _start(self) -> int:

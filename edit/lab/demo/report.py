@@ -32,7 +32,7 @@ _VERDICT_WORDS = {
 
 def render_report(board: DemoState, results: Results, settings: str, started: float) -> str:
     """The page. settings: the run.toml; started: unix seconds."""
-    template = Template(resources.files("edit.lab").joinpath("report.html").read_text(encoding="utf-8"))
+    template = Template(resources.files("edit.lab.demo").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
         run_id=escape(results.run_id),
         series_css=" ".join(f".s{n} {{ --c: var(--s{n}); }}" for n in range(_SERIES_STYLES)),

@@ -15,7 +15,7 @@ import peers
 from aggregator.security.authority import Authority
 from edit.errors import ConfigError
 from editpb.identity import Identity
-from peers.connect import connect
+from peers.connection import connect
 from peers.identity.peer_folder import Home
 from tests.support.served import new_folder
 
