@@ -4,9 +4,9 @@
     python benchmarks/trace_contribution.py --files    # and every file with its functions
 
 Starts a coordinator and two peers as real processes with a profiler in every thread, lets them settle, and records what they
-call during exactly one outer step: from one commit being applied at a peer to the next. Functions are counted once per process
-kind, by file and qualified name; comprehensions, lambdas and what dataclasses generate are not counted. `--exclude-heartbeats`
-is not needed: the peers' heartbeats are set to come once a minute.
+call during exactly one outer step: from one commit being applied at a peer to the next. Functions are counted once per kind of
+process, by file and qualified name; comprehensions, lambdas and generated stubs are not counted, nor is the training itself
+(peers/training, peers/models). Heartbeats are set to come once a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("edit/", "peers/", "aggregator/", "proto/editpb/")
+TRAINING = ("peers/training/", "peers/models/")
 
 TRACER = """
 import json, os, runpy, signal, sys, threading
@@ -174,11 +174,14 @@ def main() -> None:
     functions: dict[str, set[tuple[str, str]]] = {}
     print(f"{'':12} {'files':>6} {'functions':>10} {'pairs of files':>15} {'calls between files':>20}")
     for side, names in sides.items():
-        functions[side] = {(path, function) for name in names for path, function in found[name]["called"]}
+        functions[side] = {
+            (path, function) for name in names for path, function in found[name]["called"] if not path.startswith(TRAINING)
+        }
         pairs = collections.Counter[tuple[str, str]]()
         for name in names:
             for source, path, times in found[name]["between"]:
-                pairs[source, path] += int(times)
+                if not path.startswith(TRAINING) and not source.startswith(TRAINING):
+                    pairs[source, path] += int(times)
         files = {path for path, _ in functions[side]}
         print(f"{side:12} {len(files):6} {len(functions[side]):10} {len(pairs):15} {sum(pairs.values()):20}")
     if arguments.files:
