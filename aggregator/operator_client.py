@@ -17,6 +17,7 @@ from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, EditError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
+from editpb.channel_options import channel_options
 from editpb.status import from_status
 
 __all__ = [
@@ -42,7 +43,7 @@ def connect(folder: StateFolder) -> grpc.aio.Channel:
         raise ConfigError(f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {folder.path}")
     address = str(json.loads(folder.addresses.read_text())["listen"])
     name = folder.config().server.advertise[0]  # stands in the server's certificate, whatever address it listens on
-    return grpc.aio.secure_channel(address, _credentials(folder.path), options=[("grpc.ssl_target_name_override", name)])
+    return grpc.aio.secure_channel(address, _credentials(folder.path), options=channel_options(server_name=name))
 
 
 def _credentials(path: Path) -> grpc.ChannelCredentials:
@@ -56,7 +57,7 @@ def _credentials(path: Path) -> grpc.ChannelCredentials:
 
 
 def _connect_further(folder: StateFolder, address: str) -> grpc.aio.Channel:
-    return grpc.aio.secure_channel(address, _credentials(folder.path))
+    return grpc.aio.secure_channel(address, _credentials(folder.path), options=channel_options())
 
 
 @dataclass(frozen=True, slots=True)

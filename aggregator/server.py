@@ -30,7 +30,7 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
 from edit.errors import ConfigError
 from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
-from editpb.chunks import CHUNK_BYTES
+from editpb.channel_options import server_options
 
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
@@ -38,15 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["Coordinator", "serve_run"]
 
 _log = logging.getLogger(__name__)
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", 8 * CHUNK_BYTES),
-    ("grpc.max_receive_message_length", 8 * CHUNK_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
-)
 _STOP_GRACE_S = 1.0
 
 
@@ -89,8 +80,8 @@ class Coordinator:
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         engine = Run(folder.run_id, config, resources, first_round_id=first_round_id)
-        enrol = grpc.aio.server(options=_OPTIONS) if authority else None
-        coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=_OPTIONS), enrol, worker)
+        enrol = grpc.aio.server(options=server_options()) if authority else None
+        coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=server_options()), enrol, worker)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
         if authority and enrol:
