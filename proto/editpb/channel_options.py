@@ -1,5 +1,6 @@
-"""Options of every gRPC channel and server. They are one module because both ends must agree: on how often a client may ping, and
-on the largest message.
+"""Options of every gRPC channel and server.
+
+They share a module because both ends must agree on how often a client may ping and on the largest message.
 """
 
 from __future__ import annotations
