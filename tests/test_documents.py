@@ -1,14 +1,39 @@
-"""What the documents point to exists: tests by name, files and folders by path."""
+"""What the documents point to exists: tests by name, files and folders by path; the tree in docs/architecture.md is complete."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+FOLDERS = ("edit", "aggregator", "peers", "proto", "tests", "benchmarks", "examples", "docker", "docs")
+SOURCE = ("edit", "aggregator", "peers", "proto")  # of these the tree names every file
+UNLISTED = re.compile(r"__init__\.py|__main__\.py|py\.typed|.*_pb2(_grpc)?\.pyi?|.*\.html")
+
+
+def files_of(folder: str) -> Iterator[Path]:
+    """Relative to the repository, without caches."""
+    for path in sorted((REPOSITORY / folder).rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
+            yield path.relative_to(REPOSITORY)
+
+
+def named_in_the_tree() -> list[str]:
+    """Every path of the indented list in docs/architecture.md; a folder ends in a slash."""
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("## The tree", 1)[1]
+    block = section.split("```", 2)[1].strip("\n")
+    paths: list[str] = []
+    above: list[str] = []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth:] = [line.strip().split("  ", 1)[0]]
+        paths.append("".join(above))
+    return paths
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -19,5 +44,35 @@ def test_tests_that_are_named_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(document: Path) -> None:
-    named = re.findall(r"\b(?:benchmarks|examples|docs|docker|tests)/[\w/.-]*\w", document.read_text(encoding="utf-8"))
+    text = document.read_text(encoding="utf-8")
+    named = re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w/.-]*\w", text)
     assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+def test_files_that_the_architecture_names_by_their_last_part_exist() -> None:
+    """`machine.py` after `edit/rounds/events.py` is some file of that name."""
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    known = [f"/{path.as_posix()}" for folder in (*SOURCE, "tests") for path in files_of(folder)]
+    named = re.findall(r"`([\w/]+\.(?:py|proto|sh))`", text)
+    assert len(named) > 50
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
+
+
+def test_the_tree_names_every_source_file_and_nothing_else() -> None:
+    named = named_in_the_tree()
+    assert [path for path in named if not (REPOSITORY / path).exists()] == [], "the tree names what is not there"
+    files = [path for folder in SOURCE for path in files_of(folder) if not UNLISTED.fullmatch(path.name)]
+    assert [path.as_posix() for path in files if path.as_posix() not in named] == [], "the tree lacks these files"
+    folders = {f"{parent.as_posix()}/" for path in files for parent in path.parents if parent != Path()}
+    assert sorted(folders - set(named)) == [], "the tree lacks these folders"
+
+
+def test_the_architecture_answers_at_least_ten_questions() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Where do I look?", 1)[1].split("\n## ", 1)[0]
+    answers = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ") and "?" in line]
+    assert len(answers) >= 10
+    assert all(re.search(r"`[\w/]+\.(?:py|proto)`", answer) for answer in answers)
+
+
+def test_the_readme_points_to_the_architecture() -> None:
+    assert "docs/architecture.md" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
