@@ -1,4 +1,4 @@
-"""What the documents point to exists: tests by name, files and folders by path; the tree in docs/architecture.md is complete."""
+"""What the documents name exists: tests by name, files and folders by path; the tree in docs/architecture.md is complete."""
 
 from __future__ import annotations
 
