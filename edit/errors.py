@@ -7,8 +7,7 @@ EditError
  ├─ LocalProtocolError    our own bug: a call out of order; exit code 70
  ├─ RemoteProtocolError   the other side sent something it must not send; never touches state
  ├─ StaleError            what was asked about is over or not yet due: look at the view, then ask again
- │   ├─ GoneError         no longer kept (an old update, an old snapshot)
- │   └─ RoundLostError    the round was aborted
+ │   └─ GoneError         no longer kept (an old update, an old snapshot)
  ├─ StorageError          the disk under the state folder failed or lies (full, torn, flipped); nothing is lost
  └─ TransportError        the link broke; the same call may be tried again
 """
@@ -23,7 +22,6 @@ __all__ = [
     "LocalProtocolError",
     "RefusedError",
     "RemoteProtocolError",
-    "RoundLostError",
     "StaleError",
     "StorageError",
     "TransportError",
@@ -68,10 +66,6 @@ class StaleError(EditError):
 
 class GoneError(StaleError):
     """What was asked for is no longer kept."""
-
-
-class RoundLostError(StaleError):
-    """The round that was spoken to was aborted; nothing of it was applied."""
 
 
 class StorageError(EditError):

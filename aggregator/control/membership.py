@@ -98,10 +98,6 @@ class Membership:
         """Everybody ever seen, by peer_id; to be read only."""
         return MappingProxyType(self._members)
 
-    def live(self) -> frozenset[str]:
-        """The members that are here."""
-        return frozenset(peer_id for peer_id, member in self._members.items() if member.live)
-
     def attended(self, peer_id: str, now: float) -> tuple[int, list[Change]]:
         """A connection of this identity opened: its attendance number, larger than any before. The newest one counts.
 

@@ -65,18 +65,15 @@ class ErrorFeedback:
         """The committed residuals by fragment; a fragment without one is left out."""
         return dict(sorted(self._residuals.items()))
 
-    def state(self) -> dict[str, Tensor]:
-        """The committed residuals as `residual.<fragment>`, for a checkpoint; a fragment without one is left out."""
-        return {f"residual.{i}": residual for i, residual in self.residuals().items()}
+    def load(self, residuals: Mapping[int, Tensor]) -> None:
+        """Replace the residuals by those that `residuals` returned. Nothing stays staged.
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the residuals by what `state` gave; nothing stays staged. Raises StorageError when it does not fit."""
-        expected = {f"residual.{i}": i for i in range(len(self._numels))}
-        for name, residual in state.items():
-            i = expected.get(name)
-            if i is None or residual.shape != (self._numels[i],) or residual.dtype != torch.float32:
-                raise StorageError(f"{name} {list(residual.shape)} {residual.dtype} does not fit this model's fragments")
-        self._residuals = {} if self._codec.lossless else {expected[name]: value.clone() for name, value in state.items()}
+        Raises StorageError when one does not fit its fragment; then nothing changes.
+        """
+        for i, residual in residuals.items():
+            if not 0 <= i < len(self._numels) or residual.shape != (self._numels[i],) or residual.dtype != torch.float32:
+                raise StorageError(f"residual.{i} {list(residual.shape)} {residual.dtype} does not fit this model's fragments")
+        self._residuals = {} if self._codec.lossless else {i: residual.clone() for i, residual in residuals.items()}
         self._staged = {}
 
     def _check(self, i: int, numel: int) -> None:

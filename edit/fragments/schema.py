@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from edit.errors import ConfigError, RemoteProtocolError
@@ -55,6 +55,8 @@ class Schema:
     """All fragments of a model, fragment_id = position. Raises RemoteProtocolError where the parts contradict one another."""
 
     fragments: tuple[FragmentSpec, ...]
+    # SHA-256 (hex) over names, shapes and grouping, computed once. Two peers train together only if theirs are equal.
+    schema_hash: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [tensor.name for fragment in self.fragments for tensor in fragment.tensors]
@@ -66,15 +68,11 @@ class Schema:
             raise RemoteProtocolError("schema: fragment ids are not 0, 1, 2, ...")
         if any(size < 1 for f in self.fragments for t in f.tensors for size in t.shape):
             raise RemoteProtocolError("schema: a tensor has a dimension below 1")
+        object.__setattr__(self, "schema_hash", hashlib.sha256(self.to_json().encode()).hexdigest())
 
     @property
     def numel(self) -> int:
         return sum(fragment.numel for fragment in self.fragments)
-
-    @property
-    def schema_hash(self) -> str:
-        """SHA-256 (hex) over names, shapes and grouping. Two peers train together only if theirs are equal."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def part(self, fragment_ids: Iterable[int]) -> Schema:
         """These fragments alone, in the order given, numbered from 0."""

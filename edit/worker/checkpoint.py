@@ -251,8 +251,7 @@ def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
 
 def _load_residuals(exchange: Exchange, held: _Vectors) -> None:
     layout = exchange.replica.layout
-    owned = {i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel}
-    exchange.feedback.load({f"residual.{i}": vector for i, vector in owned.items()})
+    exchange.feedback.load({i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel})
 
 
 def _load_estimates(exchange: Exchange, checkpoint: Checkpoint) -> None:

@@ -138,7 +138,6 @@ def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
         run_id=welcome.run_id,
         peer_id=welcome.peer_id,
         config_json=welcome.config_json,
-        found=welcome.found,
         outer_step=welcome.outer_step,
     )
 
@@ -149,7 +148,6 @@ def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
         run_id=check_id("run_id", message.run_id),
         peer_id=check_id("peer_id", message.peer_id),
         config_json=check_text("config_json", message.config_json, lim.MAX_CONFIG_CHARS),
-        found=message.found,
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
     )
 

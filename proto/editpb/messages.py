@@ -18,7 +18,6 @@ from edit.records import FragmentCommit
 __all__ = [
     "PROTOCOL",
     "ContributionHeader",
-    "ContributionKey",
     "Donor",
     "Expel",
     "FoundHeader",
@@ -127,13 +126,11 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The coordinator's first message. config_json: `RunConfig.to_json()`; found: "send your initial parameters"; outer_step:
-    that the run has reached."""
+    """The coordinator's first message. config_json: `RunConfig.to_json()`; outer_step: that the run has reached."""
 
     run_id: str
     peer_id: str
     config_json: str
-    found: bool = False
     outer_step: int = 0
 
 
@@ -169,17 +166,6 @@ class Expel:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContributionKey:
-    """What makes a retry idempotent: one rank of one identity contributes its part of one fragment to one round once."""
-
-    run_id: str
-    round_id: int
-    peer_id: str
-    fragment_id: int
-    rank: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionHeader:
     """What a contribution is, or one rank's part of it. numel: of the payload; total_bytes: exactly what `codec` makes of it.
@@ -202,10 +188,6 @@ class ContributionHeader:
     rank: int = 0
     attempt: int = 0
     boxes: tuple[Box, ...] | None = None
-
-    @property
-    def key(self) -> ContributionKey:
-        return ContributionKey(self.run_id, self.round_id, self.peer_id, self.fragment_id, self.rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from edit.errors import (
     LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
-    RoundLostError,
     StaleError,
     StorageError,
     TransportError,
@@ -39,7 +38,7 @@ def test_every_status_code_is_mapped() -> None:
         ("UNIMPLEMENTED", RemoteProtocolError),
         ("FAILED_PRECONDITION", StaleError),
         ("NOT_FOUND", GoneError),
-        ("ABORTED", RoundLostError),
+        ("ABORTED", StaleError),
         ("PERMISSION_DENIED", RefusedError),
         ("UNAUTHENTICATED", RefusedError),
         ("UNAVAILABLE", TransportError),
@@ -60,9 +59,7 @@ def test_every_error_has_a_code_other_than_ok(kind: type[EditError]) -> None:
     assert code is not grpc.StatusCode.OK and details.endswith("because")
 
 
-@pytest.mark.parametrize(
-    "kind", [RemoteProtocolError, StaleError, GoneError, RoundLostError, RefusedError, EvictedError, TransportError]
-)
+@pytest.mark.parametrize("kind", [RemoteProtocolError, StaleError, GoneError, RefusedError, EvictedError, TransportError])
 def test_what_concerns_the_caller_comes_back_as_it_was(kind: type[EditError]) -> None:
     error = from_status(*to_status(kind("because")))
     assert type(error) is kind and str(error) == "because"

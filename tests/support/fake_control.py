@@ -32,9 +32,8 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         if fake.refuse_attendance:
             await context.abort(*fake.refuse_attendance.pop(0))
         fake.bridge.change(lambda: fake.hellos.append(hello))
-        found = hello.schema is not None and fake.state is None and hello.rank == 0
         welcome = Welcome(
-            run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), found=found, outer_step=fake.view.outer_step
+            run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), outer_step=fake.view.outer_step
         )
         yield coordinator_message_to_pb(welcome)
         if hello.schema is None:

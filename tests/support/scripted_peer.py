@@ -80,5 +80,5 @@ def commit_next(p: Peer, verdicts: list[Verdict | None] | None = None, seed: int
 
 def residuals(p: Peer) -> list[Tensor]:
     """What the codec still owes of each fragment. The one look inside in this file."""
-    state = p.worker._feedback.state()
-    return [state.get(f"residual.{i}", torch.zeros(outer.numel())).clone() for i, outer in enumerate(p.theta.fragments)]
+    kept = p.worker._feedback.residuals()
+    return [kept.get(i, torch.zeros(outer.numel())).clone() for i, outer in enumerate(p.theta.fragments)]

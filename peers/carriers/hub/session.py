@@ -6,7 +6,7 @@ delays between attempts to connect. Must not know: time (it takes `now`), random
 Link                     event           next
 -----------------------  --------------  -----------------------------------------------------------
 OFFLINE                  dialled         GREETING   (Hello is on its way)
-GREETING                 welcome         WELCOMED   (backoff starts anew; configuration and founder are known)
+GREETING                 welcome         WELCOMED   (backoff starts anew; the configuration is known)
 WELCOMED, ATTENDING      view            ATTENDING  (a view older than the newest of this connection is dropped)
 any but EXPELLED         down            OFFLINE    (the view is kept, but no longer believed)
 any                      expel           EXPELLED   (final: no reconnection)
@@ -182,15 +182,13 @@ class Session:
 
     def founding(self, answered: Asked) -> Asked | None:
         """What founding asks of this peer: HAS_PARAMETERS (nothing more), a question newer than `answered`, or None (wait)."""
-        view, welcome = self.view, self._welcome
-        if view is not None:
-            if view.phase is not RunPhase.FOUNDING:
-                return HAS_PARAMETERS
-            asked = Asked(self._connections, view.sequence) if view.found else None
-        else:
-            chosen = self._link is Link.WELCOMED and welcome is not None and welcome.found
-            asked = Asked(self._connections, 0) if chosen else None
-        return asked if asked is not None and asked > answered else None
+        view = self.view
+        if view is None:
+            return None
+        if view.phase is not RunPhase.FOUNDING:
+            return HAS_PARAMETERS
+        asked = Asked(self._connections, view.sequence)
+        return asked if view.found and asked > answered else None
 
     def configure(self, heartbeat_s: float, max_staleness: int = 0) -> None:
         """Take the heartbeat interval (seconds) and the bound on staleness (outer steps) of the run's configuration."""

@@ -34,7 +34,7 @@ def test_what_was_merged_plus_the_residual_is_the_sum_of_the_deltas(name: str, s
         feedback.commit(0)
         sent += decode(encoded)
         meant += delta
-    residual = feedback.state().get("residual.0", torch.zeros(300))
+    residual = feedback.residuals().get(0, torch.zeros(300))
     assert torch.allclose(sent + residual, meant, atol=1e-5)
 
 
@@ -44,9 +44,9 @@ def test_t9_the_caller_gets_the_encoded_result_and_the_commit_really_changes_the
     before = delta.clone()
     first = feedback.stage(0, delta)
     assert torch.equal(delta, before) and not torch.equal(decode(first), delta)
-    assert feedback.state() == {}
+    assert feedback.residuals() == {}
     feedback.commit(0)
-    assert torch.equal(feedback.state()["residual.0"], delta - decode(first))
+    assert torch.equal(feedback.residuals()[0], delta - decode(first))
     second = feedback.stage(0, torch.zeros(300))
     assert bool(decode(second).any()), "the next message carries what the first one lacked"
 
@@ -66,22 +66,22 @@ def test_a_rollback_or_staging_again_leaves_the_residual() -> None:
     feedback, (a, b, c) = ErrorFeedback("int8", [300]), deltas(2, 3)
     feedback.stage(0, a)
     feedback.commit(0)
-    residual = feedback.state()["residual.0"].clone()
+    residual = feedback.residuals()[0].clone()
     feedback.stage(0, b)
     feedback.rollback(0)
     feedback.rollback(0)
     feedback.stage(0, b)
     again = feedback.stage(0, c)
-    assert torch.equal(feedback.state()["residual.0"], residual)
+    assert torch.equal(feedback.residuals()[0], residual)
     feedback.commit(0)
-    assert torch.equal(feedback.state()["residual.0"], (c + residual) - decode(again))
+    assert torch.equal(feedback.residuals()[0], (c + residual) - decode(again))
 
 
 def test_a_lossless_codec_keeps_no_residual() -> None:
     feedback, delta = ErrorFeedback("fp32", [300]), deltas(3, 1)[0]
     assert torch.equal(decode(feedback.stage(0, delta)), delta)
     feedback.commit(0)
-    assert feedback.state() == {}
+    assert feedback.residuals() == {}
 
 
 @pytest.mark.parametrize("name", codec_names())
@@ -89,21 +89,21 @@ def test_a_broken_delta_is_visible_to_the_merger_and_leaves_the_residual_after_i
     feedback, (good, bad) = ErrorFeedback(name, [300]), deltas(4, 2)
     feedback.stage(0, good)
     feedback.commit(0)
-    before = {key: value.clone() for key, value in feedback.state().items()}
+    before = {key: value.clone() for key, value in feedback.residuals().items()}
     bad[7] = math.nan
     assert not bool(decode(feedback.stage(0, bad)).isfinite().all())
     feedback.rollback(0)
-    after = feedback.state()
+    after = feedback.residuals()
     assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_fragments_are_independent_and_state_round_trips() -> None:
+def test_fragments_are_independent_and_residuals_round_trip() -> None:
     feedback, delta = ErrorFeedback("int8", [300, 300]), deltas(5, 1)[0]
     feedback.stage(1, delta)
     feedback.commit(1)
-    assert list(feedback.state()) == ["residual.1"]
+    assert list(feedback.residuals()) == [1]
     restored = ErrorFeedback("int8", [300, 300])
-    restored.load(feedback.state())
+    restored.load(feedback.residuals())
     assert bytes(restored.stage(1, delta).data) == bytes(feedback.stage(1, delta).data)
 
 
@@ -118,16 +118,12 @@ def test_misuse_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "residual"),
-    [
-        ("residual.1", torch.zeros(300)),
-        ("residual.0", torch.zeros(299)),
-        ("residual.0", torch.zeros(300, dtype=torch.bfloat16)),
-    ],
+    ("fragment", "residual"),
+    [(1, torch.zeros(300)), (-1, torch.zeros(300)), (0, torch.zeros(299)), (0, torch.zeros(300, dtype=torch.bfloat16))],
 )
-def test_a_state_of_another_model_is_refused_and_nothing_changes(name: str, residual: Tensor) -> None:
+def test_residuals_of_another_model_are_refused_and_nothing_changes(fragment: int, residual: Tensor) -> None:
     feedback = ErrorFeedback("int8", [300])
-    feedback.load({"residual.0": torch.ones(300)})
-    with pytest.raises(StorageError, match=name):
-        feedback.load({name: residual})
-    assert torch.equal(feedback.state()["residual.0"], torch.ones(300))
+    feedback.load({0: torch.ones(300)})
+    with pytest.raises(StorageError, match=f"residual.{fragment}"):
+        feedback.load({fragment: residual})
+    assert torch.equal(feedback.residuals()[0], torch.ones(300))

@@ -1,5 +1,7 @@
 """The plan of fragments: every element exactly once, in forward order; differences are named."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,3 +126,10 @@ def test_a_contradictory_schema_from_the_wire_is_refused(fragments: tuple[Fragme
 def test_the_hash_is_stable() -> None:
     """It stands in certificates of agreement between versions: changing it cuts old peers off, so do it knowingly."""
     assert plan({"a.w": (2, 3)}).schema_hash == "df795c1b1bd0ae5cf7d549b940a175d67c39c6e8f6e68317a9b5305c48e3d95d"
+
+
+def test_the_hash_is_made_once_and_travels_with_the_schema() -> None:
+    schema = plan({"a.w": (2, 3), "b.w": (4,)})
+    assert schema.schema_hash is schema.schema_hash
+    assert (copied := pickle.loads(pickle.dumps(schema))) == schema and copied.schema_hash == schema.schema_hash  # noqa: S301
+    assert hash(schema) == hash(plan({"a.w": (2, 3), "b.w": (4,)})) and "schema_hash" not in repr(schema)

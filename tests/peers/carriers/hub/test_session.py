@@ -10,8 +10,7 @@ from edit.errors import LocalProtocolError
 from editpb.messages import Expel, RunPhase, View, Welcome
 from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Asked, Decision, Link, Sent, Session
 
-WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=False)
-CHOSEN = Welcome(run_id="run-1", peer_id="a", config_json="{}", found=True)
+WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}")
 
 
 def view(outer_step: int = 5, *, phase: RunPhase = RunPhase.COLLECTING, sequence: int = 1, **rest: object) -> View:
@@ -173,7 +172,7 @@ def test_another_run_is_not_welcome() -> None:
     session = attending(view())
     session.down(1.0)
     session.dialled()
-    other = Welcome(run_id="run-2", peer_id="a", config_json="{}", found=False)
+    other = Welcome(run_id="run-2", peer_id="a", config_json="{}")
     assert "run-2" in (session.welcomed(other) or "")
     assert session.link is Link.GREETING
 
@@ -254,11 +253,12 @@ def test_founding_follows_the_newest_word() -> None:
     session = Session(lambda: 0.5, 0.0)
     session.dialled()
     assert session.founding(NEVER) is None
-    session.welcomed(CHOSEN)
-    first = session.founding(NEVER)
-    assert first == Asked(1, 0)
+    session.welcomed(WELCOME)
+    assert session.founding(NEVER) is None
+    session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=0))
+    assert session.founding(NEVER) == Asked(1, 0)
     assert session.founding(Asked(1, 0)) is None
-    session.viewed(view(0, phase=RunPhase.FOUNDING, found=False))
+    session.viewed(view(0, phase=RunPhase.FOUNDING, found=False, sequence=1))
     assert session.founding(NEVER) is None
     session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=2))
     assert session.founding(Asked(1, 0)) == Asked(1, 2)
@@ -270,11 +270,14 @@ def test_founding_follows_the_newest_word() -> None:
 def test_founding_is_asked_again_over_a_new_connection() -> None:
     session = Session(lambda: 0.5, 0.0)
     session.dialled()
-    session.welcomed(CHOSEN)
+    session.welcomed(WELCOME)
+    session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=0))
     session.down(1.0)
     assert session.founding(NEVER) is None
     session.dialled()
-    session.welcomed(CHOSEN)
+    session.welcomed(WELCOME)
+    assert session.founding(NEVER) is None
+    session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=0))
     assert session.founding(Asked(1, 0).settled()) == Asked(2, 0)
 
 
