@@ -52,6 +52,7 @@ class Coordinator:
     authority: Authority | None
     _main: grpc.aio.Server
     _enrol: grpc.aio.Server | None
+    background: Background
     _worker: ThreadPoolExecutor
     listen: str = ""
     enrol_listen: str = ""
@@ -68,12 +69,13 @@ class Coordinator:
         clock = clock or Clock()
         authority = _authority(folder, config, clock.unix())
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        background = Background(worker)
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
             intake=UploadBuffer(config.storage.buffer_bytes, folder.spill),
             members=authority.members if authority else Members(folder.path / "members.json", enrols=False),
             orders=OperatorFlags(folder.orders),
-            background=Background(worker),
+            background=background,
             metrics=MetricsLog(folder.metrics),
             deadlines=folder.deadlines,
             clock=clock,
@@ -81,7 +83,9 @@ class Coordinator:
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         engine = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         enrol = grpc.aio.server(options=server_options()) if authority else None
-        coordinator = cls(folder, config, engine, authority, grpc.aio.server(options=server_options()), enrol, worker)
+        coordinator = cls(
+            folder, config, engine, authority, grpc.aio.server(options=server_options()), enrol, background, worker
+        )
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
         if authority and enrol:
@@ -167,7 +171,7 @@ async def serve_run(folder: StateFolder) -> None:
     coordinator = Coordinator.open(folder)
     try:
         await coordinator.start()
-        await stop.wait()
+        await coordinator.background.watch(stop)
         _log.info("stopping; the same command continues the run")
     finally:
         await coordinator.close()

@@ -1,7 +1,4 @@
-"""What does not run on the event loop's own time: the one worker thread for torch and the disk, and tasks nobody waits for.
-
-Owns: both, and that a task that fails by a bug is said loudly. Must not know: what the work is.
-"""
+"""What runs beside the event loop's callers: the one worker thread for torch and the disk, and background tasks."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+from edit.errors import LocalProtocolError
+
 __all__ = ["Background"]
 
 _log = logging.getLogger(__name__)
@@ -18,24 +17,54 @@ _T = TypeVar("_T")
 
 
 class Background:
-    """worker: ONE thread; what it is given runs one after the other."""
+    """The worker thread and the background tasks of one process.
+
+    A background task handles the errors that it can handle. Any other exception is a bug that leaves the run in an unknown
+    state: it is logged with its traceback, `failure` holds it, and `watch` raises, which ends the process. A restart recovers
+    what is committed.
+
+    Args:
+        worker: one thread; it runs what it is given one after the other.
+    """
 
     def __init__(self, worker: Executor) -> None:
+        self.failure: BaseException | None = None
         self._worker = worker
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.Event()
 
     async def in_worker(self, call: Callable[..., _T], *arguments: object) -> _T:
-        """The call's result, or its exception."""
+        """Run the call in the worker thread; return its result or raise its exception."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it on the event loop beside everything else."""
+        """Run the coroutine as a background task on the event loop."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
+    def fail(self, error: BaseException) -> None:
+        """Report a bug that leaves the run in an unknown state. The first one is logged and kept."""
+        if self.failure is None:
+            _log.critical("a background task failed", exc_info=error)
+            self.failure = error
+            self._failed.set()
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Wait until `stop` is set. Raises LocalProtocolError as soon as a background task has failed."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in (stop, self._failed)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        if (error := self.failure) is not None:
+            raise LocalProtocolError(
+                f"a background task failed ({type(error).__name__}: {error}); the log has the traceback"
+            ) from error
+
     async def stop(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the background tasks that still run."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -43,4 +72,4 @@ class Background:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical("a background task failed", exc_info=error)
+            self.fail(error)

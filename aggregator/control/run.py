@@ -110,10 +110,13 @@ class Run:
             attendance.changed.set()
 
     async def close(self) -> None:
-        """Stop watching; write a checkpoint of what is committed, let go of the files."""
+        """Stop watching; write a checkpoint of what is committed, let go of the files.
+
+        No checkpoint after a bug: what is in memory may be behind the journal.
+        """
         resources = self._resources
         await resources.background.stop()
-        if self.outer is not None and self._exchange is not None:
+        if self.outer is not None and self._exchange is not None and resources.background.failure is None:
             await self._exchange.checkpoint()
         resources.store.close()
         resources.intake.close()

@@ -31,7 +31,7 @@ from edit.config.run import RunConfig
 from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run
-from edit.merging.merge import measure
+from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState, Staged
 from edit.records import Commit
 from edit.rounds import events
@@ -205,6 +205,13 @@ class RoundRunner:
 
     def feed(self, event: events.Event) -> events.Refused | None:
         """Hand an event to the round machine and carry out the effects; returns the refusal, if there is one."""
+        try:
+            return self._feed(event)
+        except Exception as error:  # effects may be lost, and the run would wait for their results for ever
+            self._background.fail(error)
+            raise
+
+    def _feed(self, event: events.Event) -> events.Refused | None:
         before = (self.machine.phase, self.machine.round_id)
         refusal: events.Refused | None = None
         for effect in self.machine.handle(event, self._clock.monotonic()):
@@ -239,59 +246,77 @@ class RoundRunner:
                 self._background.spawn(self._finish())
 
     async def _reduce(self, effect: events.Reduce) -> None:
-        current, outer = self._round, self._outer
+        """Merge one fragment and write it to the journal; any exception fails the round."""
+        current = self._round
         if current is None or current.round_id != effect.round_id:
             return
-        held = ((peer_id, self._contributions.get(peer_id)) for peer_id in effect.peers)
-        step = self.machine.outer_step
-        contributions = [one.whole(effect.fragment_id, step) for _, one in held if one is not None]
-        tokens = {one.peer_id: one.tokens for one in contributions}
-        injection = current.fix(self._store.injections.pending)
-
-        def work() -> tuple[Staged, Future[None]]:
-            merged = outer.reduce(effect.fragment_id, contributions)
-            merged = merged if injection is None else injection.into(merged)
-            written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged)
-            staged = outer.stage(merged)
-            merged = replace(merged, merged=None, injection=None)  # both are in the step, and soon on disk: free their memory
-            return replace(staged, merged=merged), written
-
         try:
-            staged, written = await self._background.in_worker(work)
+            held = ((peer_id, self._contributions.get(peer_id)) for peer_id in effect.peers)
+            step = self.machine.outer_step
+            contributions = [one.whole(effect.fragment_id, step) for _, one in held if one is not None]
+            injection = current.fix(self._store.injections.pending)
+            staged, written = await self._background.in_worker(self._merge, effect, contributions, injection)
             await asyncio.wrap_future(written)
-        except StorageError as error:
-            self.feed(events.RoundFailed(effect.round_id, str(error)))
+        except Exception as error:
+            self._fail_round(effect.round_id, error)
             return
+        tokens = {one.peer_id: one.tokens for one in contributions}
         current.staged[effect.fragment_id] = staged
         current.tokens[effect.fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
         self.feed(events.Reduced(effect.round_id, effect.fragment_id))
 
+    def _merge(
+        self, effect: events.Reduce, contributions: Sequence[Measured], injection: Injection | None
+    ) -> tuple[Staged, Future[None]]:
+        """In the worker thread: reduce, begin to write, stage. Changes nothing but the journal."""
+        outer = self._outer
+        merged = outer.reduce(effect.fragment_id, contributions)
+        merged = merged if injection is None else injection.into(merged)
+        written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged)
+        staged = outer.stage(merged)
+        merged = replace(merged, merged=None, injection=None)  # both are in the step, and soon on disk: free their memory
+        return replace(staged, merged=merged), written
+
     async def _commit(self, effect: events.Commit) -> None:
+        """Make the commit durable, then apply it. An exception before it is on disk fails the round; one after that ends the
+        process, since peers must not hear that a commit failed which a restart replays."""
         current, outer = self._round, self._outer
         if current is None or current.round_id != effect.round_id:
             return
-        staged = [current.staged[i] for i in sorted(current.staged)]
-        tokens = self._tokens(current)
-        brings = current.injection.brings if current.injection is not None else None
+        next_step = outer.outer_step + 1
+        try:
+            staged = [current.staged[i] for i in sorted(current.staged)]
+            tokens = self._tokens(current)
+            brings = current.injection.brings if current.injection is not None else None
+            await self._background.in_worker(
+                self._store.append_commit, effect.round_id, next_step, effect.reason, tokens, brings
+            )
+        except Exception as error:
+            self._fail_round(effect.round_id, error)
+            return
 
-        def work() -> tuple[Commit, Head]:
-            self._store.append_commit(effect.round_id, outer.outer_step + 1, effect.reason, tokens, brings)
+        def apply() -> tuple[Commit, Head]:
             commit = outer.commit(effect.round_id, effect.reason, staged, brings)
             self._store.publish(commit)
             return commit, Head.of(outer)
 
-        try:
-            commit, head = await self._background.in_worker(work)
-        except StorageError as error:
-            self.feed(events.RoundFailed(effect.round_id, str(error)))
-            return
+        commit, head = await self._background.in_worker(apply)
         current.commit = commit
         self._downlink.show(head)
         self._store.injections.committed(head.injected)
         self._observer.round_committed(commit, effect.missing)
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
-        if commit.outer_step % self._checkpoint_every == 0:
+        if next_step % self._checkpoint_every == 0:
             await self.checkpoint()
+
+    def _fail_round(self, round_id: int, error: Exception) -> None:
+        """A merge or a commit raised: the round is over and nothing of it is applied."""
+        if isinstance(error, StorageError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            _log.error("round %d failed: %s", round_id, reason, exc_info=error)
+        self.feed(events.RoundFailed(round_id, reason))
 
     def _tokens(self, current: _Round) -> int:
         """Behind a commit: with groups each fragment counts for its share of the model, and the others for nothing."""
@@ -307,6 +332,8 @@ class RoundRunner:
                 await self._background.in_worker(write_atomic, self._deadlines_file, measured)
         except StorageError as error:
             _log.error("no checkpoint: %s", error)
+        except Exception as error:  # a bug, which costs no more than a full disk
+            _log.error("no checkpoint: %s: %s", type(error).__name__, error, exc_info=error)
 
     def _load_deadlines(self) -> None:
         """Without the measured times of an earlier start the ceiling counts until there are new ones."""

@@ -182,17 +182,21 @@ class Journal:
                 rest = memoryview(part).cast("B")
                 while rest:
                     rest = rest[self._disk.write(self._descriptor, rest) :]
-        except OSError as error:
+        except Exception as error:
             self._cut_back(self._end)
-            raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
+            if isinstance(error, OSError):
+                raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
+            raise
         self._end = os.fstat(self._descriptor).st_size
 
     def _make_durable(self) -> None:
         try:
             self._disk.fsync(self._descriptor)
-        except OSError as error:
+        except Exception as error:
             self._give_up_round()  # after a failed fsync nothing since the last one can be trusted
-            raise StorageError(f"{self.path}: cannot be synced ({error.strerror})") from error
+            if isinstance(error, OSError):
+                raise StorageError(f"{self.path}: cannot be synced ({error.strerror})") from error
+            raise
         self._committed = self._end
 
     def _give_up_round(self) -> None:

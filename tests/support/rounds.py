@@ -1,0 +1,136 @@
+"""The rounds of a founded run without a server: a test says what peers send, and waits until a round is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from aggregator.data.published import Downlink, Head
+from aggregator.data.round_runner import RoundRunner
+from aggregator.metrics import MetricsLog
+from aggregator.resources import Clock, Resources
+from aggregator.security.authority import Members
+from aggregator.storage.journal import Disk
+from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import Store, load_outer
+from aggregator.storage.upload_buffer import UploadBuffer
+from aggregator.worker_thread import Background
+from edit.codecs import encode
+from edit.merging.outer_state import OuterState
+from edit.records import Commit
+from edit.rounds import events
+from edit.rounds.machine import RoundMachine
+from editpb.messages import ContributionHeader
+from tests.support.served import SCHEMA, WAIT_S, new_folder, theta
+
+
+@dataclass
+class Rounds:
+    """The objects of one run, and what its observer heard."""
+
+    folder: StateFolder
+    outer: OuterState
+    runner: RoundRunner
+    published: Downlink
+    background: Background
+    _changed: asyncio.Event
+
+    @property
+    def machine(self) -> RoundMachine:
+        return self.runner.machine
+
+    @property
+    def journal(self) -> Path:
+        """The newest segment."""
+        return max(self.folder.outer.glob("*.journal"))
+
+    def ready(self, *peers: str) -> None:
+        """These report the present outer step."""
+        for peer_id in peers:
+            self.runner.feed(events.MemberReady(peer_id, self.outer.outer_step, 0.0))
+
+    async def contribute(self, peer_id: str, deltas: Sequence[Tensor]) -> None:
+        """The whole contribution to the open round, which then may close."""
+        self.ready(peer_id)
+        round_id = self.machine.round_id
+        for i, delta in enumerate(deltas):
+            data = bytes(encode("fp32", delta).data)
+            header = ContributionHeader(
+                run_id=self.folder.run_id,
+                round_id=round_id,
+                outer_step=self.machine.outer_step,
+                peer_id=peer_id,
+                fragment_id=i,
+                schema_hash=SCHEMA.schema_hash,
+                inner_steps=2,
+                tokens=10,
+                codec="fp32",
+                numel=delta.numel(),
+                total_bytes=len(data),
+            )
+            upload = self.runner.offer(header)
+            assert upload is not None
+            upload.write(0, data, zlib.crc32(data))
+            await self.runner.arrived(header, upload)
+
+    async def closed(self, round_id: int) -> None:
+        """Wait until this round is over."""
+        async with asyncio.timeout(WAIT_S):
+            while self.runner.last_closed[0] < round_id:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def recovered(self) -> OuterState:
+        """What a restart begins with."""
+        return load_outer(self.folder)
+
+
+@dataclass
+class _Observer:
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def round_changed(self) -> None:
+        self.changed.set()
+
+    def round_committed(self, commit: Commit, missing: Sequence[str]) -> None:
+        pass
+
+    def run_finished(self) -> None:
+        self.changed.set()
+
+
+@asynccontextmanager
+async def open_rounds(path: Path, disk: Disk | None = None) -> AsyncIterator[Rounds]:
+    """A run that is founded with `theta()`; at the end it is left as a SIGKILL would leave it."""
+    folder = new_folder(path / "run")
+    config = folder.config()
+    observer = _Observer()
+    with ThreadPoolExecutor(1) as worker:
+        store, background = Store(folder.outer, config, folder.run_id, disk), Background(worker)
+        resources = Resources(
+            store=store,
+            intake=UploadBuffer(config.storage.buffer_bytes, folder.spill),
+            members=Members(folder.path / "members.json", enrols=False),
+            orders=OperatorFlags(folder.orders),
+            background=background,
+            metrics=MetricsLog(None),
+            clock=Clock(),
+        )
+        outer = OuterState(SCHEMA, config, theta())
+        store.found(outer)
+        published = Downlink(Head.of(outer), store, background, resources.clock.monotonic)
+        runner = RoundRunner(outer, config, resources, published, observer, first_round_id=1)
+        try:
+            yield Rounds(folder, outer, runner, published, background, observer.changed)
+        finally:
+            await background.stop()
+            store.close()
+            resources.intake.close()
