@@ -20,9 +20,9 @@ from functools import partial
 from aggregator.control.membership import Change, Membership
 from edit.errors import RefusedError
 from edit.fragments.groups import fragments_due
-from edit.lab.simulation.agenda import Agenda
-from edit.lab.simulation.judge import Judge
-from edit.lab.simulation.ledger import Ledger, Share
+from edit.lab.simulation.accounting import Accounting, Share
+from edit.lab.simulation.event_queue import EventQueue
+from edit.lab.simulation.merging import SyntheticMerger
 from edit.lab.simulation.scenario import Scenario
 from edit.rounds import events
 from edit.rounds.events import Phase
@@ -51,7 +51,7 @@ class Coordinator:
     finished_at: None until the last commit; due: by group, the fragments that it exchanges; carries: contributions may
     outlive their rounds."""
 
-    def __init__(self, scenario: Scenario, agenda: Agenda, ledger: Ledger, judge: Judge | None) -> None:
+    def __init__(self, scenario: Scenario, queue: EventQueue, accounting: Accounting, merger: SyntheticMerger | None) -> None:
         sync, fragments = scenario.run.sync, scenario.size.fragments
         self.due = [fragments_due(group, fragments, sync.groups, sync.pattern) for group in range(sync.groups)]
         self.listeners: dict[str, Listener] = {}
@@ -67,7 +67,7 @@ class Coordinator:
             first_round_id=1,
             overlap=sync.overlap,
         )
-        self._scenario, self._agenda, self._ledger, self._judge = scenario, agenda, ledger, judge
+        self._scenario, self._queue, self._accounting, self._merger = scenario, queue, accounting, merger
         self._round: _Round | None = None
         self._groups, self._up_bytes = sync.groups, scenario.up_bytes
         self.carries = scenario.run.rounds.max_staleness > 0
@@ -104,7 +104,7 @@ class Coordinator:
 
     def attend(self, peer_id: str) -> int:
         """A connection of this peer opened: the number of its attendance."""
-        number, changes = self.membership.attended(peer_id, self._agenda.now)
+        number, changes = self.membership.attended(peer_id, self._queue.now)
         self._changed(changes)
         return number
 
@@ -113,7 +113,7 @@ class Coordinator:
         if self._report.outer_step != outer_step:
             self._report = Heartbeat(state=PeerState.TRAINING, outer_step=outer_step)
         try:
-            changes = self.membership.heartbeat(peer_id, attendance, self._report, self._agenda.now)
+            changes = self.membership.heartbeat(peer_id, attendance, self._report, self._queue.now)
         except RefusedError:
             return
         self._changed(changes)
@@ -121,7 +121,7 @@ class Coordinator:
 
     def hung_up(self, peer_id: str, attendance: int, reason: str, polite: bool) -> None:
         """The connection ended."""
-        self._changed(self.membership.closed(peer_id, attendance, reason, self._agenda.now, polite=polite))
+        self._changed(self.membership.closed(peer_id, attendance, reason, self._queue.now, polite=polite))
 
     def here(self, peer_id: str) -> None:
         """This peer attends and reports from now on."""
@@ -132,7 +132,7 @@ class Coordinator:
         """A peer is silent from now on: leases have to be looked at when its own is over."""
         self._vanished[peer_id] = last_heartbeat
         over = last_heartbeat + self._scenario.run.membership.lease_s
-        self._agenda.at(max(_next_tick(over), self._agenda.now), self._look_at_leases)
+        self._queue.at(max(_next_tick(over), self._queue.now), self._look_at_leases)
 
     def offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int) -> bool:
         """The header of a contribution; False: refused."""
@@ -147,10 +147,10 @@ class Coordinator:
         current, shares = self._round, self._shares[fragment_id]
         late = self._named.get(peer_id) != round_id if self.carries else current is None or current.round_id != round_id
         if late or peer_id in shares:
-            self._ledger.late += late
+            self._accounting.late += late
             return not late
         shares[peer_id] = share
-        self._ledger.bytes_up += self._up_bytes
+        self._accounting.bytes_up += self._up_bytes
         taken = self._feed(events.Arrived(peer_id, round_id, fragment_id))
         if not taken:
             shares.pop(peer_id, None)
@@ -174,7 +174,7 @@ class Coordinator:
         """Of those only that have vanished: who is here was heard less than a heartbeat ago, which is less than a lease."""
         for peer_id, last_heartbeat in self._vanished.items():
             self.membership.progress(peer_id, last_heartbeat)
-        self._changed(self.membership.tick(self._agenda.now, self._vanished))
+        self._changed(self.membership.tick(self._queue.now, self._vanished))
 
     def _tick(self) -> None:
         self._tick_at = math.inf
@@ -183,7 +183,7 @@ class Coordinator:
     def _feed(self, event: events.Event) -> bool:
         """As `Run._feed`; False when the machine refused."""
         machine, taken = self.machine, True
-        for effect in machine.handle(event, self._agenda.now):
+        for effect in machine.handle(event, self._queue.now):
             if isinstance(effect, events.Refused):
                 taken = False
             else:
@@ -200,7 +200,7 @@ class Coordinator:
         wakeup = machine.next_wakeup()
         if wakeup is not None and wakeup < self._tick_at and (at := _next_tick(wakeup)) < self._tick_at:
             self._tick_at = at
-            self._agenda.at(max(at, self._agenda.now), self._tick)
+            self._queue.at(max(at, self._queue.now), self._tick)
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
@@ -215,10 +215,10 @@ class Coordinator:
                 self._round = None
                 self._keep(effect.carried)
                 if not effect.committed:
-                    self._ledger.close(committed=False)
+                    self._accounting.close(committed=False)
             case events.RunFinished():
-                self.finished_at = self._agenda.now
-                self._agenda.end()
+                self.finished_at = self._queue.now
+                self._queue.end()
 
     def _keep(self, carried: Collection[str]) -> None:
         """A round is over: what goes on into the next one stays in hand."""
@@ -240,8 +240,8 @@ class Coordinator:
 
     def _work(self, seconds: float, then: Callable[[], object]) -> None:
         """The one worker thread: one thing after the other."""
-        self._busy_until = max(self._busy_until, self._agenda.now) + seconds
-        self._agenda.at(self._busy_until, then)
+        self._busy_until = max(self._busy_until, self._queue.now) + seconds
+        self._queue.at(self._busy_until, then)
 
     def _commit(self, effect: events.Commit) -> None:
         current = self._round
@@ -252,18 +252,18 @@ class Coordinator:
         for fragment_id, peers in current.merging.items():
             in_hand = self._shares[fragment_id]
             shares = {peer_id: in_hand[peer_id] for peer_id in peers}
-            bad = self._judge.rejected(fragment_id, shares) if self._judge is not None else frozenset()
-            self._ledger.count(fragment_id, shares, bad, lambda based: (newest - based) // self._groups)
+            bad = self._merger.rejected(fragment_id, shares) if self._merger is not None else frozenset()
+            self._accounting.count(fragment_id, shares, bad, lambda based: (newest - based) // self._groups)
             takers.update(peers)
             merged.update(set(peers) - bad)
         self._takers[effect.outer_step] = frozenset(takers)
         self._takers.pop(effect.outer_step - 2 * self._scenario.run.kept_updates, None)
-        self._ledger.close(committed=True, contributors=len(takers), live=len(self._here))
+        self._accounting.close(committed=True, contributors=len(takers), live=len(self._here))
         self.membership.count(merged=merged, rejected=takers - merged, absent=effect.missing)
         self._feed(events.CommitSucceeded(effect.round_id))
 
     def _publish(self) -> None:
-        now, view = self._agenda.now, self._view(self._views[-1][1].sequence + 1)
+        now, view = self._queue.now, self._view(self._views[-1][1].sequence + 1)
         self.newest = now, view
         self._views.append(self.newest)
         if view.phase is RunPhase.COMMITTING:
@@ -272,7 +272,7 @@ class Coordinator:
         for latency_s, see in self.listeners.values():
             together.setdefault(latency_s, []).append(see)
         for latency_s, all_see in together.items():
-            self._agenda.all_at(now + latency_s, all_see)
+            self._queue.all_at(now + latency_s, all_see)
 
     def _view(self, sequence: int) -> View:
         machine = self.machine

@@ -17,7 +17,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from edit.lab.simulation.ledger import Ledger
+from edit.lab.simulation.accounting import Accounting
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.units import bytes_text, duration_text
 
@@ -54,33 +54,33 @@ class Outcome:
 
     @classmethod
     def of(
-        cls, scenario: Scenario, ledger: Ledger, seconds: float, events: int, ideal: float, finished: bool, stuck: int
+        cls, scenario: Scenario, accounting: Accounting, seconds: float, events: int, ideal: float, finished: bool, stuck: int
     ) -> Outcome:
-        counted = ledger.fragment_steps / scenario.size.fragments
+        counted = accounting.fragment_steps / scenario.size.fragments
         return cls(
             peers=scenario.peers,
             finished=finished,
             seconds=seconds,
             goodput=counted / ideal if ideal else 0.0,
-            utilisation=ledger.training_s / ledger.alive_s if ledger.alive_s else 0.0,
-            participation=ledger.participation / ledger.commits if ledger.commits else 0.0,
-            contributors=ledger.contributors / ledger.commits if ledger.commits else 0.0,
-            steps_trained=ledger.trained,
+            utilisation=accounting.training_s / accounting.alive_s if accounting.alive_s else 0.0,
+            participation=accounting.participation / accounting.commits if accounting.commits else 0.0,
+            contributors=accounting.contributors / accounting.commits if accounting.commits else 0.0,
+            steps_trained=accounting.trained,
             steps_counted=counted,
             steps_ideal=ideal,
-            staleness={str(age): count for age, count in sorted(ledger.staleness.items())},
+            staleness={str(age): count for age, count in sorted(accounting.staleness.items())},
             stuck=stuck,
             events=events,
-            commits=ledger.commits,
-            aborts=ledger.aborts,
-            rejected=ledger.rejected,
-            late=ledger.late,
-            failures=ledger.failures,
-            leaves=ledger.leaves,
-            returns=ledger.returns,
-            snapshots=ledger.snapshots,
-            bytes_up=ledger.bytes_up,
-            bytes_down=ledger.bytes_down,
+            commits=accounting.commits,
+            aborts=accounting.aborts,
+            rejected=accounting.rejected,
+            late=accounting.late,
+            failures=accounting.failures,
+            leaves=accounting.leaves,
+            returns=accounting.returns,
+            snapshots=accounting.snapshots,
+            bytes_up=accounting.bytes_up,
+            bytes_down=accounting.bytes_down,
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from random import Random
 
-from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.accounting import Accounting
 from edit.lab.simulation.coordinator import Coordinator
-from edit.lab.simulation.ledger import Ledger
+from edit.lab.simulation.event_queue import EventQueue
 from edit.lab.simulation.link import Line
 from edit.lab.simulation.pace import Pace
 from edit.lab.simulation.presence import Presence
@@ -38,25 +38,53 @@ class Peer:
     """parts: its speed, its link, its draws, its failures per hour. `finished`: knows that the run is over; `stuck`: waits."""
 
     __slots__ = (  # thousands of peers, each touched at every event of its own: what is small stays in the processor's cache
-        "_agenda", "_alive_since", "_began", "_blocking", "_coordinator", "_down_bytes", "_due", "_failures_per_hour",
-        "_interval", "_kept", "_ledger", "_life", "_line", "_listener", "_pace", "_presence", "_random", "_returns",
-        "_scenario", "_seen", "_sending", "_session", "_staleness", "_sync", "_training", "_waiting", "_wake_up", "_wakes_at",
-        "_work", "finished", "outer_step", "peer_id",
+        "_accounting",
+        "_alive_since",
+        "_began",
+        "_blocking",
+        "_coordinator",
+        "_down_bytes",
+        "_due",
+        "_failures_per_hour",
+        "_interval",
+        "_kept",
+        "_life",
+        "_line",
+        "_listener",
+        "_pace",
+        "_presence",
+        "_queue",
+        "_random",
+        "_returns",
+        "_scenario",
+        "_seen",
+        "_sending",
+        "_session",
+        "_staleness",
+        "_sync",
+        "_training",
+        "_waiting",
+        "_wake_up",
+        "_wakes_at",
+        "_work",
+        "finished",
+        "outer_step",
+        "peer_id",
     )  # fmt: skip
 
     def __init__(
         self,
         peer_id: str,
         scenario: Scenario,
-        agenda: Agenda,
+        queue: EventQueue,
         coordinator: Coordinator,
-        ledger: Ledger,
+        accounting: Accounting,
         parts: tuple[Pace, Line, Random, float],
     ) -> None:
         self.peer_id = peer_id
         self.finished = False
         self.outer_step = 0
-        self._scenario, self._agenda, self._coordinator, self._ledger = scenario, agenda, coordinator, ledger
+        self._scenario, self._queue, self._coordinator, self._accounting = scenario, queue, coordinator, accounting
         self._pace, self._line, self._random, self._failures_per_hour = parts
         self._sync, self._staleness = scenario.run.sync, scenario.run.rounds.max_staleness
         self._interval = self._sync.interval
@@ -72,7 +100,7 @@ class Peer:
         self._wakes_at = NEVER  # a wakeup at another time was overtaken
         self._wake_up, self._listener = self._wake, (self._line.latency_s, self._see)  # made once, kept by thousands at a time
         self._waiting = False
-        self._presence = Presence(peer_id, self._session.heartbeat_s, self._line.latency_s, agenda, coordinator)
+        self._presence = Presence(peer_id, self._session.heartbeat_s, self._line.latency_s, queue, coordinator)
         self._returns = False
 
     @property
@@ -93,21 +121,21 @@ class Peer:
         self._resume()
 
     def _begin(self) -> None:
-        self._alive_since = self._agenda.now
+        self._alive_since = self._queue.now
         self._seen: View | None = None
         heartbeat_s, up_bytes = self._scenario.run.membership.heartbeat_s, self._scenario.up_bytes
-        self._session = Session(self._random.random, self._agenda.now, heartbeat_s, self._staleness)
-        self._sending = Sending(self.peer_id, up_bytes, self._agenda, self._coordinator, self._line, self._see)
+        self._session = Session(self._random.random, self._queue.now, heartbeat_s, self._staleness)
+        self._sending = Sending(self.peer_id, up_bytes, self._queue, self._coordinator, self._line, self._see)
 
     def stop(self) -> None:
         """Settle the steps and seconds of this life: it or the simulation ends."""
         if self.alive:
             self._settle_training()
-            self._ledger.alive_s += self._agenda.now - self._alive_since
-            self._alive_since = self._agenda.now
+            self._accounting.alive_s += self._queue.now - self._alive_since
+            self._alive_since = self._queue.now
 
     def so_far(self, now: float) -> tuple[int, float, float]:
-        """What is not in the ledger yet: inner steps, seconds of training, seconds alive."""
+        """What is not in the accounting yet: inner steps, seconds of training, seconds alive."""
         return (*self._training.so_far(now), now - self._alive_since) if self.alive else (0, 0.0, 0.0)
 
     def _arm(self) -> None:
@@ -117,9 +145,9 @@ class Peer:
         if not sum(rates):
             return
         life = self._life
-        when = self._agenda.now + 3600.0 * self._random.expovariate(sum(rates))
+        when = self._queue.now + 3600.0 * self._random.expovariate(sum(rates))
         polite = self._random.random() * sum(rates) >= rates[0]
-        self._agenda.at(when, lambda: self._end(polite) if self._life is life else None)
+        self._queue.at(when, lambda: self._end(polite) if self._life is life else None)
 
     def die(self, away_s: float) -> None:
         """The process dies, if it lives, and is started again after so many seconds."""
@@ -132,9 +160,9 @@ class Peer:
         self._life.close()
         self._life, self._waiting, self._wakes_at = None, False, NEVER
         self._coordinator.listeners.pop(self.peer_id, None)
-        self._session.down(self._agenda.now)
-        self._ledger.leaves += polite
-        self._ledger.failures += not polite
+        self._session.down(self._queue.now)
+        self._accounting.leaves += polite
+        self._accounting.failures += not polite
         silent = not polite and self._random.random() < self._scenario.faults.silent
         self._presence.hang_up("goodbye" if polite else "the stream broke", silent=silent, polite=polite)
         self._forget(polite)
@@ -142,7 +170,7 @@ class Peer:
         faults = self._scenario.faults
         mean = faults.away_s if polite else faults.repair_s
         away = max(0.1 * mean, self._random.expovariate(1.0 / mean)) if mean else 0.0
-        self._agenda.at(self._agenda.now + (away if away_s is None else away_s), self._return)
+        self._queue.at(self._queue.now + (away if away_s is None else away_s), self._return)
 
     def _forget(self, polite: bool) -> None:
         """What was not contributed is lost, all of it or what came after the last checkpoint; what was, is in doubt."""
@@ -156,7 +184,7 @@ class Peer:
 
     def _return(self) -> None:
         if self._coordinator.finished_at is None:
-            self._ledger.returns += 1
+            self._accounting.returns += 1
             self._returns = True
             self.start()
 
@@ -171,25 +199,25 @@ class Peer:
             self._listen()
         elif when is not None:
             self._wakes_at = when
-            self._agenda.at(when, self._wake_up)
+            self._queue.at(when, self._wake_up)
         else:
             self.stop()
             self.finished, self._life = True, None
             self._coordinator.listeners.pop(self.peer_id, None)
 
     def _wake(self) -> None:
-        if self._wakes_at == self._agenda.now:
+        if self._wakes_at == self._queue.now:
             self._resume()
 
     def _listen(self) -> None:
         """Be told of new views, and of those that are on their way already."""
         if self.peer_id in self._coordinator.listeners:
             return
-        now, latency_s = self._agenda.now, self._line.latency_s
+        now, latency_s = self._queue.now, self._line.latency_s
         self._coordinator.listeners[self.peer_id] = self._listener
         if self._coordinator.newest[0] + latency_s > now:
             for arrives in self._coordinator.under_way(now, latency_s):
-                self._agenda.at(arrives, self._see)
+                self._queue.at(arrives, self._see)
 
     def _see(self) -> None:
         if self.peer_id not in self._coordinator.listeners:
@@ -205,7 +233,7 @@ class Peer:
         published, view = self._coordinator.newest
         if view is self._seen:
             return
-        now, latency_s = self._agenda.now, self._line.latency_s
+        now, latency_s = self._queue.now, self._line.latency_s
         if published + latency_s > now:
             view = self._coordinator.seen(now, latency_s)
         if view is not self._seen:
@@ -223,10 +251,10 @@ class Peer:
         session = self._session
         session.dialled()
         if self._returns:
-            yield self._agenda.now + self._line.latency_s
+            yield self._queue.now + self._line.latency_s
         self._presence.attend()
         if self._returns:
-            yield self._agenda.now + self._line.latency_s
+            yield self._queue.now + self._line.latency_s
         session.welcomed(Welcome(run_id="simulated", peer_id=self.peer_id, config_json=""))
         self._look()
         if not self._kept:
@@ -246,7 +274,7 @@ class Peer:
         if pending is not None:  # wait for its outcome there, and if it is carried past that, at every full interval
             stop = pending.wait_at if training.since < pending.wait_at else (training.since // interval + 1) * interval
         if training.since < stop:
-            yield training.begin(stop - training.since, self._agenda.now)
+            yield training.begin(stop - training.since, self._queue.now)
             self._settle_training()
         if (pending := self._sending.pending) is not None:
             yield from self._resolve(pending, block=training.since >= stop)
@@ -260,9 +288,9 @@ class Peer:
                     yield from self._resolve(pending, block=True)
 
     def _settle_training(self) -> None:
-        steps, seconds = self._training.settle(self._agenda.now)
-        self._ledger.trained += steps
-        self._ledger.training_s += seconds
+        steps, seconds = self._training.settle(self._queue.now)
+        self._accounting.trained += steps
+        self._accounting.training_s += seconds
 
     # -- the exchange ------------------------------------------------------------------------------------------------------
 
@@ -287,7 +315,7 @@ class Peer:
         if decision is Decision.WAIT:
             return
         self._coordinator.listeners.pop(self.peer_id, None)
-        known = self._agenda.now
+        known = self._queue.now
         if decision is Decision.COMMITTED:
             known = pending.fetched_at = self._fetch_update()
         if pending.early:
@@ -295,14 +323,14 @@ class Peer:
 
     def _cut_short(self, when: float) -> None:
         """End the present training at the first step boundary from `when` on."""
-        if (at := self._training.cut_short(when, self._agenda.now)) is not None:
+        if (at := self._training.cut_short(when, self._queue.now)) is not None:
             self._wakes_at = at
-            self._agenda.at(at, self._wake_up)
+            self._queue.at(at, self._wake_up)
 
     def _outcome(self, pending: Pending | None) -> Decision:
         """What became of the present outer step, by what is known now."""
         self._look()
-        return self._session.decide(self.outer_step, pending.sent if pending is not None else None, self._agenda.now)[0]
+        return self._session.decide(self.outer_step, pending.sent if pending is not None else None, self._queue.now)[0]
 
     def _resolve(self, pending: Pending, *, block: bool) -> Life:
         """Take the outcome, as `edit.worker.exchange.Exchange.resolve`."""
@@ -311,7 +339,7 @@ class Peer:
             yield VIEW
         if decision is Decision.COMMITTED:
             at = pending.fetched_at if pending.fetched_at is not None else self._fetch_update()
-            if at > self._agenda.now:
+            if at > self._queue.now:
                 yield at
             if self._advance(pending):
                 return
@@ -345,8 +373,8 @@ class Peer:
     def _fetch_update(self) -> float:
         """When the update from the present outer step is here, asked for now."""
         count = len(self._due[self.outer_step % self._sync.groups]) * self._down_bytes
-        self._ledger.bytes_down += count
-        return self._line.fetch(count, self._agenda.now)
+        self._accounting.bytes_down += count
+        return self._line.fetch(count, self._queue.now)
 
     def _advance(self, pending: Pending | None) -> bool:
         """The update is applied; whether what was pending is in it. What is not may be carried, and is pending still."""
@@ -372,11 +400,11 @@ class Peer:
         self._presence.report(self.outer_step, self._pace.step_s)
 
     def _take_snapshot(self) -> Life:
-        yield self._agenda.now + self._line.latency_s
+        yield self._queue.now + self._line.latency_s
         outer_step = self._coordinator.machine.outer_step
-        self._ledger.snapshots += 1
-        self._ledger.bytes_down += self._scenario.snapshot_bytes
-        yield self._line.fetch(self._scenario.snapshot_bytes, self._agenda.now)
+        self._accounting.snapshots += 1
+        self._accounting.bytes_down += self._scenario.snapshot_bytes
+        yield self._line.fetch(self._scenario.snapshot_bytes, self._queue.now)
         self.outer_step = outer_step
 
     def _drop(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.event_queue import EventQueue
 
 __all__ = ["Policy", "policy_goodput", "stop_for"]
 
@@ -44,25 +44,25 @@ class _Fleet:
 
 def policy_goodput(policy: Policy, seconds: float, seed: int = 0) -> float:
     """Share of the slice-seconds of `seconds` that went into steps."""
-    agenda, random, fleet = Agenda(), Random(seed), _Fleet(policy.slices)
+    queue, random, fleet = EventQueue(), Random(seed), _Fleet(policy.slices)
 
     def returns() -> None:
-        fleet.count(agenda.now)
+        fleet.count(queue.now)
         fleet.present += 1
 
     def fails() -> None:
-        agenda.at(agenda.now + random.expovariate(policy.failures_per_s), fails)
-        if agenda.now < fleet.runs_from:
+        queue.at(queue.now + random.expovariate(policy.failures_per_s), fails)
+        if queue.now < fleet.runs_from:
             return
-        fleet.count(agenda.now)
-        fleet.runs_from = agenda.now + policy.stop_s
+        fleet.count(queue.now)
+        fleet.runs_from = queue.now + policy.stop_s
         if policy.away_s and fleet.present:
             fleet.present -= 1
-            agenda.at(agenda.now + policy.away_s, returns)
+            queue.at(queue.now + policy.away_s, returns)
 
-    agenda.at(random.expovariate(policy.failures_per_s), fails)
-    agenda.at(seconds, partial(fleet.count, seconds))
-    while agenda.run(seconds, EVENTS):
+    queue.at(random.expovariate(policy.failures_per_s), fails)
+    queue.at(seconds, partial(fleet.count, seconds))
+    while queue.run(seconds, EVENTS):
         pass
     return fleet.slice_seconds / (seconds * policy.slices)
 

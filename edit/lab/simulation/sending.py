@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.accounting import Share
 from edit.lab.simulation.coordinator import Coordinator
-from edit.lab.simulation.ledger import Share
+from edit.lab.simulation.event_queue import EventQueue
 from edit.lab.simulation.link import Line
 from peers.carriers.hub.session import Sent, Session
 
@@ -33,13 +33,13 @@ class Sending:
     """up_bytes: of one fragment; refused: called when the coordinator would not take it. `pending` is what is under way;
     fragments travel one after the other."""
 
-    __slots__ = ("_agenda", "_coordinator", "_last_round", "_line", "_peer_id", "_refused", "_up_bytes", "pending")
+    __slots__ = ("_coordinator", "_last_round", "_line", "_peer_id", "_queue", "_refused", "_up_bytes", "pending")
 
     def __init__(
         self,
         peer_id: str,
         up_bytes: int,
-        agenda: Agenda,
+        queue: EventQueue,
         coordinator: Coordinator,
         line: Line,
         refused: Callable[[], None],
@@ -47,7 +47,7 @@ class Sending:
         self._refused = refused
         self.pending: Pending | None = None
         self._peer_id, self._up_bytes = peer_id, up_bytes
-        self._agenda, self._coordinator, self._line = agenda, coordinator, line
+        self._queue, self._coordinator, self._line = queue, coordinator, line
         self._last_round = 0
 
     def begin(self, session: Session, outer_step: int, shares: list[tuple[int, Share]], wait_at: int, early: bool) -> Pending:
@@ -55,7 +55,7 @@ class Sending:
         sent = Sent(session.open_round(outer_step, self._last_round), outer_step)
         pending = self.pending = Pending(sent, shares, wait_at, early)
         if sent.round_id:
-            self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._offer, pending))
+            self._queue.at(self._queue.now + self._line.latency_s, partial(self._offer, pending))
         return pending
 
     def advance(self, session: Session) -> None:
@@ -65,7 +65,7 @@ class Sending:
             return
         if round_id := session.open_round(pending.sent.outer_step, self._last_round):
             pending.sent = Sent(round_id, pending.sent.outer_step)
-            self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._offer, pending))
+            self._queue.at(self._queue.now + self._line.latency_s, partial(self._offer, pending))
 
     def drop(self) -> None:
         """It has its outcome: the next one goes to a newer round."""
@@ -78,7 +78,7 @@ class Sending:
             return
         fragment_id, _ = pending.shares[pending.arrived]
         if self._coordinator.offered(self._peer_id, pending.sent.round_id, pending.sent.outer_step, fragment_id):
-            self._agenda.at(self._line.send(self._up_bytes, self._agenda.now), partial(self._deliver, pending))
+            self._queue.at(self._line.send(self._up_bytes, self._queue.now), partial(self._deliver, pending))
         else:
             self._refuse(pending)
 
@@ -97,7 +97,7 @@ class Sending:
         if not self._coordinator.carries:
             return
         sent = pending.sent._replace(refused_at=self._coordinator.machine.outer_step, reason="refused")
-        self._agenda.at(self._agenda.now + self._line.latency_s, partial(self._hear, pending, sent))
+        self._queue.at(self._queue.now + self._line.latency_s, partial(self._hear, pending, sent))
 
     def _hear(self, pending: Pending, sent: Sent) -> None:
         if self.pending is pending:

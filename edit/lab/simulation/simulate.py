@@ -9,11 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-from edit.lab.simulation.agenda import Agenda
+from edit.lab.simulation.accounting import Accounting
 from edit.lab.simulation.coordinator import Coordinator
-from edit.lab.simulation.judge import Judge
-from edit.lab.simulation.ledger import Ledger
+from edit.lab.simulation.event_queue import EventQueue
 from edit.lab.simulation.link import HubLink, Line
+from edit.lab.simulation.merging import SyntheticMerger
 from edit.lab.simulation.outcome import Outcome
 from edit.lab.simulation.pace import Pace
 from edit.lab.simulation.peer import Peer
@@ -32,10 +32,10 @@ class Simulation:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.agenda = Agenda()
-        self.ledger = Ledger()
-        judge = Judge(scenario.run.penalty, scenario.damaged, scenario.seed) if scenario.merge else None
-        self.coordinator = Coordinator(scenario, self.agenda, self.ledger, judge)
+        self.queue = EventQueue()
+        self.accounting = Accounting()
+        merger = SyntheticMerger(scenario.run.penalty, scenario.damaged, scenario.seed) if scenario.merge else None
+        self.coordinator = Coordinator(scenario, self.queue, self.accounting, merger)
         rate = scenario.hub.gbit_s * 1000 * BYTES_PER_MBIT or math.inf
         self._hub = HubLink(rate), HubLink(rate)
         self._speeds: list[float] = []
@@ -45,32 +45,32 @@ class Simulation:
         """To the last commit, to the end of the hours, or until nothing can happen any more; then let the peers finish."""
         for peer in self.peers:
             peer.start()
-        until, agenda = self.scenario.hours * 3600.0, self.agenda
-        while agenda.run(until, LOOK_EVERY):
-            progress(self.ledger.commits, agenda.now)
-        ended, events = self.coordinator.finished_at, agenda.events
-        seconds = ended if ended is not None else min(until, agenda.now) if math.isfinite(until) else agenda.now
-        ledger = self._settled()
-        progress(ledger.commits, seconds)
+        until, queue = self.scenario.hours * 3600.0, self.queue
+        while queue.run(until, LOOK_EVERY):
+            progress(self.accounting.commits, queue.now)
+        ended, events = self.coordinator.finished_at, queue.events
+        seconds = ended if ended is not None else min(until, queue.now) if math.isfinite(until) else queue.now
+        accounting = self._settled()
+        progress(accounting.commits, seconds)
         if ended is not None:
             self._drain()
         stuck = sum(peer.stuck for peer in self.peers)
-        return Outcome.of(self.scenario, ledger, seconds, events, self._ideal_steps(seconds), ended is not None, stuck)
+        return Outcome.of(self.scenario, accounting, seconds, events, self._ideal_steps(seconds), ended is not None, stuck)
 
-    def _settled(self) -> Ledger:
+    def _settled(self) -> Accounting:
         """The sums as they are now, with what the living have done so far."""
-        now = self.agenda.now
-        ledger = copy.copy(self.ledger)
+        now = self.queue.now
+        accounting = copy.copy(self.accounting)
         for peer in self.peers:
             steps, training_s, alive_s = peer.so_far(now)
-            ledger.trained += steps
-            ledger.training_s += training_s
-            ledger.alive_s += alive_s
-        return ledger
+            accounting.trained += steps
+            accounting.training_s += training_s
+            accounting.alive_s += alive_s
+        return accounting
 
     def _drain(self) -> None:
         """After the last commit: every peer that lives finds out; nobody returns."""
-        while any(peer.alive for peer in self.peers) and self.agenda.run(math.inf, len(self.peers)):
+        while any(peer.alive for peer in self.peers) and self.queue.run(math.inf, len(self.peers)):
             pass
 
     def _ideal_steps(self, seconds: float) -> float:
@@ -91,9 +91,9 @@ class Simulation:
         self._speeds.append(step_s)
         failures = scenario.faults.failures_per_hour * group.failures
         parts = Pace(step_s, compute, random), line, random, failures
-        peer = Peer(f"peer-{place:06}", scenario, self.agenda, self.coordinator, self.ledger, parts)
+        peer = Peer(f"peer-{place:06}", scenario, self.queue, self.coordinator, self.accounting, parts)
         if group.dies_s:
-            self.agenda.at(group.dies_s, partial(peer.die, group.after_s))
+            self.queue.at(group.dies_s, partial(peer.die, group.after_s))
         return peer
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from edit.lab.simulation.ledger import Share
+from edit.lab.simulation.accounting import Share
 from edit.lab.simulation.pace import Pace
 
 __all__ = ["Training", "Work"]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from edit.config.run import CODECS
 from edit.errors import ConfigError, LocalProtocolError
-from edit.lab.simulation.agenda import Agenda
-from edit.lab.simulation.ledger import Ledger, Share
+from edit.lab.simulation.accounting import Accounting, Share
+from edit.lab.simulation.event_queue import EventQueue
 from edit.lab.simulation.link import HubLink
 from edit.lab.simulation.outcome import Outcome
 from edit.lab.simulation.scenario import BYTES_PER_PARAMETER, Scenario
@@ -103,11 +103,11 @@ def test_a_peer_that_vanishes_is_dropped_at_the_end_of_its_lease() -> None:
 
     def watch(event: events.Event) -> bool:
         if isinstance(event, events.MemberLost):
-            lost.append(simulation.agenda.now)
+            lost.append(simulation.queue.now)
         return feed(event)
 
     simulation.coordinator._feed = watch  # type: ignore[method-assign]
-    simulation.agenda.at(50.0, lambda: simulation.peers[0]._end(polite=False))
+    simulation.queue.at(50.0, lambda: simulation.peers[0]._end(polite=False))
     outcome = simulation.run()
     assert len(lost) == 1 and 50 + 9 - scenario.run.membership.heartbeat_s <= lost[0] <= 50 + 9 + 0.5
     assert outcome.finished and outcome.commits == 40
@@ -117,7 +117,7 @@ def test_a_peer_that_vanishes_is_dropped_at_the_end_of_its_lease() -> None:
 
 def test_a_broken_stream_is_noticed_at_once_and_the_peer_comes_back_with_a_snapshot() -> None:
     simulation = Simulation(Scenario.read(None, [*FLEET, "faults.repair_s=30"]))
-    simulation.agenda.at(50.0, lambda: simulation.peers[0]._end(polite=False))
+    simulation.queue.at(50.0, lambda: simulation.peers[0]._end(polite=False))
     outcome = simulation.run()
     assert (outcome.failures, outcome.returns, outcome.snapshots) == (1, 1, 1)
     assert outcome.commits == 40 and outcome.aborts == 0
@@ -128,7 +128,7 @@ def test_what_a_checkpoint_holds_is_not_lost() -> None:
     def with_checkpoints_every(steps: int) -> float:
         simulation = Simulation(Scenario.read(None, [*FLEET, "faults.repair_s=0", f"faults.checkpoint_steps={steps}"]))
         for at in range(1, 30):
-            simulation.agenda.at(25.0 * at + 0.5, lambda: simulation.peers[0]._end(polite=False))
+            simulation.queue.at(25.0 * at + 0.5, lambda: simulation.peers[0]._end(polite=False))
         outcome = simulation.run()
         assert outcome.steps_counted <= outcome.steps_trained
         return outcome.steps_trained - outcome.steps_counted
@@ -194,31 +194,31 @@ def test_merging_for_real_rejects_the_damaged_and_their_steps_do_not_count() -> 
 
 
 def test_a_step_that_counts_twice_is_a_bug() -> None:
-    ledger = Ledger()
-    ledger.count(0, {"a": Share(0, 10, 3)}, frozenset(), lambda based: 5 - based)
-    ledger.count(1, {"a": Share(5, 10, 0)}, {"a"}, lambda based: 5 - based)
+    accounting = Accounting()
+    accounting.count(0, {"a": Share(0, 10, 3)}, frozenset(), lambda based: 5 - based)
+    accounting.count(1, {"a": Share(5, 10, 0)}, {"a"}, lambda based: 5 - based)
     with pytest.raises(LocalProtocolError, match="count twice"):
-        ledger.count(0, {"a": Share(9, 20, 0)}, frozenset(), lambda based: 0)
-    assert (ledger.fragment_steps, ledger.rejected, ledger.staleness) == (10, 1, {2: 1, 5: 1})
+        accounting.count(0, {"a": Share(9, 20, 0)}, frozenset(), lambda based: 0)
+    assert (accounting.fragment_steps, accounting.rejected, accounting.staleness) == (10, 1, {2: 1, 5: 1})
 
 
 def test_time_never_goes_back() -> None:
-    agenda, seen = Agenda(), []
-    agenda.all_at(2.0, [lambda: seen.append("b"), lambda: seen.append("c")])
-    agenda.at(2.0, lambda: seen.append("d"))
-    agenda.at(1.0, lambda: seen.append("a"))
-    agenda.at(6.0, lambda: seen.append("e"))
-    assert agenda.run(5.0, 2) and seen == ["a", "b", "c"]
-    assert not agenda.run(5.0, 2)
-    assert seen == ["a", "b", "c", "d"] and agenda.events == 4
-    agenda.at(6.0, agenda.end)
-    agenda.at(6.0, lambda: seen.append("f"))
-    assert not agenda.run(7.0, 9) and seen[-1] == "e"
-    assert not agenda.run(7.0, 9) and seen[-1] == "f"
+    queue, seen = EventQueue(), []
+    queue.all_at(2.0, [lambda: seen.append("b"), lambda: seen.append("c")])
+    queue.at(2.0, lambda: seen.append("d"))
+    queue.at(1.0, lambda: seen.append("a"))
+    queue.at(6.0, lambda: seen.append("e"))
+    assert queue.run(5.0, 2) and seen == ["a", "b", "c"]
+    assert not queue.run(5.0, 2)
+    assert seen == ["a", "b", "c", "d"] and queue.events == 4
+    queue.at(6.0, queue.end)
+    queue.at(6.0, lambda: seen.append("f"))
+    assert not queue.run(7.0, 9) and seen[-1] == "e"
+    assert not queue.run(7.0, 9) and seen[-1] == "f"
     with pytest.raises(LocalProtocolError, match="nothing can happen"):
-        agenda.at(1.0, lambda: None)
+        queue.at(1.0, lambda: None)
     with pytest.raises(LocalProtocolError, match="nothing can happen at inf"):
-        agenda.at(float("inf"), lambda: None)
+        queue.at(float("inf"), lambda: None)
 
 
 delays = st.one_of(st.floats(0.0, 3.0), st.sampled_from((0.0, 0.25, 0.5, 1.0, 1e9)))
@@ -228,21 +228,21 @@ delays = st.one_of(st.floats(0.0, 3.0), st.sampled_from((0.0, 0.25, 0.5, 1.0, 1e
 def test_whatever_is_put_down_when_happens_in_the_order_of_time_and_then_of_putting_down(
     planned: list[tuple[float, list[float]]], at_once: int
 ) -> None:
-    agenda, put, seen = Agenda(), list[float](), list[tuple[float, int]]()
+    queue, put, seen = EventQueue(), list[float](), list[tuple[float, int]]()
 
     def put_down(when: float, after: list[float]) -> None:
         number = len(put)
         put.append(when)
-        agenda.at(when, lambda: happens(number, after))
+        queue.at(when, lambda: happens(number, after))
 
     def happens(number: int, after: list[float]) -> None:
-        seen.append((agenda.now, number))
+        seen.append((queue.now, number))
         for delay in after:
-            put_down(agenda.now + delay, [])
+            put_down(queue.now + delay, [])
 
     for when, after in planned:
         put_down(when, after)
-    while agenda.run(2e9, at_once):
+    while queue.run(2e9, at_once):
         pass
     assert seen == sorted((when, number) for number, when in enumerate(put))
 
@@ -309,8 +309,8 @@ def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> N
         groups = 1
     sync = {"every": 10, "outer_steps": 12, "mode": mode} | ({"groups": groups} if groups == 2 else {})
     simulation = Simulation(Scenario.from_mapping({**drawn, "sync": sync | ({"delay": 2} if mode == "delayed" else {})}))
-    coordinator, agenda = simulation.coordinator, simulation.agenda
-    carry_out, go_on = coordinator._carry_out, agenda.run
+    coordinator, queue = simulation.coordinator, simulation.queue
+    carry_out, go_on = coordinator._carry_out, queue.run
     committed: list[int] = []
     times = [0.0]
 
@@ -323,11 +323,11 @@ def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> N
 
     def one_event(until: float, count: int) -> bool:
         happened = go_on(until, 1)
-        times.append(simulation.agenda.now)
+        times.append(simulation.queue.now)
         return happened
 
     coordinator._carry_out = watch  # type: ignore[method-assign]
-    agenda.run = one_event  # type: ignore[method-assign]
+    queue.run = one_event  # type: ignore[method-assign]
     outcome = simulation.run()
     assert committed == list(range(1, len(committed) + 1)) and outcome.commits == len(committed)
     assert times == sorted(times)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from edit.errors import LocalProtocolError
 
-__all__ = ["Ledger", "Share"]
+__all__ = ["Accounting", "Share"]
 
 
 class Share(NamedTuple):
@@ -26,7 +26,7 @@ class Share(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ledger:
+class Accounting:
     """fragment_steps: counted in commits; trained: inner steps made; seconds over all peers: training_s and alive_s;
     participation: sum over the commits of contributors / live peers."""
 

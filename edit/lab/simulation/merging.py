@@ -12,19 +12,19 @@ from collections.abc import Mapping
 import numpy as np
 
 from edit.config.run import PenaltyConfig
-from edit.lab.simulation.ledger import Share
+from edit.lab.simulation.accounting import Share
 from edit.merging.merge import Measured, measure, merge
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
 
-__all__ = ["Judge"]
+__all__ = ["SyntheticMerger"]
 
 NUMEL = 8  # of a vector: verdicts and weights depend on norms only
 SPREAD = 0.1
 DAMAGE = 1000.0
 
 
-class Judge:
+class SyntheticMerger:
     """damaged: share of the contributions."""
 
     def __init__(self, config: PenaltyConfig, damaged: float, seed: int) -> None:

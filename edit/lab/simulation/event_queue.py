@@ -15,13 +15,13 @@ from itertools import count
 
 from edit.errors import LocalProtocolError
 
-__all__ = ["Agenda"]
+__all__ = ["EventQueue"]
 
 SPAN_S = 1 / 16  # a power of two, so that a time's span is exact
 _Event = tuple[float, int, Callable[[], object]]
 
 
-class Agenda:
+class EventQueue:
     """`now`: virtual seconds since the start; `events`: how many have happened."""
 
     def __init__(self) -> None:
