@@ -11,7 +11,7 @@ from rich.console import Console
 from edit.command_line import run_command
 from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.options import ChaosOptions
-from edit.lab.demo.demo import run_demo
+from edit.lab.demo.command import run_demo
 from edit.lab.demo.plan import DemoOptions
 from edit.lab.simulation.command import EXAMPLE, run_simulation
 

@@ -1,7 +1,6 @@
-"""Child processes: started in groups of their own, watched, killed, and ended for certain.
+"""Child processes of the lab: started in groups of their own, watched, killed, and ended when the lab ends.
 
-Owns: every process the lab starts, its output file, and the promise that none outlives the lab: closing sends SIGTERM to every
-group at once, waits `patience_s`, then sends SIGKILL. Must not know: what the processes do, or what a run is.
+No process outlives the lab: the supervisor sends SIGTERM to every group on exit, waits `patience_s`, then sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -9,32 +8,44 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
 from edit.errors import EditError, LocalProtocolError
 
-__all__ = ["ChildDied", "Exit", "Supervisor", "terminated_as_interrupt"]
+__all__ = ["COORDINATOR", "ChildDied", "Exit", "Programs", "Supervisor", "terminated_as_interrupt"]
+
+COORDINATOR = "coordinator"
+"""The name of the coordinator's process; a peer's process is called by its peer_id."""
 
 _TAIL_BYTES = 16_384
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """The command lines of `edit-coordinator` and `edit-peer`; tests replace them."""
+
+    coordinator: tuple[str, ...] = field(default_factory=lambda: (sys.executable, "-m", "aggregator"))
+    peer: tuple[str, ...] = field(default_factory=lambda: (sys.executable, "-m", "peers"))
+
+
 class ChildDied(EditError):
-    """A process that should be running, or should have succeeded, ended: which one, its exit code, the end of its output."""
+    """A process ended that should be running, or failed: the message has its name, exit code and last lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """One process's end. returncode as subprocess gives it (negative: the signal); expected: it was told to end."""
+    """How a process ended."""
 
     name: str
-    returncode: int
-    expected: bool
+    returncode: int  # as subprocess gives it; negative: the signal
+    expected: bool  # whether the lab asked it to end
     last_lines: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -48,21 +59,21 @@ class _Child:
 
     def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
         self.name, self.argv, self.log = name, tuple(argv), log
-        self.told_to_end = False
+        self.stop_requested = False
         self.reported = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.process = _spawn(self.argv, output)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signal the whole group; the group may outlive its leader, and may be gone."""
+        """Signal the whole group. The group may outlive its leader, or may have ended."""
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):  # PermissionError: macOS, for a group of zombies
             return
 
     def end(self) -> Exit:
-        return Exit(self.name, self.process.returncode, self.told_to_end, self.last_lines(8))
+        return Exit(self.name, self.process.returncode, self.stop_requested, self.last_lines(8))
 
     def last_lines(self, count: int) -> tuple[str, ...]:
         with self.log.open("rb") as file:
@@ -76,7 +87,7 @@ def _spawn(argv: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 class Supervisor:
-    """Context manager over child processes by name; on leaving it, however it is left, none of them lives.
+    """Context manager over child processes by name; on exit, also by an exception, it ends all of them.
 
     logs: folder of the output files NAME.log; patience_s: seconds between SIGTERM and SIGKILL; now: a monotonic clock.
     """
@@ -93,25 +104,25 @@ class Supervisor:
         self.close()
 
     def start(self, name: str, argv: Sequence[str]) -> None:
-        """Start a process, or start one again after it ended. Raises LocalProtocolError while it runs or after close."""
+        """Start a process, also again after it ended. Raises LocalProtocolError while it runs, or after close."""
         if self._closed:
             raise LocalProtocolError(f"{name}: started after the supervisor was closed")
         if self.running(name):
             raise LocalProtocolError(f"{name}: is already running")
-        with _Deaf(redeliver=True):
+        with _HeldSignals(redeliver=True):
             self._children[name] = _Child(name, argv, self._logs / f"{name}.log")
 
     def kill(self, name: str) -> None:
-        """SIGKILL, as a power cut would; returns when the process is gone."""
+        """Send SIGKILL and return when the process is gone."""
         child = self._children[name]
-        child.told_to_end = True
+        child.stop_requested = True
         child.signal_group(signal.SIGKILL)
         child.process.wait()
 
     def stop(self, name: str) -> Exit:
-        """SIGTERM, then SIGKILL after the patience; returns how it ended."""
+        """Send SIGTERM, and SIGKILL after `patience_s`; return how it ended."""
         child = self._children[name]
-        child.told_to_end = True
+        child.stop_requested = True
         self._end([child])
         return child.end()
 
@@ -126,14 +137,14 @@ class Supervisor:
         return self._children[name].last_lines(count)
 
     def ended(self) -> tuple[Exit, ...]:
-        """Processes that ended since the last call, each reported once; told to or not."""
+        """Return the processes that ended since the last call, each once, expected or not."""
         news = [child for child in self._children.values() if not child.reported and child.process.poll() is not None]
         for child in news:
             child.reported = True
         return tuple(child.end() for child in news)
 
     def call(self, commands: Mapping[str, Sequence[str]], timeout_s: float = 60.0) -> dict[str, str]:
-        """Run short commands side by side to their ends and return their output by name.
+        """Run short commands in parallel and return their output by name.
 
         Raises ChildDied for the first that fails or takes too long.
         """
@@ -156,11 +167,11 @@ class Supervisor:
             raise ChildDied(str(child.end()))
 
     def close(self) -> None:
-        """End every process within `patience_s` and a moment. Interrupts are held off meanwhile; may be called again."""
+        """End every process within about `patience_s`. Interrupts are deferred meanwhile; may be called again."""
         self._closed = True
         for child in self._children.values():
-            child.told_to_end = child.told_to_end or child.process.poll() is None
-        with _Deaf(redeliver=False):
+            child.stop_requested = child.stop_requested or child.process.poll() is None
+        with _HeldSignals(redeliver=False):
             self._end(list(self._children.values()))
 
     def _end(self, children: Sequence[_Child]) -> None:
@@ -177,32 +188,35 @@ class Supervisor:
             child.process.wait()
 
 
-class _Deaf:
-    """Hold off SIGINT and SIGTERM, so that an impatient second Ctrl-C, or one in the middle of a start, orphans nobody.
+class _HeldSignals:
+    """Context manager: defer SIGINT and SIGTERM, so that a second Ctrl-C, or one during a start, leaves no process behind.
 
-    Handlers are swapped rather than signals blocked: children would inherit a blocked signal. `redeliver` raises what came
-    meanwhile once the handlers are back.
+    Handlers are replaced and signals not blocked, because children would inherit a blocked signal. redeliver: raise the first
+    signal that came meanwhile once the handlers are back.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, redeliver: bool) -> None:
         self._redeliver = redeliver
-        self._heard: list[int] = []
+        self._received: list[int] = []
 
     def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, lambda heard, _: self._heard.append(heard)) for number in self._SIGNALS}
+        self._before = {number: signal.signal(number, self._receive) for number in self._SIGNALS}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._redeliver and self._heard:
-            signal.raise_signal(self._heard[0])
+        if self._redeliver and self._received:
+            signal.raise_signal(self._received[0])
 
 
 @contextmanager
 def terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does: with every process ended."""
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does, so that every process is ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

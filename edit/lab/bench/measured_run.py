@@ -18,8 +18,7 @@ from edit.errors import TransportError
 from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
-from edit.lab.processes import ChildDied, Supervisor
-from edit.lab.programs import COORDINATOR, Programs
+from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
 from edit.lab.run_toml import Settings, to_toml
 from edit.lab.tail import JsonLines
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from edit.errors import ConfigError
-from edit.lab.programs import COORDINATOR
+from edit.lab.processes import COORDINATOR
 
 __all__ = ["Fault", "Kind", "draw_schedule", "kinds_for"]
 

@@ -19,7 +19,7 @@ from edit.lab.chaos.invariants import Violation, broken, broken_at_end, journal_
 from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.chaos.site import Site
 from edit.lab.observer import Observer, open_observer
-from edit.lab.programs import COORDINATOR
+from edit.lab.processes import COORDINATOR
 from edit.lab.tail import JsonLines
 
 __all__ = ["Broken", "Chaos", "Report"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edit.lab.chaos.faults import Fault, Kind
-from edit.lab.programs import COORDINATOR
+from edit.lab.processes import COORDINATOR
 
 __all__ = ["Blow", "Claim", "Commit", "History", "Memory", "Recovered"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from edit.lab.chaos.faults import Kind
 from edit.lab.chaos.history import Blow, Claim, Commit, History
-from edit.lab.programs import COORDINATOR
+from edit.lab.processes import COORDINATOR
 
 __all__ = ["Bounds", "Violation", "broken", "broken_at_end", "journal_differs", "may_not_start"]
 

@@ -29,8 +29,7 @@ from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
-from edit.lab.processes import ChildDied, Exit, Supervisor
-from edit.lab.programs import COORDINATOR, Programs
+from edit.lab.processes import COORDINATOR, ChildDied, Exit, Programs, Supervisor
 from edit.lab.run_toml import to_toml
 
 __all__ = ["Site"]

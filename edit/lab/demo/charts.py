@@ -1,7 +1,7 @@
-"""Charts as SVG text: lines over inner steps, bars on a logarithmic scale, the grid of verdicts.
+"""Charts as SVG text: lines over inner steps, bars on a logarithmic scale, a grid of tiles.
 
-Owns: scales, ticks, marks, labels. Must not know: what is drawn. Colours are CSS classes of the page (s0, s1, ... for
-series), so a chart follows the page's light or dark scheme. Every mark has a <title>, which browsers show on hover.
+Colours are CSS classes of the page (s0, s1, ... for series), so a chart follows the page's light or dark scheme. Every mark has
+a <title>, which browsers show on hover.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BADGE_GAP = 18
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line. style: a CSS class. An empty series is left out."""
+    """One line of a chart. style: a CSS class. An empty series is left out."""
 
     name: str
     style: str
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at x: something happened there."""
+    """A vertical line at x, for an event."""
 
     x: float
     text: str
@@ -38,7 +38,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One horizontal bar; `text` stands at its end."""
+    """One horizontal bar, with `text` at its end."""
 
     name: str
     value: float
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One cell of a grid. strength 0 .. 1 sets how full the colour is."""
+    """One cell of a grid. strength: 0 to 1, the opacity of the colour."""
 
     column: int
     row: int
@@ -59,7 +59,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """Maps values to pixels; y grows upwards."""
+    """Map values to pixels; y grows upwards."""
 
     x_max: float
     y_min: float
@@ -75,7 +75,7 @@ class _Axes:
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round numbers within low .. high."""
+    """Return about `count` round numbers between `low` and `high`."""
     raw = (high - low) / max(1, count)
     if raw <= 0:
         return [low]
@@ -86,7 +86,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def line_chart(series: Sequence[Series], marks: Sequence[Mark], x_max: float, x_label: str, height: int = 320) -> str:
-    """Lines with their names at their ends. Values above 1.8 times the lowest, the steep beginning, are cut off."""
+    """Return lines with their names at their ends. Values above 1.8 times the lowest (the steep beginning) are clipped."""
     drawn = [one for one in series if one.points]
     values = [value for one in drawn for _, value in one.points]
     if not values:
@@ -124,7 +124,7 @@ def _grid(axes: _Axes, x_label: str) -> str:
 
 
 def _flags(places: Sequence[float], marks: Sequence[Mark], bottom: float) -> list[str]:
-    """A numbered badge and a line down for each mark; badges of marks close together are pushed apart, the lines are not."""
+    """Return a numbered badge and a vertical line for each mark. Badges that overlap are moved apart, lines are not."""
     drawn, free = [], 0.0
     for number, (x, mark) in enumerate(zip(places, marks, strict=True), 1):
         badge = max(x, free)
@@ -152,7 +152,7 @@ def _line(axes: _Axes, series: Series, clip: str) -> str:
 
 
 def _end_labels(axes: _Axes, series: Sequence[Series]) -> list[str]:
-    """Names at the right, in the order of the last values, pushed apart so that none covers another."""
+    """Return the names at the right, in the order of the last values, moved apart so that none covers another."""
     ends = sorted((axes.y(min(one.points[-1][1], axes.y_max)), place) for place, one in enumerate(series))
     labels, free = [], float(_TOP)
     overflow = max(0.0, len(ends) * _LABEL_GAP + ends[0][0] - axes.height)
@@ -168,7 +168,7 @@ def _end_labels(axes: _Axes, series: Sequence[Series]) -> list[str]:
 
 
 def log_bars(bars: Sequence[Bar]) -> str:
-    """Bars whose lengths are logarithms, from a tenth of the smallest value on, with a grid line per power of ten."""
+    """Return bars on a logarithmic scale that starts at a tenth of the smallest value, with a grid line per power of ten."""
     values = [bar.value for bar in bars if bar.value > 0]
     if not values:
         return '<p class="quiet">Nothing was measured.</p>'
@@ -199,7 +199,7 @@ def _power_text(power: int) -> str:
 
 
 def tile_grid(rows: Sequence[str], columns: int, tiles: Sequence[Tile], marks: Sequence[Mark]) -> str:
-    """A row of tiles per name, one column per round; marks are numbered above, at a column."""
+    """Return a row of tiles per name and a column per round, with numbered marks above the columns."""
     left, pitch_y = 76, 24
     pitch_x = min(36.0, (_WIDTH - left - 10) / max(1, columns))
     height = _TOP + pitch_y * len(rows) + 28

@@ -1,8 +1,7 @@
-"""Text that every machine has: the source of Python's own standard library, split by package among the peers.
+"""Text that every machine has: the source of Python's standard library, split by package among the peers.
 
-Owns: which files count, which peer gets which package, which files are held out for validation. Must not know: models, runs,
-processes. Everything follows from the files and the seed; nothing is downloaded. Packages stay whole, so the peers' data differ
-in subject and style (non-IID), which is what makes averaging hard.
+Everything follows from the files and the seed; nothing is downloaded. A package goes to one peer, so the peers' data differ in
+subject and style (non-IID), which makes averaging hard.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from edit.errors import ConfigError
 
 __all__ = ["Corpus", "Group", "SourceFile", "plan_corpus", "standard_library", "write_corpus"]
 
-# Not written text (tables generated from other files), or no part of what a standard library is on every machine.
+# Generated tables, tests, and what not every machine has.
 _LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data"}
 )
@@ -28,7 +27,7 @@ _SMALLEST_GROUP = 32_768
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file: where it is, its dotted name (`email.message`), its size in bytes."""
+    """One file: its path, its dotted name (`email.message`), its size in bytes."""
 
     path: Path
     name: str
@@ -41,7 +40,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One peer's text: the packages it consists of, the files to train on, the files held out."""
+    """One peer's text: its packages, the files to train on, the files held out."""
 
     packages: tuple[str, ...]
     train: tuple[SourceFile, ...]
@@ -50,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The written corpus: one folder per peer, one folder of held-out text. Sizes in bytes."""
+    """The written corpus: one folder per peer and one of held-out text."""
 
     groups: tuple[Group, ...]
     peer_folders: tuple[Path, ...]
@@ -62,7 +61,7 @@ class Corpus:
 
 
 def standard_library(root: Path | None = None) -> tuple[SourceFile, ...]:
-    """Every source file of the standard library in order of its name; `root` stands in for its folder in tests."""
+    """Return every source file of the standard library, by name. root: replaces its folder in tests."""
     root = root or Path(sysconfig.get_path("stdlib"))
     found = []
     for path in root.rglob("*.py"):
@@ -73,9 +72,9 @@ def standard_library(root: Path | None = None) -> tuple[SourceFile, ...]:
 
 
 def plan_corpus(files: Iterable[SourceFile], peers: int, seed: int, cap: int = 6_000_000) -> tuple[Group, ...]:
-    """Give whole packages to `peers` groups of similar size, together at most `cap` bytes, and hold some files out.
+    """Divide the packages into `peers` groups of similar size, at most `cap` bytes together, and hold some files out.
 
-    The largest packages are dealt first, each to the group that has least; a file that would take its group over cap / peers is
+    The largest packages come first, each goes to the smallest group; a file that would exceed cap / peers is
     left out. The seed decides only which files are held out. Raises ConfigError when a group would be too small to learn from.
     """
     packages: dict[str, list[SourceFile]] = {}
@@ -99,7 +98,7 @@ def plan_corpus(files: Iterable[SourceFile], peers: int, seed: int, cap: int = 6
 
 
 def _hold_out(files: Sequence[SourceFile], seed: int) -> Group:
-    """Take files in an order that the seed decides, as long as they fit in the share; at least the smallest file."""
+    """Hold out files in an order that follows from the seed, up to a share of the bytes; at least the smallest file."""
     budget = int(_HELD_OUT_SHARE * sum(file.size for file in files))
     order = sorted(files, key=lambda file: hashlib.sha256(f"{seed}:{file.name}".encode()).digest())
     held: set[str] = set()

@@ -1,23 +1,19 @@
-"""The processes of one demo, by the command lines that a user would type: found, enrol, start, kill, start again.
-
-Owns: command lines and names of processes. Must not know: when anything is killed and why, what the processes report.
-"""
+"""The processes of one demo, with the command lines that a user would type."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from edit.lab.demo.output_folder import DemoFolder
-from edit.lab.demo.plan import DemoOptions, ShowPlan
+from edit.lab.demo.plan import DemoOptions, FaultPlan
 from edit.lab.demo.recorder import LONE
-from edit.lab.processes import ChildDied, Supervisor
-from edit.lab.programs import COORDINATOR, Programs
+from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
 
 __all__ = ["DemoDaemons"]
 
 
 class DemoDaemons:
-    """Starts and ends this demo's processes. pause: waits a moment between looks at a file."""
+    """Start and end this demo's processes. pause: waits a moment between two looks at a file."""
 
     def __init__(
         self,
@@ -25,14 +21,14 @@ class DemoDaemons:
         supervisor: Supervisor,
         folder: DemoFolder,
         options: DemoOptions,
-        show: ShowPlan,
+        faults: FaultPlan,
         pause: Callable[[], None],
     ) -> None:
         self._programs, self._supervisor, self._folder = programs, supervisor, folder
-        self._options, self._show, self._pause = options, show, pause
+        self._options, self._faults, self._pause = options, faults, pause
 
     def found(self) -> None:
-        """Make the run and serve it; returns when the coordinator listens. Raises ChildDied."""
+        """Create the run and serve it; return when the coordinator listens. Raises ChildDied."""
         folder = self._folder
         init = ("init", "--state", str(folder.state), "--config", str(folder.run_toml))
         self._supervisor.call({"init": (*self._programs.coordinator, *init)})
@@ -43,7 +39,7 @@ class DemoDaemons:
             self._pause()
 
     def enrol(self) -> None:
-        """Invite every peer and let each redeem its invitation. Raises ChildDied."""
+        """Invite every peer and join it with its invitation. Raises ChildDied."""
         names = self._options.peer_ids
         state = str(self._folder.state)
         printed = self._supervisor.call(
@@ -59,7 +55,7 @@ class DemoDaemons:
         self._supervisor.call(joins)
 
     def start(self, name: str) -> None:
-        """Start the process called `name` (coordinator, a peer, lone); also again, with the same command line."""
+        """Start the process called `name` (coordinator, a peer, lone), also again after it ended."""
         if name == COORDINATOR:
             argv = (*self._programs.coordinator, "serve", "--state", str(self._folder.state))
         elif name == LONE:
@@ -72,10 +68,10 @@ class DemoDaemons:
         home = self._folder.home(name)
         argv = ["run", "--home", str(home), "--data", str(self._folder.data / name)]
         argv += ["--metrics", str(home / "metrics.jsonl"), "--threads", "1"]
-        if name == self._show.slow:
+        if name == self._faults.slow:
             argv += ["--throttle", "2"]
-        if name == self._show.damaged:
-            argv += ["--fault", f"nan@{self._show.nan_at},huge@{self._show.huge_at}"]
+        if name == self._faults.damaged:
+            argv += ["--fault", f"nan@{self._faults.nan_at},huge@{self._faults.huge_at}"]
         return tuple(argv)
 
     def _lone(self) -> tuple[str, ...]:
@@ -86,7 +82,7 @@ class DemoDaemons:
         return (*argv, "--out", str(folder.lone), "--threads", "1")
 
     def kill(self, name: str) -> int:
-        """SIGKILL; returns the process id that is gone."""
+        """Send SIGKILL; return the id of the process that is gone."""
         pid = self._supervisor.pid(name)
         self._supervisor.kill(name)
         return pid
@@ -95,7 +91,7 @@ class DemoDaemons:
         return self._supervisor.running(name)
 
     def check(self, finished: bool) -> None:
-        """Raise ChildDied if a process ended that should not have: peers may end well, but only when the run has finished."""
+        """Raise ChildDied if a process ended that should run: peers may exit with 0, but only when the run has finished."""
         for end in self._supervisor.ended():
             if end.expected or (end.returncode == 0 and (finished or end.name == LONE) and end.name != COORDINATOR):
                 continue

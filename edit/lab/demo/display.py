@@ -1,7 +1,4 @@
-"""Where a demo is shown: a live screen on a terminal, lines of text elsewhere.
-
-Owns: when something is drawn. Must not know: what the picture consists of (see `screen`).
-"""
+"""Shows a running demo: a live screen on a terminal, lines of text elsewhere. `edit.lab.demo.screen` renders it."""
 
 from __future__ import annotations
 
@@ -18,23 +15,23 @@ from edit.lab.demo.state import DemoState
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "open_display"]
 
 FrameNow = Callable[[int, int], Frame]
-"""(rounds, events) to show -> Frame of this moment."""
+"""(number of rounds, number of events) to show -> the Frame of this moment."""
 
 
 class Display(Protocol):
-    """A context manager that is told to draw several times a second."""
+    """A context manager whose `draw` is called several times a second."""
 
     def __enter__(self) -> Display: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
-    def draw(self, board: DemoState) -> None:
-        """FaultSchedule the board as it stands now."""
+    def draw(self, state: DemoState) -> None:
+        """Show the present state."""
         ...
 
 
 class LiveDisplay:
-    """Redraws in place, in the caller's thread; shows fewer rounds and events on a low terminal."""
+    """Redraw in place, in the caller's thread, with fewer rounds and events on a low terminal."""
 
     def __init__(self, console: Console, frame: FrameNow) -> None:
         self._console, self._frame = console, frame
@@ -47,18 +44,18 @@ class LiveDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def draw(self, board: DemoState) -> None:
-        spare = self._console.height - 20 - len(board.peers)  # what the other parts of the screen leave
+    def draw(self, state: DemoState) -> None:
+        spare = self._console.height - 20 - len(state.peers)  # rows that the rest of the screen leaves
         rounds = max(2, min(8, spare // 2))
-        self._live.update(render(board, self._frame(rounds, max(2, min(8, spare - rounds)))), refresh=True)
+        self._live.update(render(state, self._frame(rounds, max(2, min(8, spare - rounds)))), refresh=True)
 
 
 class PlainDisplay:
-    """Prints every event once, and a progress line each time another twentieth of the outer steps is committed."""
+    """Print every event once, and a progress line after every twentieth of the outer steps."""
 
     def __init__(self, console: Console, frame: FrameNow) -> None:
         self._console, self._frame = console, frame
-        self._told = 0
+        self._printed = 0
         self._next_step = 1
 
     def __enter__(self) -> Display:
@@ -67,16 +64,16 @@ class PlainDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
-    def draw(self, board: DemoState) -> None:
+    def draw(self, state: DemoState) -> None:
         frame = self._frame(1, 1)
-        for event in board.events[self._told :]:
+        for event in state.events[self._printed :]:
             self._console.print(event_line(event, frame.started), soft_wrap=True)
-        self._told = len(board.events)
-        if board.outer_step >= self._next_step:
-            self._next_step = board.outer_step + max(1, board.outer_steps // 20)
-            self._console.print(progress_line(board, frame), soft_wrap=True, highlight=False)
+        self._printed = len(state.events)
+        if state.outer_step >= self._next_step:
+            self._next_step = state.outer_step + max(1, state.outer_steps // 20)
+            self._console.print(progress_line(state, frame), soft_wrap=True, highlight=False)
 
 
 def open_display(console: Console, frame: FrameNow) -> Display:
-    """A live screen where the console is a terminal, else plain lines."""
+    """Return a live screen where the console is a terminal, else plain lines."""
     return LiveDisplay(console, frame) if console.is_terminal else PlainDisplay(console, frame)

@@ -1,7 +1,4 @@
-"""Says in one line what just happened to the run: verdicts, aborted rounds, peers that go and come back.
-
-Owns: which changes are worth a line, and its words. Must not know: the clock, files, why anything was done to a process.
-"""
+"""One-line messages about what happened in the run: verdicts, aborted rounds, peers that leave and return."""
 
 from __future__ import annotations
 
@@ -14,31 +11,32 @@ from edit.lab.demo.state import Cell, DemoState, Event, RoundRow
 
 __all__ = ["EventMessages"]
 
-_DAMAGE = 10.0  # times the others' norm
+_DAMAGE = 10.0  # times the median norm of the others
 _AWAY = ("lost", "left", "evicted")
 
 
 class EventMessages:
-    """`tell(record, board)` after the board has taken the record; returns the events that follow from it."""
+    """Derive events from the lines of the metrics files."""
 
     def __init__(self) -> None:
         self._away: set[str] = set()
 
-    def tell(self, record: Mapping[str, Any], board: DemoState) -> list[Event]:
+    def events_of(self, record: Mapping[str, Any], state: DemoState) -> list[Event]:
+        """Return the events that follow from `record`, which `state` has applied already."""
         kind, peer_id = record.get("kind"), str(record.get("peer_id"))
-        if kind == "round" and board.rounds:
-            return _round(board.rounds[-1])
-        if kind == "member" and peer_id in board.peers:
-            return self._member(peer_id, board, float(record.get("t", 0.0)))
-        if kind == "peer" and peer_id in self._away and board.peers[peer_id].state in ("training", "exchanging"):
+        if kind == "round" and state.rounds:
+            return _round(state.rounds[-1])
+        if kind == "member" and peer_id in state.peers:
+            return self._member(peer_id, state, float(record.get("t", 0.0)))
+        if kind == "peer" and peer_id in self._away and state.peers[peer_id].state in ("training", "exchanging"):
             self._away.discard(peer_id)
-            row = board.peers[peer_id]
+            row = state.peers[peer_id]
             return [Event(row.t, f"{peer_id} is back: snapshot of outer step {row.outer_step}, training on", "good")]
         return []
 
-    def _member(self, peer_id: str, board: DemoState, t: float) -> list[Event]:
-        row = board.peers[peer_id]
-        if row.state not in _AWAY or board.outer_step >= board.outer_steps:
+    def _member(self, peer_id: str, state: DemoState, t: float) -> list[Event]:
+        row = state.peers[peer_id]
+        if row.state not in _AWAY or state.outer_step >= state.outer_steps:
             return []
         self._away.add(peer_id)
         return [Event(t, f"{peer_id} is {row.state}: {row.reason}", "info")]
@@ -56,13 +54,13 @@ def _round(row: RoundRow) -> list[Event]:
 
 
 def _tone(cell: Cell, usual: list[float]) -> str:
-    """Damage that was kept out is good news; a norm that is merely unusual is no news."""
+    """Return "good" for damage that was rejected, "info" for a norm that is only unusual."""
     damaged = cell.verdict == "nonfinite" or (usual and cell.norm > _DAMAGE * statistics.median(usual))
     return "good" if damaged else "info"
 
 
 def _extent(cell: Cell) -> str:
-    where = "weight 0" if cell.bad == cell.parts else f"weight 0 in {cell.bad} of {cell.parts} fragments"
+    where = "weight 0" if cell.bad == cell.fragments else f"weight 0 in {cell.bad} of {cell.fragments} fragments"
     return f"{where}, the others' are merged"
 
 

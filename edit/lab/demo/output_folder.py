@@ -1,7 +1,4 @@
-"""The demo's output folder: where each file lies, and the promise that only a demo's own folder is ever wiped.
-
-Owns: names of files. Must not know: their content.
-"""
+"""The output folder of the demo and of chaos: the names of its files. Only a folder that a demo created is ever wiped."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ _MARKER = ".edit-lab-demo"
 
 @dataclass(frozen=True, slots=True)
 class DemoFolder:
-    """`claim` makes it empty, or refuses."""
+    """The files of one demo. Call `claim` first."""
 
     path: Path
 
     def claim(self) -> None:
-        """Empty the folder and mark it as a demo's. Raises ConfigError when it holds something else."""
+        """Create or empty the folder and mark it as a demo's. Raises ConfigError when it holds something else."""
         try:
             if self.path.exists():
                 if not self.path.is_dir() or (any(self.path.iterdir()) and not (self.path / _MARKER).exists()):
-                    raise ConfigError(f"--out {self.path}: exists and is no demo's folder; name another, nothing was touched")
+                    raise ConfigError(f"--out {self.path}: exists and is no demo's folder; choose another, nothing was changed")
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True)
             (self.path / _MARKER).write_text("edit-lab demo may wipe this folder\n")

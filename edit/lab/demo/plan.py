@@ -1,8 +1,4 @@
-"""What a demo will do, decided before anything starts: the run's settings and the show's faults.
-
-Owns: the demo's options and their bounds, the run.toml that follows from them, which peer gets which part at which outer
-step. Must not know: processes, files, the clock.
-"""
+"""What a demo will do: its options and their bounds, the settings of its run.toml, and the planned faults."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from pathlib import Path
 from edit.errors import ConfigError
 from edit.lab.run_toml import Setting, Settings
 
-__all__ = ["DemoOptions", "ShowPlan", "plan_run", "plan_show"]
+__all__ = ["DemoOptions", "FaultPlan", "plan_faults", "plan_run"]
 
 LONG_SYNC = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """The command line of `edit-lab demo`. steps: inner steps of each peer; None: 750, or 100 when quick."""
+    """The options of `edit-lab demo`."""
 
     peers: int = 4
-    steps: int | None = None
+    steps: int | None = None  # inner steps of each peer; None: 750, or 100 with quick
     seed: int = 0
     faults: bool = True
     quick: bool = False
@@ -41,7 +37,7 @@ class DemoOptions:
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps asked for; the run makes the largest multiple of `sync_every` that is not above."""
+        """Inner steps asked for; the run takes the largest multiple of `sync_every` that is not larger."""
         return (100 if self.quick else 750) if self.steps is None else self.steps
 
     @property
@@ -54,7 +50,7 @@ class DemoOptions:
 
     @property
     def lone_steps(self) -> int:
-        """Inner steps of the lone peer: no fewer than the others make, who train on while the killed coordinator is away."""
+        """Inner steps of the lone peer: at least as many as a peer takes, which trains on while the coordinator is away."""
         away = 2 * self.sync_every if self.faults and self.sync_every == LONG_SYNC else 0
         return self.outer_steps * self.sync_every + away
 
@@ -64,35 +60,35 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowPlan:
-    """Who plays which part; None or 0: not in this show. The numbers are outer steps."""
+class FaultPlan:
+    """Which peer gets which fault, and at which outer step; None or 0: not in this demo."""
 
-    slow: str | None = None
-    killed: str | None = None
-    damaged: str | None = None
+    slow: str | None = None  # runs at half speed
+    killed: str | None = None  # gets SIGKILL at kill_at, and is restarted
+    damaged: str | None = None  # sends NaN at nan_at, a huge pseudo-gradient at huge_at
     nan_at: int = 0
     huge_at: int = 0
     kill_at: int = 0
     coordinator_kill_at: int = 0
 
-    def part_of(self, peer_id: str) -> str:
-        """A few words for the screen."""
-        parts = {self.slow: "half speed", self.killed: "power cut", self.damaged: "damaged"}
-        return parts.get(peer_id, "") if peer_id else ""
+    def role_of(self, peer_id: str) -> str:
+        """Return what happens to this peer, in a few words for the screen."""
+        roles = {self.slow: "half speed", self.killed: "power cut", self.damaged: "damaged"}
+        return roles.get(peer_id, "") if peer_id else ""
 
 
-def plan_show(options: DemoOptions) -> ShowPlan:
-    """Peer 1 is slow, peer 2 is killed, peer 3 sends NaN and a huge pseudo-gradient; in a long run the coordinator is killed.
+def plan_faults(options: DemoOptions) -> FaultPlan:
+    """Return the faults: peer 1 is slow, peer 2 is killed, peer 3 sends NaN and a huge pseudo-gradient.
 
-    While it is away its peers train on by themselves: in a short run so much that a comparison with a lone peer by the number
-    of own steps would no longer be fair.
+    In a long run the coordinator is killed, too. While it is away the peers train on without exchange; in a short run that
+    would be too large a share of their steps for a fair comparison with a lone peer.
     """
     if not options.faults:
-        return ShowPlan()
+        return FaultPlan()
     names = (*options.peer_ids, None, None, None)
     total = options.outer_steps
     nan_at = max(2, round(0.25 * total))
-    return ShowPlan(
+    return FaultPlan(
         slow=names[1],
         killed=names[2],
         damaged=names[3],
@@ -103,22 +99,22 @@ def plan_show(options: DemoOptions) -> ShowPlan:
     )
 
 
-def plan_run(options: DemoOptions, show: ShowPlan, listen: str, enrol_listen: str) -> Settings:
-    """The settings of run.toml, only those that differ from the defaults or that a reader will look for.
+def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen: str) -> Settings:
+    """Return the settings of run.toml: those that differ from the defaults, or that a reader will look for.
 
-    Outer momentum needs many outer steps to pay (see docs/outer-settings.md), so short runs do without.
+    Outer momentum needs many outer steps to pay off (see docs/outer-settings.md), so short runs use plain SGD.
     """
     outer: Mapping[str, Setting] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6}
     if options.outer_steps < 40:
         outer = {"optimizer": "sgd", "lr": 1.0}
-    observations = max(2, min(10, show.nan_at or options.outer_steps // 4))
+    observations = max(2, min(10, faults.nan_at or options.outer_steps // 4))
     return {
         "name": "demo",
         "seed": options.seed,
         "model": {"name": "builtin:gpt", "layers": 4, "heads": 4, "width": 128, "context": 128, "vocabulary": 256},
         "inner": {"lr": 2e-3, "warmup_steps": min(50, options.inner_steps // 10), "batch_size": 4},
         "sync": {"every": options.sync_every, "outer_steps": options.outer_steps},
-        # delta: a peer that trained on while the coordinator was away sends more than usual, and means no harm
+        # delta: a peer that trained on while the coordinator was away sends a larger pseudo-gradient, which is not an anomaly
         "penalty": {"enabled": True, "observations": observations, "delta": 6.0},
         "outer": outer,
         "codec": {"up": "int8", "down": "int8"},

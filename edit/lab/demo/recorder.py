@@ -1,7 +1,4 @@
-"""Gathers the lines of all processes, and the lab's own, into one DemoState and one metrics.jsonl.
-
-Owns: the sources, the merged file, translating the lone peer's lines. Must not know: processes, screens.
-"""
+"""Gathers the metrics lines of all processes, and the lab's own, into one DemoState and one metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,14 +17,11 @@ LONE = "lone"
 
 
 class Recorder:
-    """Context manager over the merged file. `poll` takes what is new; every line in the file names its source.
+    """Context manager over the merged file. Every line in it names its source. unix: the clock, seconds since 1970."""
 
-    unix: seconds since 1970.
-    """
-
-    def __init__(self, board: DemoState, merged: Path, unix: Callable[[], float]) -> None:
-        self.board, self._merged, self._unix = board, merged, unix
-        self._narrator = EventMessages()
+    def __init__(self, state: DemoState, merged: Path, unix: Callable[[], float]) -> None:
+        self.state, self._merged, self._unix = state, merged, unix
+        self._messages = EventMessages()
         self._sources: dict[str, JsonLines] = {}
         self._begun: dict[str, float] = {}
         self._file: IO[str] | None = None
@@ -41,36 +35,36 @@ class Recorder:
             self._file.close()
 
     def follow(self, source: str, path: Path) -> None:
-        """Read `path` from now on, under the name `source`."""
+        """Read `path` at every poll, under the name `source`."""
         self._sources[source] = JsonLines(path)
         self._begun[source] = self._unix()
 
     def poll(self) -> None:
-        """Take every line that was finished since the last call."""
+        """Apply every line that was finished since the last call."""
         for source, lines in self._sources.items():
             for record in lines.read():
                 for translated in self._translate(source, record):
                     self._take(source, translated)
 
     def event(self, text: str, tone: str = "info") -> None:
-        """A line for people, from the lab."""
+        """Add a message of the lab. tone: see `Event`."""
         self._take("lab", {"kind": "event", "t": self._unix(), "text": text, "tone": tone})
 
     def validation(self, who: str, step: int, loss: float) -> None:
-        """A held-out loss after `step` inner steps."""
+        """Add a held-out loss after `step` inner steps."""
         self._take("lab", {"kind": "validation", "t": self._unix(), "who": who, "step": step, "loss": loss})
 
     def _take(self, source: str, record: Mapping[str, Any]) -> None:
-        self.board.apply(record)
+        self.state.apply(record)
         if self._file is not None:
             self._file.write(json.dumps({"source": source, **record}) + "\n")
             self._file.flush()
-        for event in self._narrator.tell(record, self.board):
+        for event in self._messages.events_of(record, self.state):
             self._take("lab", {"kind": "event", "t": event.t, "text": event.text, "tone": event.tone})
 
     def _translate(self, source: str, record: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """A peer's own lines do not name it; the lone one counts seconds from its own start."""
-        if source in self.board.peers:
+        """Add what a line lacks: a peer's own lines do not name it, and the lone peer counts seconds from its start."""
+        if source in self.state.peers:
             yield {**record, "peer_id": source}
         elif source != LONE:
             yield record

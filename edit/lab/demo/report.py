@@ -1,7 +1,4 @@
-"""report.html: one self-contained page with the curves, the verdicts, the numbers and the story of a demo.
-
-Owns: what the page says. Must not know: processes, files other than its own template. The page needs no network and no script.
-"""
+"""The results of a demo for people: report.html, one page without network or scripts, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -11,16 +8,21 @@ from html import escape
 from importlib import resources
 from string import Template
 
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from edit.lab.demo.charts import Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
 from edit.lab.demo.results import Results
 from edit.lab.demo.state import DemoState, Event, RoundRow
 from edit.lab.observations import Point
 from edit.lab.units import bytes_text, duration_text
 
-__all__ = ["render_report"]
+__all__ = ["headline", "numbered_events", "render_report", "result_rows", "results_table", "summary"]
 
 _SERIES_STYLES = 8
-_TOLD = ("fault", "good", "bad")
+_NUMBERED_TONES = ("fault", "good", "bad")
 _VERDICT_WORDS = {
     "ok": "merged (fuller: more weight)",
     "nonfinite": "rejected: NaN or infinite",
@@ -30,8 +32,8 @@ _VERDICT_WORDS = {
 }
 
 
-def render_report(board: DemoState, results: Results, settings: str, started: float) -> str:
-    """The page. settings: the run.toml; started: unix seconds."""
+def render_report(state: DemoState, results: Results, settings: str, started: float) -> str:
+    """Return the page. settings: the text of run.toml; started: unix seconds."""
     template = Template(resources.files("edit.lab.demo").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
         run_id=escape(results.run_id),
@@ -40,11 +42,11 @@ def render_report(board: DemoState, results: Results, settings: str, started: fl
         summary=escape(summary(results)),
         tiles=_tiles(results),
         validation_note=escape(_validation_note(results)),
-        validation_chart=_validation_chart(board),
-        events=_events(board, started),
+        validation_chart=_validation_chart(state),
+        events=_events(state, started),
         verdict_key=_verdict_key(),
-        verdict_chart=_verdict_chart(board),
-        training_chart=_training_chart(board),
+        verdict_chart=_verdict_chart(state),
+        training_chart=_training_chart(state),
         bytes_note=escape(_bytes_note(results)),
         bytes_chart=_bytes_chart(results),
         results_table=_results_table(results),
@@ -56,7 +58,7 @@ def render_report(board: DemoState, results: Results, settings: str, started: fl
 
 
 def headline(results: Results) -> str:
-    """The result in one sentence."""
+    """Return the result in one sentence."""
     peers = "one peer" if len(results.peers) == 1 else f"{len(results.peers)} peers"
     if not results.complete:
         return f"Stopped after outer step {results.outer_steps}: partial results of {peers}"
@@ -67,7 +69,7 @@ def headline(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """Size, length and network of the run in two sentences."""
+    """Return size, length and traffic of the run in two sentences."""
     fewer = f", {results.fewer_bytes:.0f} times less than data-parallel training (computed)" if results.fewer_bytes else ""
     return (
         f"A byte-level GPT of {results.parameters:,} parameters, {results.steps} inner steps per peer, exchanged every "
@@ -106,42 +108,42 @@ def _points(points: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _smooth(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Mean of each loss and up to seven before it: one batch of text differs much from the next."""
+    """Return the mean of each loss and up to seven before it, because the loss varies much from batch to batch."""
     return [
         (point.step, sum(one.loss for one in points[max(0, place - 7) : place + 1]) / min(8, place + 1))
         for place, point in enumerate(points)
     ]
 
 
-def _validation_chart(board: DemoState) -> str:
-    lone = _points(board.validation.get("lone", ()))
-    if len(lone) == 1:  # only its end is known: a short line to see
+def _validation_chart(state: DemoState) -> str:
+    lone = _points(state.validation.get("lone", ()))
+    if len(lone) == 1:  # only the end is known: draw a short line
         lone = [(lone[0][0] * 0.97, lone[0][1]), lone[0]]
-    outer = _points(board.validation.get("outer", ()))
+    outer = _points(state.validation.get("outer", ()))
     series = [Series("outer parameters", "s0", outer), Series("peer-0 alone", "lone", lone)]
     longest = max((x for x, _ in lone), default=0.0)
-    return line_chart(series, _marks(board), max(longest, _last_step(board)), "inner steps", height=340)
+    return line_chart(series, _marks(state), max(longest, _last_step(state)), "inner steps", height=340)
 
 
-def _training_chart(board: DemoState) -> str:
-    rows = list(board.peers.values())[:_SERIES_STYLES]
+def _training_chart(state: DemoState) -> str:
+    rows = list(state.peers.values())[:_SERIES_STYLES]
     series = [Series(row.peer_id, f"s{place}", _smooth(row.curve)) for place, row in enumerate(rows)]
-    series.append(Series("peer-0 alone", "lone", _smooth(board.lone)))
+    series.append(Series("peer-0 alone", "lone", _smooth(state.lone)))
     longest = max((x for one in series for x, _ in one.points), default=0.0)
-    return line_chart(series, (), max(longest, _last_step(board)), "own inner steps", height=300)
+    return line_chart(series, (), max(longest, _last_step(state)), "own inner steps", height=300)
 
 
-def _last_step(board: DemoState) -> float:
-    return float(board.outer_steps * board.sync_every)
+def _last_step(state: DemoState) -> float:
+    return float(state.outer_steps * state.sync_every)
 
 
-def told(board: DemoState) -> list[Event]:
-    """The events that the charts number: faults and how each was overcome."""
-    return [event for event in board.events if event.tone in _TOLD]
+def numbered_events(state: DemoState) -> list[Event]:
+    """Return the events that the charts number: the faults, and how each was overcome."""
+    return [event for event in state.events if event.tone in _NUMBERED_TONES]
 
 
 def _progress_at(rows: Sequence[RoundRow], t: float) -> float:
-    """Outer steps committed by then, with the share of the open round that had passed."""
+    """Return the outer steps committed at `t`, with the elapsed share of the open round."""
     times = [row.t for row in rows]
     done = bisect.bisect_right(times, t)
     if done == 0 or done == len(rows):
@@ -149,17 +151,19 @@ def _progress_at(rows: Sequence[RoundRow], t: float) -> float:
     return rows[done - 1].outer_step + min(0.95, (t - times[done - 1]) / max(1e-6, times[done] - times[done - 1]))
 
 
-def _marks(board: DemoState) -> list[Mark]:
-    rows = [row for row in board.rounds if row.committed]
-    return [Mark(_progress_at(rows, event.t) * board.sync_every, event.text, event.tone) for event in told(board)]
+def _marks(state: DemoState) -> list[Mark]:
+    rows = [row for row in state.rounds if row.committed]
+    return [Mark(_progress_at(rows, event.t) * state.sync_every, event.text, event.tone) for event in numbered_events(state)]
 
 
-def _verdict_chart(board: DemoState) -> str:
-    rows = [row for row in board.rounds if row.committed]
-    names = list(board.peers)
-    full = 2.0 / max(1, len(names))  # twice the fair share is the fullest colour
+def _verdict_chart(state: DemoState) -> str:
+    rows = [row for row in state.rounds if row.committed]
+    names = list(state.peers)
+    full = 2.0 / max(1, len(names))  # twice the fair share gets the strongest colour
     tiles = [_tile(row, column, place, name, full) for column, row in enumerate(rows) for place, name in enumerate(names)]
-    return tile_grid(names, max(len(rows), 1), tiles, [Mark(_progress_at(rows, e.t), e.text, e.tone) for e in told(board)])
+    return tile_grid(
+        names, max(len(rows), 1), tiles, [Mark(_progress_at(rows, e.t), e.text, e.tone) for e in numbered_events(state)]
+    )
 
 
 def _tile(row: RoundRow, column: int, place: int, name: str, full: float) -> Tile:
@@ -176,10 +180,10 @@ def _verdict_key() -> str:
     return f"One column per committed round.{''.join(keys)}"
 
 
-def _events(board: DemoState, started: float) -> str:
-    numbers = {id(event): number for number, event in enumerate(told(board), 1)}
+def _events(state: DemoState, started: float) -> str:
+    numbers = {id(event): number for number, event in enumerate(numbered_events(state), 1)}
     items = []
-    for event in board.events:
+    for event in state.events:
         badge = f'<b class="{event.tone}">{numbers[id(event)]}</b>' if id(event) in numbers else "<b></b>"
         items.append(f"<li><time>{duration_text(event.t - started)}</time>{badge}<span>{escape(event.text)}</span></li>")
     return f'<ol class="events">{"".join(items)}</ol>'
@@ -209,7 +213,7 @@ def _results_table(results: Results) -> str:
 
 
 def result_rows(results: Results) -> list[tuple[str, str, str]]:
-    """(name, value, measured or computed) of every result; the terminal prints the same."""
+    """Return (name, value, how it was obtained) of every result."""
     rows: list[tuple[str, str, str]] = []
     if results.losses is not None:
         rows.append(("held-out loss, initial parameters", f"{results.losses.initial:.4f}", "measured"))
@@ -247,3 +251,20 @@ def _peers_table(results: Results) -> str:
         numbers = (str(peer.own_steps), bytes_text(peer.sent), bytes_text(peer.received), str(peer.merged), str(bad), words)
         rows.append((peer.peer_id, *numbers))
     return _table(head, rows)
+
+
+def results_table(results: Results) -> RenderableType:
+    """Return the results for the terminal: headline, every number, the first lines of the sample."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", pad_edge=False)
+    table.add_column("result", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True, style="bold")
+    table.add_column("how", style="dim", no_wrap=True)
+    for row in result_rows(results):
+        table.add_row(*row)
+    sections: list[RenderableType] = [
+        Text(headline(results), style="bold green" if results.complete else "bold yellow"),
+        table,
+    ]
+    if results.sample:
+        sections += [Text("\nthe outer parameters write:", style="dim"), Text("\n".join(results.sample.splitlines()[:8]))]
+    return Group(*sections)

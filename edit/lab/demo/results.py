@@ -1,7 +1,4 @@
-"""What a demo proved, as numbers: measured ones, and the one computed comparison, marked as such.
-
-Owns: the arithmetic of the results and their JSON form. Must not know: files, processes, how anything is shown.
-"""
+"""The results of a demo as numbers: measured ones, and one computed comparison, which is marked as such."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ __all__ = ["DigestCheck", "Losses", "PeerResult", "Restart", "Results", "check_d
 
 
 def data_parallel_bytes(peers: int, parameters: int, steps: int) -> int:
-    """Bytes that each peer would send, and also receive, with gradients averaged every step: COMPUTED, not measured.
+    """Return the bytes that each peer would send, and receive, if gradients were averaged every step: computed, not measured.
 
     Ring all-reduce of fp32 gradients: 2 (N - 1) / N * 4 bytes * parameters per step (Patarasuk and Yuan 2009).
     """
@@ -27,16 +24,16 @@ def data_parallel_bytes(peers: int, parameters: int, steps: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """Held-out loss in nats per byte, all from the same `windows` of text. lone None: was not measured."""
+    """Held-out losses in nats per byte, all on the same `windows` windows of text."""
 
     initial: float
     outer: float
-    lone: float | None
+    lone: float | None  # None: not measured
     windows: int
 
     @property
     def percent_below_lone(self) -> float | None:
-        """How far the outer parameters' loss is below the lone peer's; negative when it is above."""
+        """How far the outer parameters' loss is below the lone peer's, in percent; negative when it is above."""
         return None if self.lone is None else 100.0 * (self.lone - self.outer) / self.lone
 
 
@@ -76,7 +73,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Everything that results.json, the terminal and report.html say."""
+    """Everything that results.json, the terminal and report.html show."""
 
     run_id: str
     complete: bool
@@ -107,11 +104,11 @@ class Results:
 
     @property
     def fewer_bytes(self) -> float | None:
-        """How many times less a peer sent than data-parallel training would; None without traffic to compare."""
+        """How many times fewer bytes a peer sent than with data-parallel training; None without traffic."""
         return self.data_parallel_bytes / self.mean_sent if self.mean_sent and self.data_parallel_bytes else None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; what is computed rather than measured says so in its name."""
+        """Return plain values; the names of computed ones say so."""
         values = dataclasses.asdict(self)
         values["data_parallel_bytes_per_peer_computed"] = values.pop("data_parallel_bytes")
         values["times_fewer_bytes_than_data_parallel_computed"] = self.fewer_bytes
@@ -122,46 +119,46 @@ class Results:
         return values
 
 
-def check_digests(board: DemoState) -> DigestCheck:
-    """Compare every digest that a peer reported for a committed outer step. A digest is reported at most once a second."""
-    committed = board.digests
-    reports = [report for report in board.digest_reports if report[1] in committed]
+def check_digests(state: DemoState) -> DigestCheck:
+    """Compare every digest that a peer reported with the committed one. A peer reports at most one per second."""
+    committed = state.digests
+    reports = [report for report in state.digest_reports if report[1] in committed]
     unequal = sorted((peer_id, step) for peer_id, step, digest in reports if digest != committed[step])
     return DigestCheck(compared=len(reports), outer_steps=len({step for _, step, _ in reports}), unequal=tuple(unequal))
 
 
 def collect(
-    board: DemoState, *, run_id: str, seed: int, wall_s: float, losses: Losses | None, restart: Restart | None, sample: str
+    state: DemoState, *, run_id: str, seed: int, wall_s: float, losses: Losses | None, restart: Restart | None, sample: str
 ) -> Results:
-    """Results of the board as it stands; complete only when the last outer step was committed."""
-    committed = [row for row in board.rounds if row.committed]
-    parameters = board.status.parameters if board.status else 0
-    steps = board.outer_step * board.sync_every
+    """Return the results so far; they are complete when the last outer step is committed."""
+    committed = [row for row in state.rounds if row.committed]
+    parameters = state.status.parameters if state.status else 0
+    steps = state.outer_step * state.sync_every
     return Results(
         run_id=run_id,
-        complete=board.outer_step >= board.outer_steps,
+        complete=state.outer_step >= state.outer_steps,
         seed=seed,
         parameters=parameters,
-        outer_steps=board.outer_step,
-        sync_every=board.sync_every,
+        outer_steps=state.outer_step,
+        sync_every=state.sync_every,
         committed=len(committed),
-        aborted=len(board.rounds) - len(committed),
+        aborted=len(state.rounds) - len(committed),
         round_s=statistics.median(row.seconds for row in committed) if committed else 0.0,
         wall_s=wall_s,
-        coordinator_memory_bytes=board.status.memory_bytes if board.status else 0,
+        coordinator_memory_bytes=state.status.memory_bytes if state.status else 0,
         losses=losses,
-        peers=_peers(board),
-        lone_steps=max((point.step for point in board.lone), default=0),
-        data_parallel_bytes=data_parallel_bytes(len(board.peers), parameters, steps),
-        digests=check_digests(board),
+        peers=_peers(state),
+        lone_steps=max((point.step for point in state.lone), default=0),
+        data_parallel_bytes=data_parallel_bytes(len(state.peers), parameters, steps),
+        digests=check_digests(state),
         restart=restart,
         sample=sample,
     )
 
 
-def _peers(board: DemoState) -> tuple[PeerResult, ...]:
-    verdicts = {peer_id: Counter[str]() for peer_id in board.peers}
-    for row in board.rounds:
+def _peers(state: DemoState) -> tuple[PeerResult, ...]:
+    verdicts = {peer_id: Counter[str]() for peer_id in state.peers}
+    for row in state.rounds:
         for peer_id, cell in row.cells.items():
             if row.committed and peer_id in verdicts:
                 verdicts[peer_id][cell.verdict] += 1
@@ -174,5 +171,5 @@ def _peers(board: DemoState) -> tuple[PeerResult, ...]:
             merged=row.merged,
             verdicts=dict(verdicts[row.peer_id]),
         )
-        for row in board.peers.values()
+        for row in state.peers.values()
     )

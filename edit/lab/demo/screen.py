@@ -1,7 +1,4 @@
-"""The live screen: pure functions from a DemoState to rich renderables, and one line of text for a plain terminal.
-
-Owns: layout, colours, wording. Must not know: where the DemoState's lines come from; the clock (`now` is an argument).
-"""
+"""The live screen: pure functions from a DemoState to rich renderables, and one line of text for a plain terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from edit.lab.demo.plan import ShowPlan
+from edit.lab.demo.plan import FaultPlan
 from edit.lab.demo.state import Cell, DemoState, Event, PeerRow, RoundRow
 from edit.lab.units import bytes_text, duration_text, resample, sparkline
 
@@ -38,41 +35,41 @@ _SPARK_BINS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What a picture needs besides the board. started, now: unix seconds."""
+    """What the screen needs besides the state. started, now: unix seconds."""
 
     run_id: str
-    show: ShowPlan
+    faults: FaultPlan
     started: float
     now: float
     rounds: int = 7
     events: int = 6
 
 
-def render(board: DemoState, frame: Frame) -> RenderableType:
-    """The whole screen; readable from 100 columns on."""
+def render(state: DemoState, frame: Frame) -> RenderableType:
+    """Return the whole screen; it needs 100 columns."""
     return Group(
-        header(board, frame), peers_table(board, frame), rounds_table(board, frame), curves(board), events(board, frame)
+        header(state, frame), peers_table(state, frame), rounds_table(state, frame), curves(state), events(state, frame)
     )
 
 
-def header(board: DemoState, frame: Frame) -> RenderableType:
+def header(state: DemoState, frame: Frame) -> RenderableType:
     grid = Table.grid(expand=True, padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    step = Text.assemble("outer step ", (f"{board.outer_step}", "bold"), f"/{board.outer_steps}")
-    bar = ProgressBar(total=board.outer_steps, completed=board.outer_step, complete_style="cyan", finished_style="green")
+    step = Text.assemble("outer step ", (f"{state.outer_step}", "bold"), f"/{state.outer_steps}")
+    bar = ProgressBar(total=state.outer_steps, completed=state.outer_step, complete_style="cyan", finished_style="green")
     grid.add_row(step, bar, Text(duration_text(frame.now - frame.started), style="bold"))
     second = Table.grid(expand=True)
     second.add_column(no_wrap=True)
     second.add_column(no_wrap=True, justify="right")
-    second.add_row(phase_text(board), traffic_text(board))
+    second.add_row(phase_text(state), traffic_text(state))
     title = Text.assemble(("EDiT ", "bold"), frame.run_id)
     return Panel(Group(grid, second), title=title, title_align="left", box=box.ROUNDED, border_style="cyan")
 
 
-def phase_text(board: DemoState) -> Text:
-    status = board.status
+def phase_text(state: DemoState) -> Text:
+    status = state.status
     if status is None:
         return Text("waiting for the coordinator", style="yellow")
     text = Text(status.phase, style="green" if status.phase in ("collecting", "committing", "finished") else "yellow")
@@ -81,9 +78,9 @@ def phase_text(board: DemoState) -> Text:
     return text
 
 
-def traffic_text(board: DemoState) -> Text:
-    sent = sum(row.sent.value for row in board.peers.values())
-    received = sum(row.received.value for row in board.peers.values())
+def traffic_text(state: DemoState) -> Text:
+    sent = sum(row.sent.value for row in state.peers.values())
+    received = sum(row.received.value for row in state.peers.values())
     return Text.assemble("sent ", (bytes_text(sent), "bold"), " · received ", (bytes_text(received), "bold"))
 
 
@@ -105,12 +102,12 @@ def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
         table.add_column(name, justify=justify, no_wrap=True)
 
 
-def peers_table(board: DemoState, frame: Frame) -> Table:
+def peers_table(state: DemoState, frame: Frame) -> Table:
     table = _table("peers")
-    _columns(table, "left", "peer", "state", "part")
+    _columns(table, "left", "peer", "state", "fault")
     _columns(table, "right", "outer", "steps", "loss", "tok/s", "up", "down", "kB/s", "ok/bad")
-    for row in board.peers.values():
-        table.add_row(*_peer_cells(row, frame.show.part_of(row.peer_id)))
+    for row in state.peers.values():
+        table.add_row(*_peer_cells(row, frame.faults.role_of(row.peer_id)))
     return table
 
 
@@ -130,12 +127,12 @@ def _peer_cells(row: PeerRow, part: str) -> list[Text]:
     ]
 
 
-def rounds_table(board: DemoState, frame: Frame) -> Table:
+def rounds_table(state: DemoState, frame: Frame) -> Table:
     table = _table("rounds: weight of each peer in the merge, or why it has none")
-    shown = list(board.peers)[:_SHOWN_PEERS]
+    shown = list(state.peers)[:_SHOWN_PEERS]
     _columns(table, "right", "round", "outer", *shown, "seconds", "bytes")
     table.add_column("closed because", ratio=1, no_wrap=True, overflow="ellipsis")
-    for row in board.rounds[-frame.rounds :]:
+    for row in state.rounds[-frame.rounds :]:
         table.add_row(*_round_cells(row, shown))
     return table
 
@@ -160,19 +157,19 @@ def _weight(cell: Cell | None) -> Text:
     return Text(f"{cell.weight:.2f}", style="green")
 
 
-def curves(board: DemoState) -> RenderableType:
-    """Training losses of the peers' mean and the lone peer on one scale, and the held-out loss of the outer parameters."""
-    last_step = board.outer_steps * board.sync_every
-    together = sorted((point for row in board.peers.values() for point in row.curve), key=lambda point: point.step)
+def curves(state: DemoState) -> RenderableType:
+    """Return the mean training loss of the peers, that of the lone peer, and the held-out loss, on one scale."""
+    last_step = state.outer_steps * state.sync_every
+    together = sorted((point for row in state.peers.values() for point in row.curve), key=lambda point: point.step)
     lines = [
         ("peers, training", "cyan", resample(together, _SPARK_BINS, last_step)),
-        ("lone peer, training", "magenta", resample(board.lone, _SPARK_BINS, last_step)),
-        ("outer, held out", "green", resample(board.validation.get("outer", ()), _SPARK_BINS, last_step)),
+        ("lone peer, training", "magenta", resample(state.lone, _SPARK_BINS, last_step)),
+        ("outer, held out", "green", resample(state.validation.get("outer", ()), _SPARK_BINS, last_step)),
     ]
     finite = [value for _, _, values in lines for value in values if not math.isnan(value)]
     if not finite:
         return Text()
-    low, high = min(finite), min(max(finite), 1.8 * min(finite))  # the steep beginning would flatten the rest
+    low, high = min(finite), min(max(finite), 1.8 * min(finite))  # leave out the steep beginning, which would flatten the rest
     table = _table("loss")
     _columns(table, "left", "", "")
     _columns(table, "right", "")
@@ -185,7 +182,7 @@ def curves(board: DemoState) -> RenderableType:
 
 
 def _carried(values: list[float]) -> list[float]:
-    """Fill gaps between points with the point before them."""
+    """Return the values with each gap filled by the value before it."""
     filled = list(values)
     last = max((place for place, value in enumerate(values) if not math.isnan(value)), default=0)
     for place in range(1, last):
@@ -194,8 +191,8 @@ def _carried(values: list[float]) -> list[float]:
     return filled
 
 
-def events(board: DemoState, frame: Frame) -> RenderableType:
-    lines = [event_line(event, frame.started) for event in board.events[-frame.events :]]
+def events(state: DemoState, frame: Frame) -> RenderableType:
+    lines = [event_line(event, frame.started) for event in state.events[-frame.events :]]
     return Panel(Group(*lines), title="events", title_align="left", box=box.ROUNDED, border_style="dim")
 
 
@@ -205,17 +202,17 @@ def event_line(event: Event, started: float) -> Text:
     return line.append(event.text, _TONES.get(event.tone, ""))
 
 
-def progress_line(board: DemoState, frame: Frame) -> str:
-    """One line for a terminal that cannot be redrawn, or a log."""
-    losses = [row.loss for row in board.peers.values() if not math.isnan(row.loss)]
-    parts = [f"{duration_text(frame.now - frame.started):>5}  outer step {board.outer_step}/{board.outer_steps}"]
+def progress_line(state: DemoState, frame: Frame) -> str:
+    """Return one line of progress, for a log or a terminal that cannot be redrawn."""
+    losses = [row.loss for row in state.peers.values() if not math.isnan(row.loss)]
+    parts = [f"{duration_text(frame.now - frame.started):>5}  outer step {state.outer_step}/{state.outer_steps}"]
     if losses:
         parts.append(f"loss {sum(losses) / len(losses):.3f}")
-    if board.lone:
-        parts.append(f"lone {board.lone[-1].loss:.3f}")
-    if board.validation.get("outer"):
-        parts.append(f"held out {board.validation['outer'][-1].loss:.3f}")
-    parts.append(f"sent {bytes_text(sum(row.sent.value for row in board.peers.values()))}")
-    if board.rounds:
-        parts.append(f"last round {board.rounds[-1].seconds:.1f} s, {board.rounds[-1].reason}")
+    if state.lone:
+        parts.append(f"lone {state.lone[-1].loss:.3f}")
+    if state.validation.get("outer"):
+        parts.append(f"held out {state.validation['outer'][-1].loss:.3f}")
+    parts.append(f"sent {bytes_text(sum(row.sent.value for row in state.peers.values()))}")
+    if state.rounds:
+        parts.append(f"last round {state.rounds[-1].seconds:.1f} s, {state.rounds[-1].reason}")
     return " · ".join(parts)

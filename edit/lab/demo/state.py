@@ -1,7 +1,7 @@
-"""Everything known about a running demo, folded from the lines of its metrics files.
+"""Everything known about a running demo, built up from the lines of its metrics files.
 
-Owns: what the lines mean (coordinator: member, round, peer; peers: step, outer; lone peer: lone; lab: event, validation) and
-the running totals. Must not know: where lines come from, how they are shown, the clock: every line carries its own time.
+Kinds of lines: member, round, peer (coordinator); step, outer (peers); lone (the lone peer); event, validation (the lab). Every
+line has its own time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BAD_ORDER = ("nonfinite", "anomalous", "idle")  # a round's cell shows the wors
 
 
 class Total:
-    """A counter that starts again from zero whenever its process does; `value` counts on."""
+    """The sum over all processes of a counter that restarts from zero with each process."""
 
     def __init__(self) -> None:
         self._before, self._last = 0, 0
@@ -37,43 +37,43 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line for people. tone: info, fault (we did harm on purpose), good (it was overcome), bad (it was not)."""
+    """One message."""
 
     t: float
     text: str
-    tone: str = "info"
+    tone: str = "info"  # info, fault (injected), good (overcome), bad (not overcome)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One peer in one round. verdict: the worst over the fragments, `bad` of `parts` of them; weight: the mean over them."""
+    """One peer in one round, over all fragments."""
 
-    verdict: str
-    weight: float
-    norm: float
-    bad: int
-    parts: int
+    verdict: str  # the worst one
+    weight: float  # the mean
+    norm: float  # of the whole pseudo-gradient
+    bad: int  # fragments whose verdict is not ok
+    fragments: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRow:
-    """One closed round. outer_step: the step it advanced to, or tried to; bytes_out: one peer's download."""
+    """One closed round."""
 
     t: float
     round_id: int
-    outer_step: int
+    outer_step: int  # the step it advanced to, or tried to
     committed: bool
     reason: str
     seconds: float
     bytes_in: int
-    bytes_out: int
+    bytes_out: int  # of one peer's download
     digest: str
     cells: Mapping[str, Cell]
 
 
 @dataclass(slots=True)
 class PeerRow:
-    """One peer: its last report, its totals over all its processes, its losses over its own inner steps."""
+    """One peer: its last report, its totals over all its processes, and its loss curve."""
 
     peer_id: str
     state: str = "invited"
@@ -93,7 +93,7 @@ class PeerRow:
     _logged: Total = field(default_factory=Total)
 
     def report(self, record: Record) -> None:
-        """Take a heartbeat's line."""
+        """Apply a heartbeat, from the coordinator's file."""
         t, before = float(record["t"]), (self.t, self.sent.value, self.received.value)
         self.state, self.outer_step, self.t = str(record["state"]), int(record["outer_step"]), t
         self.tokens_per_s = _number(record.get("tokens_per_s"), 0.0)
@@ -106,17 +106,18 @@ class PeerRow:
         self.loss = _number(record.get("loss"), self.loss)
 
     def step(self, record: Record) -> None:
-        """Take a line of the peer's own metrics file."""
+        """Apply a line of the peer's own file."""
         self._logged.update(int(record["step"]))
         if record.get("loss") is not None:
             self.curve.append(Point(float(record["t"]), self._logged.value, float(record["loss"])))
 
     def gone(self) -> None:
+        """Reset its rates: it no longer trains or sends."""
         self.tokens_per_s = self.sent_rate = self.received_rate = 0.0
 
 
 class DemoState:
-    """The state that screens and reports are drawn from. `apply` takes one line of any file; unknown kinds are ignored."""
+    """The state that the screen and the report show. `apply` takes one line of any file."""
 
     def __init__(self, peer_ids: Iterable[str], outer_steps: int, sync_every: int) -> None:
         self.peers = {peer_id: PeerRow(peer_id) for peer_id in peer_ids}
@@ -130,7 +131,7 @@ class DemoState:
 
     @property
     def outer_step(self) -> int:
-        """The newest outer step known to be committed."""
+        """The last committed outer step."""
         return max((row.outer_step for row in self.rounds if row.committed), default=0)
 
     @property
@@ -139,7 +140,7 @@ class DemoState:
         return {row.outer_step: row.digest for row in self.rounds if row.committed}
 
     def apply(self, record: Record) -> None:
-        """Fold one line in. Lines of a kind that the board does not know, or without what it needs, change nothing."""
+        """Apply one line. Lines of an unknown kind, or with missing values, are ignored."""
         take = {
             "member": self._member,
             "round": self._round,
@@ -178,7 +179,7 @@ class DemoState:
             row.step(record)
 
     def _outer(self, record: Record) -> None:
-        """A peer says which outer parameters it has: in a heartbeat, or in its own file for every outer step."""
+        """Note the digest that a peer reports: in a heartbeat, or in its own file for every outer step."""
         row = self.peers.get(str(record["peer_id"]))
         if row is not None and record.get("digest"):
             row.outer_step = int(record["outer_step"])
@@ -215,26 +216,26 @@ class DemoState:
 
 
 def _cells(fragments: Iterable[Record]) -> dict[str, Cell]:
-    """Per peer over all fragments of a round: worst verdict, mean weight, norm of the whole pseudo-gradient."""
+    """Return each peer's cell of a round."""
     found: dict[str, list[tuple[str, float, float]]] = {}
     for fragment in fragments:
         for peer_id, (verdict, norm, weight) in fragment["peers"].items():
             found.setdefault(peer_id, []).append((str(verdict), _number(norm, math.inf), _number(weight, 0.0)))
-    return {peer_id: _cell(parts) for peer_id, parts in sorted(found.items())}
+    return {peer_id: _cell(each) for peer_id, each in sorted(found.items())}
 
 
-def _cell(parts: list[tuple[str, float, float]]) -> Cell:
-    verdicts = [verdict for verdict, _, _ in parts]
+def _cell(fragments: list[tuple[str, float, float]]) -> Cell:
+    verdicts = [verdict for verdict, _, _ in fragments]
     worst = next((bad for bad in _BAD_ORDER if bad in verdicts), "ok")
     return Cell(
         verdict=worst,
-        weight=sum(weight for _, _, weight in parts) / len(parts),
-        norm=math.hypot(*(norm for _, norm, _ in parts)),
+        weight=sum(weight for _, _, weight in fragments) / len(fragments),
+        norm=math.hypot(*(norm for _, norm, _ in fragments)),
         bad=sum(verdict != "ok" for verdict in verdicts),
-        parts=len(parts),
+        fragments=len(fragments),
     )
 
 
 def _number(value: Any, otherwise: float) -> float:
-    """JSON has no NaN, so a writer may have put null."""
+    """Return `value`, or `otherwise` for null, which writers put for NaN and infinity."""
     return otherwise if value is None or not math.isfinite(float(value)) else float(value)

@@ -1,4 +1,4 @@
-"""A board as a demo fills it: four peers, a NaN, a huge norm, a kill, a lone peer."""
+"""A state as a demo fills it: four peers, a NaN, a huge norm, a kill, a lone peer."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from edit.lab.observations import Status
 PEERS = [f"peer-{index}" for index in range(4)]
 
 
-def fill(board: DemoState, step: int) -> None:
+def fill(state: DemoState, step: int) -> None:
     t, loss = 100.0 + 3 * step, 1.8 + 4 * math.exp(-step / 6)
     for place, peer_id in enumerate(PEERS):
         if peer_id == "peer-2" and step in (7, 8):
@@ -25,9 +25,9 @@ def fill(board: DemoState, step: int) -> None:
             "inner_steps": 30 * step,
         }
         traffic = {"bytes_sent": 870_000 * step, "bytes_received": 1_740_000 * step}
-        board.apply({**line, **traffic, "loss": loss + 0.05 * place, "tokens_per_s": 5120.0, "digest": f"d{step - 1}"})
+        state.apply({**line, **traffic, "loss": loss + 0.05 * place, "tokens_per_s": 5120.0, "digest": f"d{step - 1}"})
         own = {"t": t, "peer_id": peer_id, "step": 30 * step, "loss": loss + 0.05 * place}
-        board.apply({"kind": "step", **own})
+        state.apply({"kind": "step", **own})
     peers: dict[str, list[object]] = {peer_id: ["ok", 1.0, 0.25] for peer_id in PEERS}
     if step == 4:
         peers["peer-3"] = ["nonfinite", None, 0.0]
@@ -39,22 +39,22 @@ def fill(board: DemoState, step: int) -> None:
     row = {"kind": "round", "t": t + 1, "round_id": 1_000_000 + step, "outer_step": step, "committed": True, "seconds": 2.9}
     reason = "deadline with a quorum of 3" if step == 7 else "every expected peer has delivered"
     sizes = {"bytes_in": 3_480_000, "bytes_out": 1_740_000, "missing": [], "digest": f"d{step}"}
-    board.apply({**row, **sizes, "reason": reason, "verdicts": [fragment]})
-    board.apply({"kind": "lone", "t": t, "step": 30 * step, "loss": loss + 0.1})
+    state.apply({**row, **sizes, "reason": reason, "verdicts": [fragment]})
+    state.apply({"kind": "lone", "t": t, "step": 30 * step, "loss": loss + 0.1})
     if step % 2:
-        board.apply({"kind": "validation", "t": t, "who": "outer", "step": 30 * step, "loss": loss - 0.1})
+        state.apply({"kind": "validation", "t": t, "who": "outer", "step": 30 * step, "loss": loss - 0.1})
 
 
 @pytest.fixture
-def make_board() -> Callable[[int], DemoState]:
+def make_state() -> Callable[[int], DemoState]:
     def make(steps: int = 10, outer_steps: int = 10) -> DemoState:
-        board = DemoState(PEERS, outer_steps, 30)
+        state = DemoState(PEERS, outer_steps, 30)
         for step in range(1, steps + 1):
-            fill(board, step)
-        board.apply({"kind": "event", "t": 101.0, "text": "4 peers train", "tone": "info"})
-        board.apply({"kind": "event", "t": 113.5, "text": "peer-3 sent NaN & more", "tone": "good"})
-        board.apply({"kind": "event", "t": 121.0, "text": "SIGKILL to peer-2", "tone": "fault"})
-        board.status = Status(
+            fill(state, step)
+        state.apply({"kind": "event", "t": 101.0, "text": "4 peers train", "tone": "info"})
+        state.apply({"kind": "event", "t": 113.5, "text": "peer-3 sent NaN & more", "tone": "good"})
+        state.apply({"kind": "event", "t": 121.0, "text": "SIGKILL to peer-2", "tone": "fault"})
+        state.status = Status(
             phase="collecting",
             outer_step=steps,
             digest=f"d{steps}",
@@ -64,6 +64,6 @@ def make_board() -> Callable[[int], DemoState]:
             expected=3,
             memory_bytes=300_000_000,
         )
-        return board
+        return state
 
     return make

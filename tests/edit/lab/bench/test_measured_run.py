@@ -10,8 +10,7 @@ import pytest
 
 from edit.lab.bench.measured_run import MeasuredRun, alone
 from edit.lab.link import LinkShape
-from edit.lab.processes import ChildDied
-from edit.lab.programs import Programs
+from edit.lab.processes import ChildDied, Programs
 from tests.support.daemons import small
 
 STEPS = 12

@@ -20,7 +20,7 @@ from edit.lab.chaos.history import Blow, History, Memory, Recovered
 from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
-from edit.lab.programs import COORDINATOR
+from edit.lab.processes import COORDINATOR
 
 PEERS = ("a", "b", "c")
 BOUNDS = Bounds(advance_s=10.0, return_s=30.0)

@@ -10,7 +10,7 @@ from edit.lab.chaos import procfs
 from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.options import ChaosOptions
-from edit.lab.programs import COORDINATOR
+from edit.lab.processes import COORDINATOR
 
 
 @pytest.mark.timeout(100)

@@ -16,13 +16,12 @@ from typer.testing import CliRunner
 from edit.config.run import ModelConfig, RunConfig
 from edit.errors import ConfigError
 from edit.lab.cli import app
-from edit.lab.demo.demo import Outside, run_demo
+from edit.lab.demo.command import Dependencies, run_demo
 from edit.lab.demo.evaluate import Evaluator
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.demo.plan import DemoOptions
 from edit.lab.observations import Status
-from edit.lab.processes import ChildDied
-from edit.lab.programs import Programs
+from edit.lab.processes import ChildDied, Programs
 from edit.records import Snapshot
 
 FAKE = str(Path(__file__).parents[1] / "fake_daemons.py")
@@ -73,10 +72,10 @@ class Judge:
         return "import os"
 
 
-def outside(*peer_options: str, pause=os.sched_yield) -> Outside:
+def dependencies(*peer_options: str, pause=os.sched_yield) -> Dependencies:
     programs = Programs(coordinator=(sys.executable, FAKE, "coordinator"), peer=(sys.executable, FAKE, "peer", *peer_options))
     ticks = itertools.count()
-    return Outside(programs=programs, connect=View, evaluator=Judge, monotonic=lambda: float(next(ticks)), pause=pause)
+    return Dependencies(programs=programs, connect=View, evaluator=Judge, monotonic=lambda: float(next(ticks)), pause=pause)
 
 
 def no_process_left(out: Path) -> bool:
@@ -100,7 +99,7 @@ def console() -> tuple[Console, io.StringIO]:
 def test_a_demo_with_faults_from_start_to_report(tmp_path):
     out = tmp_path / "demo"
     screen, output = console()
-    results = run_demo(DemoOptions(steps=600, out=out), screen, outside())
+    results = run_demo(DemoOptions(steps=600, out=out), screen, dependencies())
     assert no_process_left(out)
     assert (results.complete, results.run_id, results.committed) == (True, "demo-fake", 20)
     assert results.losses.percent_below_lone == pytest.approx(10.0)
@@ -123,7 +122,7 @@ def test_a_demo_with_faults_from_start_to_report(tmp_path):
 
 
 def test_every_line_of_the_merged_metrics_names_its_source(tmp_path):
-    run_demo(DemoOptions(steps=600, out=tmp_path / "demo", faults=True), console()[0], outside())
+    run_demo(DemoOptions(steps=600, out=tmp_path / "demo", faults=True), console()[0], dependencies())
     lines = [json.loads(line) for line in (tmp_path / "demo/metrics.jsonl").read_text().splitlines()]
     kinds = {(line["source"], line["kind"]) for line in lines}
     assert {("coordinator", "round"), ("coordinator", "peer"), ("lone", "lone"), ("lab", "event")} <= kinds
@@ -131,7 +130,7 @@ def test_every_line_of_the_merged_metrics_names_its_source(tmp_path):
 
 
 def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path):
-    run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], outside())
+    run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], dependencies())
     argv = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "demo/peers").glob("*/argv.json")}
     assert argv["peer-1"][argv["peer-1"].index("--throttle") + 1] == "2"
     assert argv["peer-3"][argv["peer-3"].index("--fault") + 1] == "nan@5,huge@6"
@@ -147,7 +146,7 @@ def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):
 
     screen, output = console()
     with pytest.raises(KeyboardInterrupt):
-        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), screen, outside(pause=interrupt))
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), screen, dependencies(pause=interrupt))
     assert no_process_left(tmp_path / "demo")
     assert f"partial results are in {tmp_path / 'demo'}" in output.getvalue()
     assert json.loads((tmp_path / "demo/results.json").read_text())["complete"] is False
@@ -157,7 +156,7 @@ def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):
 
 def test_a_peer_that_dies_unasked_is_named_with_its_last_words(tmp_path):
     with pytest.raises(ChildDied, match=r"peer-1 ended \(exit code 70\)(.|\n)*the data folder is on fire"):
-        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], outside("--dies", "peer-1"))
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], dependencies("--dies", "peer-1"))
     assert no_process_left(tmp_path / "demo")
 
 
@@ -170,7 +169,7 @@ def test_only_a_demos_own_folder_is_wiped(tmp_path):
     precious = DemoFolder(tmp_path / "thesis")
     precious.path.mkdir()
     (precious.path / "chapter-1").touch()
-    with pytest.raises(ConfigError, match="nothing was touched"):
+    with pytest.raises(ConfigError, match="nothing was changed"):
         precious.claim()
     assert (precious.path / "chapter-1").exists()
     file = tmp_path / "file"

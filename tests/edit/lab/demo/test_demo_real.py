@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from safetensors import safe_open
 
-from edit.lab.demo.demo import run_demo
+from edit.lab.demo.command import run_demo
 from edit.lab.demo.plan import DemoOptions
 
 

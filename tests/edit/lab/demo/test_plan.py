@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from edit.errors import ConfigError
-from edit.lab.demo.fault_schedule import Cue, FaultSchedule, Part
-from edit.lab.demo.plan import DemoOptions, ShowPlan, plan_run, plan_show
+from edit.lab.demo.faults import ActionKind, FaultAction, FaultSchedule
+from edit.lab.demo.plan import DemoOptions, FaultPlan, plan_faults, plan_run
 from edit.lab.run_toml import to_toml
 
 
@@ -26,7 +26,7 @@ def test_options_out_of_bounds_name_themselves(options, named):
 
 @pytest.mark.parametrize("options", [DemoOptions(), DemoOptions(quick=True), DemoOptions(peers=1, steps=10, faults=False)])
 def test_run_toml_says_exactly_what_was_planned(options):
-    settings = plan_run(options, plan_show(options), "127.0.0.1:1", "127.0.0.1:2")
+    settings = plan_run(options, plan_faults(options), "127.0.0.1:1", "127.0.0.1:2")
     parsed = tomllib.loads(to_toml(settings))
     assert parsed["server"].pop("advertise") == list(settings["server"]["advertise"])
     assert {k: v for k, v in parsed.items() if k != "server"} == {k: v for k, v in settings.items() if k != "server"}
@@ -45,13 +45,13 @@ def test_a_setting_that_the_run_would_refuse_is_refused_here():
 
 @pytest.mark.parametrize("options", [DemoOptions(), DemoOptions(quick=True)])
 def test_the_show_fits_into_the_run_in_order(options):
-    show = plan_show(options)
-    assert 0 < show.nan_at < show.huge_at < options.outer_steps - 1
-    assert 0 < show.kill_at < (show.coordinator_kill_at or options.outer_steps) <= options.outer_steps
-    assert bool(show.coordinator_kill_at) != options.quick
-    assert len({show.slow, show.killed, show.damaged, "peer-0"}) == 4
-    settings = plan_run(options, show, "127.0.0.1:1", "127.0.0.1:2")
-    assert settings["penalty"]["observations"] <= show.huge_at - 1  # else the huge one is not yet judged
+    faults = plan_faults(options)
+    assert 0 < faults.nan_at < faults.huge_at < options.outer_steps - 1
+    assert 0 < faults.kill_at < (faults.coordinator_kill_at or options.outer_steps) <= options.outer_steps
+    assert bool(faults.coordinator_kill_at) != options.quick
+    assert len({faults.slow, faults.killed, faults.damaged, "peer-0"}) == 4
+    settings = plan_run(options, faults, "127.0.0.1:1", "127.0.0.1:2")
+    assert settings["penalty"]["observations"] <= faults.huge_at - 1  # else the huge one is not yet judged
 
 
 def test_the_lone_peer_makes_no_fewer_steps_than_peers_that_wait_for_a_killed_coordinator():
@@ -61,47 +61,47 @@ def test_the_lone_peer_makes_no_fewer_steps_than_peers_that_wait_for_a_killed_co
 
 
 def test_fewer_peers_mean_fewer_parts():
-    assert plan_show(DemoOptions(peers=2)).killed is None
-    assert plan_show(DemoOptions(peers=2)).slow == "peer-1"
-    assert plan_show(DemoOptions(faults=False, out=Path("x"))) == ShowPlan()
+    assert plan_faults(DemoOptions(peers=2)).killed is None
+    assert plan_faults(DemoOptions(peers=2)).slow == "peer-1"
+    assert plan_faults(DemoOptions(faults=False, out=Path("x"))) == FaultPlan()
 
 
-PLAN = ShowPlan(killed="peer-2", kill_at=4, coordinator_kill_at=5)
+PLAN = FaultPlan(killed="peer-2", kill_at=4, coordinator_kill_at=5)
 
 
 def test_a_killed_peer_is_missed_before_it_comes_back_and_the_coordinator_waits_for_its_turn():
-    show = FaultSchedule(PLAN, away_s=3, patience_s=30, coordinator_away_s=1)
+    schedule = FaultSchedule(PLAN, away_s=3, patience_s=30, coordinator_away_s=1)
     all_train, without = ("peer-1", "peer-2"), ("peer-1",)
     transcript = [
         ((3, all_train, 0.0), ()),
-        ((4, all_train, 1.0), (Cue(Part.KILL, "peer-2"),)),
+        ((4, all_train, 1.0), (FaultAction(ActionKind.KILL, "peer-2"),)),
         ((4, without, 9.0), ()),  # nothing was committed without it
-        ((5, without, 9.1), (Cue(Part.RESTART, "peer-2"),)),
+        ((5, without, 9.1), (FaultAction(ActionKind.RESTART, "peer-2"),)),
         ((5, without, 9.2), ()),
         ((6, without, 12.0), ()),  # it is not yet back
         ((6, all_train, 13.0), ()),
-        ((6, all_train, 13.2), (Cue(Part.KILL, "coordinator"),)),
+        ((6, all_train, 13.2), (FaultAction(ActionKind.KILL, "coordinator"),)),
         ((6, all_train, 13.9), ()),
-        ((6, all_train, 14.3), (Cue(Part.RESTART, "coordinator"),)),
+        ((6, all_train, 14.3), (FaultAction(ActionKind.RESTART, "coordinator"),)),
         ((7, all_train, 15.0), ()),
     ]
-    for arguments, cues in transcript:
-        assert show.due(*arguments) == cues, arguments
-    assert show.over
+    for arguments, actions in transcript:
+        assert schedule.due(*arguments) == actions, arguments
+    assert schedule.over
 
 
 def test_a_peer_comes_back_early_only_after_its_time_away_and_late_even_without_a_commit():
     quick, stuck = (FaultSchedule(PLAN, away_s=3, patience_s=30) for _ in range(2))
-    assert quick.due(4, (), 0.0) == stuck.due(4, (), 0.0) == (Cue(Part.KILL, "peer-2"),)
+    assert quick.due(4, (), 0.0) == stuck.due(4, (), 0.0) == (FaultAction(ActionKind.KILL, "peer-2"),)
     assert quick.due(6, (), 2.9) == ()
-    assert quick.due(6, (), 3.0) == (Cue(Part.RESTART, "peer-2"),)
-    assert stuck.due(4, (), 30.0) == (Cue(Part.RESTART, "peer-2"),)
+    assert quick.due(6, (), 3.0) == (FaultAction(ActionKind.RESTART, "peer-2"),)
+    assert stuck.due(4, (), 30.0) == (FaultAction(ActionKind.RESTART, "peer-2"),)
     assert stuck.due(9, (), 59.0) == ()
     assert stuck.due(9, (), 60.0) == ()  # gives up waiting for it
-    assert stuck.due(9, (), 60.1) == (Cue(Part.KILL, "coordinator"),)
+    assert stuck.due(9, (), 60.1) == (FaultAction(ActionKind.KILL, "coordinator"),)
 
 
 def test_no_plan_no_show():
-    show = FaultSchedule(ShowPlan())
-    assert show.over
-    assert show.due(100, (), 1.0) == ()
+    schedule = FaultSchedule(FaultPlan())
+    assert schedule.over
+    assert schedule.due(100, (), 1.0) == ()

@@ -9,18 +9,18 @@ from rich.console import Console
 
 from edit.lab.demo.charts import Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
 from edit.lab.demo.charts import ticks as round_ticks
+from edit.lab.demo.command import results_table
 from edit.lab.demo.report import headline, render_report, result_rows
 from edit.lab.demo.results import Losses, Restart, collect
-from edit.lab.demo.summary import results_table
 
 
 @pytest.fixture
-def page(make_board):
-    board = make_board()
-    return render_report(board, results_of(board), 'name = "demo"\n', started=100.0)
+def page(make_state):
+    state = make_state()
+    return render_report(state, results_of(state), 'name = "demo"\n', started=100.0)
 
 
-def results_of(board, **changes):
+def results_of(state, **changes):
     values = {
         "run_id": "demo-<1>",
         "seed": 3,
@@ -29,7 +29,7 @@ def results_of(board, **changes):
         "restart": Restart(6, "d6", "d6"),
         "sample": "if a < b & c:",
     }
-    return collect(board, **{**values, **changes})
+    return collect(state, **{**values, **changes})
 
 
 class Tags(HTMLParser):
@@ -94,24 +94,24 @@ def test_verdicts_and_absences_are_tiles_with_their_story(page):
     assert page.count('class="tile ok"') == 40 - 2 - 2
 
 
-def test_a_partial_run_says_so(make_board):
-    board = make_board(3)
-    page = render_report(board, results_of(board, losses=None, restart=None, sample=""), "", started=100.0)
+def test_a_partial_run_says_so(make_state):
+    state = make_state(3)
+    page = render_report(state, results_of(state, losses=None, restart=None, sample=""), "", started=100.0)
     assert "Stopped after outer step 3: partial results of 4 peers" in page
 
 
-def test_an_empty_run_has_a_page_too(make_board):
-    board = make_board(0)
-    assert "Nothing was measured" in render_report(board, results_of(board, losses=None), "", started=100.0)
+def test_an_empty_run_has_a_page_too(make_state):
+    state = make_state(0)
+    assert "Nothing was measured" in render_report(state, results_of(state, losses=None), "", started=100.0)
 
 
 @pytest.mark.parametrize(("outer", "words"), [(1.8, "10.0 % better"), (2.2, "10.0 % worse")])
-def test_the_headline_does_not_hide_a_bad_result(make_board, outer, words):
-    assert words in headline(results_of(make_board(), losses=Losses(initial=5.0, outer=outer, lone=2.0, windows=512)))
+def test_the_headline_does_not_hide_a_bad_result(make_state, outer, words):
+    assert words in headline(results_of(make_state(), losses=Losses(initial=5.0, outer=outer, lone=2.0, windows=512)))
 
 
-def test_the_terminal_prints_the_rows_of_the_page(make_board):
-    results = results_of(make_board())
+def test_the_terminal_prints_the_rows_of_the_page(make_state):
+    results = results_of(make_state())
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(results_table(results))
     text = console.export_text()

@@ -5,7 +5,7 @@ import pytest
 from edit.lab.demo.results import Losses, Restart, check_digests, collect, data_parallel_bytes
 
 
-def results_of(board, **changes):
+def results_of(state, **changes):
     values = {
         "run_id": "demo-1",
         "seed": 3,
@@ -14,7 +14,7 @@ def results_of(board, **changes):
         "restart": Restart(6, "d6", "d6"),
         "sample": "def f():",
     }
-    return collect(board, **{**values, **changes})
+    return collect(state, **{**values, **changes})
 
 
 def test_bytes_of_data_parallel_training():
@@ -28,8 +28,8 @@ def test_how_far_below_the_lone_peer(lone, outer, percent):
     assert got == pytest.approx(percent) if percent is not None else got is None
 
 
-def test_results_of_a_whole_board(make_board):
-    results = results_of(make_board())
+def test_results_of_a_whole_board(make_state):
+    results = results_of(make_state())
     assert (results.complete, results.committed, results.aborted, results.steps) == (True, 10, 0, 300)
     assert results.round_s == 2.9
     assert (results.lone_steps, results.peers[0].own_steps) == (300, 300)
@@ -41,32 +41,32 @@ def test_results_of_a_whole_board(make_board):
     assert results.fewer_bytes == pytest.approx(results.data_parallel_bytes / 8_700_000)
 
 
-def test_a_board_that_stopped_early_counts_the_steps_it_made(make_board):
-    results = results_of(make_board(4), losses=None, restart=None)
+def test_a_board_that_stopped_early_counts_the_steps_it_made(make_state):
+    results = results_of(make_state(4), losses=None, restart=None)
     assert (results.complete, results.steps) == (False, 120)
     assert results.data_parallel_bytes == data_parallel_bytes(4, 868_000, 120)
 
 
-def test_an_empty_board_has_results_too(make_board):
-    board = make_board(0)
-    board.status = None
-    results = results_of(board, losses=None, restart=None)
+def test_an_empty_board_has_results_too(make_state):
+    state = make_state(0)
+    state.status = None
+    results = results_of(state, losses=None, restart=None)
     assert (results.committed, results.fewer_bytes, results.digests.compared) == (0, None, 0)
     json.dumps(results.as_json(), allow_nan=False)
 
 
-def test_every_reported_digest_is_compared_with_the_committed_one(make_board):
-    board = make_board()
-    check = check_digests(board)
+def test_every_reported_digest_is_compared_with_the_committed_one(make_state):
+    state = make_state()
+    check = check_digests(state)
     assert (check.compared, check.outer_steps, check.unequal) == (9 * 4 - 2, 9, ())
-    board.digest_reports.add(("peer-1", 5, "other"))
-    board.digest_reports.add(("peer-1", 99, "not committed"))
-    check = check_digests(board)
+    state.digest_reports.add(("peer-1", 5, "other"))
+    state.digest_reports.add(("peer-1", 99, "not committed"))
+    check = check_digests(state)
     assert (check.compared, check.unequal) == (9 * 4 - 1, (("peer-1", 5),))
 
 
-def test_json_names_what_is_computed_and_what_was_compared(make_board):
-    values = json.loads(json.dumps(results_of(make_board()).as_json(), allow_nan=False))
+def test_json_names_what_is_computed_and_what_was_compared(make_state):
+    values = json.loads(json.dumps(results_of(make_state()).as_json(), allow_nan=False))
     assert values["data_parallel_bytes_per_peer_computed"] == 2 * 3 * 868_000 * 300
     assert "data_parallel_bytes" not in values
     assert values["losses"]["percent_below_lone"] == pytest.approx(10.0)

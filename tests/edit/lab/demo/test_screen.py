@@ -4,13 +4,13 @@ import pytest
 from rich.console import Console
 
 from edit.lab.demo.display import LiveDisplay, PlainDisplay, open_display
-from edit.lab.demo.plan import DemoOptions, plan_show
+from edit.lab.demo.plan import DemoOptions, plan_faults
 from edit.lab.demo.screen import Frame, progress_line, render
 from edit.lab.demo.state import DemoState
 from edit.lab.observations import Point
 from edit.lab.units import bytes_text, duration_text, resample, sparkline
 
-FRAME = Frame(run_id="demo-1a2b3c4d", show=plan_show(DemoOptions()), started=100.0, now=183.0, rounds=8)
+FRAME = Frame(run_id="demo-1a2b3c4d", faults=plan_faults(DemoOptions()), started=100.0, now=183.0, rounds=8)
 
 
 def text_of(renderable: object, width: int = 100) -> str:
@@ -23,14 +23,14 @@ def row_of(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.strip().startswith(start))
 
 
-def test_the_whole_picture_fits_into_100_columns(make_board):
-    text = text_of(render(make_board(), FRAME))
+def test_the_whole_picture_fits_into_100_columns(make_state):
+    text = text_of(render(make_state(), FRAME))
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "…" not in text
 
 
-def test_the_header_says_how_far_the_run_is(make_board):
-    text = text_of(render(make_board(9), FRAME))
+def test_the_header_says_how_far_the_run_is(make_state):
+    text = text_of(render(make_state(9), FRAME))
     assert "demo-1a2b3c4d" in text
     assert "outer step 9/10" in text
     assert "1:23" in text
@@ -38,25 +38,25 @@ def test_the_header_says_how_far_the_run_is(make_board):
     assert "sent 31.3 MB · received 62.6 MB" in text
 
 
-def test_each_peer_has_a_row_with_its_part_and_its_counts(make_board):
-    text = text_of(render(make_board(), FRAME))
+def test_each_peer_has_a_row_with_its_fault_and_its_counts(make_state):
+    text = text_of(render(make_state(), FRAME))
     assert " ".join(row_of(text, "peer-0").split()) == "peer-0 training 9 300 2.556 5120 8.7 MB 17.4 MB ↑290 ↓580 10/0"
     assert "half speed" in row_of(text, "peer-1")
     assert "power cut" in row_of(text, "peer-2")
     assert row_of(text, "peer-3").split()[-1] == "8/2"
 
 
-def test_each_round_shows_weights_verdicts_and_absence(make_board):
-    text = text_of(render(make_board(), FRAME))
+def test_each_round_shows_weights_verdicts_and_outage(make_state):
+    text = text_of(render(make_state(), FRAME))
     assert row_of(text, "4 ").split()[:6] == ["4", "4", "0.25", "0.25", "0.25", "NaN"]
     assert row_of(text, "5 ").split()[5] == "huge"
     assert row_of(text, "7 ").split()[4] == "absent"
     assert "deadline with a quorum of 3" in row_of(text, "7 ")
 
 
-def test_an_aborted_round_says_why(make_board):
-    board = make_board(2)
-    board.apply(
+def test_an_aborted_round_says_why(make_state):
+    state = make_state(2)
+    state.apply(
         {
             "kind": "round",
             "t": 110.0,
@@ -70,7 +70,7 @@ def test_an_aborted_round_says_why(make_board):
             "verdicts": [],
         }
     )
-    assert "aborted: 1 of 2 needed" in text_of(render(board, FRAME))
+    assert "aborted: 1 of 2 needed" in text_of(render(state, FRAME))
 
 
 def test_an_empty_board_can_be_drawn_too():
@@ -80,39 +80,39 @@ def test_an_empty_board_can_be_drawn_too():
 
 
 def test_more_peers_than_columns_still_fit():
-    board = DemoState([f"peer-{index}" for index in range(16)], 10, 30)
-    assert max(len(line) for line in text_of(render(board, FRAME)).splitlines()) <= 100
+    state = DemoState([f"peer-{index}" for index in range(16)], 10, 30)
+    assert max(len(line) for line in text_of(render(state, FRAME)).splitlines()) <= 100
 
 
-def test_the_progress_line_is_one_line(make_board):
-    line = progress_line(make_board(), FRAME)
+def test_the_progress_line_is_one_line(make_state):
+    line = progress_line(make_state(), FRAME)
     assert line.startswith(" 1:23  outer step 10/10 · loss 2.631 · lone 2.656 · held out 2.593 · sent 34.8 MB")
     assert "\n" not in line
 
 
-def test_a_plain_console_gets_each_event_once_and_few_progress_lines(make_board):
+def test_a_plain_console_gets_each_event_once_and_few_progress_lines(make_state):
     output = io.StringIO()
-    stage = open_display(Console(file=output, width=200), lambda rounds, events: FRAME)
-    assert isinstance(stage, PlainDisplay)
-    with stage:
+    display = open_display(Console(file=output, width=200), lambda rounds, events: FRAME)
+    assert isinstance(display, PlainDisplay)
+    with display:
         for steps in (1, 1, 1):
-            stage.draw(make_board(steps, outer_steps=100))
-        stage.draw(make_board(3, outer_steps=100))
-        stage.draw(make_board(6, outer_steps=100))
+            display.draw(make_state(steps, outer_steps=100))
+        display.draw(make_state(3, outer_steps=100))
+        display.draw(make_state(6, outer_steps=100))
     text = output.getvalue()
     assert text.count("SIGKILL to peer-2") == 1
     assert [line.split("·")[0].split()[-1] for line in text.splitlines() if "outer step" in line] == ["1/100", "6/100"]
 
 
 @pytest.mark.parametrize("height", [24, 60])
-def test_a_terminal_is_redrawn_in_place(make_board, height):
+def test_a_terminal_is_redrawn_in_place(make_state, height):
     output = io.StringIO()
     console = Console(file=output, width=100, height=height, force_terminal=True)
     asked = []
-    stage = open_display(console, lambda rounds, events: asked.append((rounds, events)) or FRAME)
-    assert isinstance(stage, LiveDisplay)
-    with stage:
-        stage.draw(make_board())
+    display = open_display(console, lambda rounds, events: asked.append((rounds, events)) or FRAME)
+    assert isinstance(display, LiveDisplay)
+    with display:
+        display.draw(make_state())
     assert "outer step" in output.getvalue()
     assert asked == [(2, 2) if height == 24 else (8, 8)]
 

@@ -18,7 +18,7 @@ def round_line(outer_step: int, peers: list[dict[str, list[object]]], **fields: 
 
 
 @pytest.fixture
-def board() -> DemoState:
+def state() -> DemoState:
     return DemoState(["peer-0", "peer-1"], outer_steps=10, sync_every=30)
 
 
@@ -31,74 +31,74 @@ def test_a_counter_goes_on_after_its_process_started_again():
     assert seen == [5, 9, 11, 11, 16, 16]
 
 
-def test_a_peers_line_gives_its_row_rates_and_curve(board):
-    board.apply(peer_line(10.0, bytes_sent=1000))
-    board.apply(peer_line(12.0, bytes_sent=5000, bytes_received=600, inner_steps=14, loss=2.5))
-    row = board.peers["peer-0"]
+def test_a_peers_line_gives_its_row_rates_and_curve(state):
+    state.apply(peer_line(10.0, bytes_sent=1000))
+    state.apply(peer_line(12.0, bytes_sent=5000, bytes_received=600, inner_steps=14, loss=2.5))
+    row = state.peers["peer-0"]
     assert (row.sent_rate, row.received_rate, row.sent.value) == (2000.0, 300.0, 5000)
     assert (row.loss, row.steps.value) == (2.5, 14)
-    assert board.digest_reports == {("peer-0", 1, "d1")}
+    assert state.digest_reports == {("peer-0", 1, "d1")}
 
 
-def test_a_restarted_peer_keeps_its_bytes_and_its_steps_and_has_no_negative_rate(board):
-    board.apply(peer_line(10.0, bytes_sent=1000, inner_steps=50))
-    board.apply(peer_line(15.0, bytes_sent=0, inner_steps=1, loss=None))
-    row = board.peers["peer-0"]
+def test_a_restarted_peer_keeps_its_bytes_and_its_steps_and_has_no_negative_rate(state):
+    state.apply(peer_line(10.0, bytes_sent=1000, inner_steps=50))
+    state.apply(peer_line(15.0, bytes_sent=0, inner_steps=1, loss=None))
+    row = state.peers["peer-0"]
     assert (row.sent.value, row.steps.value, row.sent_rate) == (1000, 51, 0.0)
     assert row.loss == 3.0
 
 
-def test_a_peers_own_file_gives_its_curve_and_the_digest_of_every_outer_step(board):
+def test_a_peers_own_file_gives_its_curve_and_the_digest_of_every_outer_step(state):
     steps = [(10, 3.0), (20, 2.5), (10, None), (20, 2.0)]  # it was started again after 20 steps
     for t, (step, loss) in enumerate(steps):
-        board.apply({"kind": "step", "t": t, "peer_id": "peer-1", "step": step, "loss": loss, "outer_step": 1})
-    board.apply({"kind": "outer", "t": 5.0, "peer_id": "peer-1", "outer_step": 2, "digest": "d2", "reason": "all in"})
-    board.apply({"kind": "outer", "t": 5.0, "peer_id": "stranger", "outer_step": 2, "digest": "d2", "reason": "all in"})
-    assert [(point.step, point.loss) for point in board.peers["peer-1"].curve] == [(10, 3.0), (20, 2.5), (40, 2.0)]
-    assert board.digest_reports == {("peer-1", 2, "d2")}
+        state.apply({"kind": "step", "t": t, "peer_id": "peer-1", "step": step, "loss": loss, "outer_step": 1})
+    state.apply({"kind": "outer", "t": 5.0, "peer_id": "peer-1", "outer_step": 2, "digest": "d2", "reason": "all in"})
+    state.apply({"kind": "outer", "t": 5.0, "peer_id": "stranger", "outer_step": 2, "digest": "d2", "reason": "all in"})
+    assert [(point.step, point.loss) for point in state.peers["peer-1"].curve] == [(10, 3.0), (20, 2.5), (40, 2.0)]
+    assert state.digest_reports == {("peer-1", 2, "d2")}
 
 
-def test_a_lost_peer_sends_nothing(board):
-    board.apply(peer_line(10.0))
-    board.apply(peer_line(11.0, bytes_sent=1000))
-    board.apply({"kind": "member", "t": 12.0, "peer_id": "peer-0", "state": "lost", "reason": "stream closed"})
-    row = board.peers["peer-0"]
+def test_a_lost_peer_sends_nothing(state):
+    state.apply(peer_line(10.0))
+    state.apply(peer_line(11.0, bytes_sent=1000))
+    state.apply({"kind": "member", "t": 12.0, "peer_id": "peer-0", "state": "lost", "reason": "stream closed"})
+    row = state.peers["peer-0"]
     assert (row.state, row.reason, row.tokens_per_s, row.sent_rate) == ("lost", "stream closed", 0.0, 0.0)
 
 
-def test_a_round_shows_the_worst_verdict_the_mean_weight_and_the_whole_norm(board):
+def test_a_round_shows_the_worst_verdict_the_mean_weight_and_the_whole_norm(state):
     fragments = [
         {"peer-0": ["ok", 3.0, 1.0], "peer-1": ["nonfinite", None, 0.0]},
         {"peer-0": ["ok", 4.0, 0.5], "peer-1": ["ok", 1.0, 0.5]},
     ]
-    board.apply(round_line(1, fragments))
-    cells = board.rounds[0].cells
+    state.apply(round_line(1, fragments))
+    cells = state.rounds[0].cells
     assert (cells["peer-0"].verdict, cells["peer-0"].weight, cells["peer-0"].norm) == ("ok", 0.75, 5.0)
     assert (cells["peer-1"].verdict, cells["peer-1"].weight, cells["peer-1"].norm) == ("nonfinite", 0.25, math.inf)
-    assert (cells["peer-1"].bad, cells["peer-1"].parts) == (1, 2)
-    assert [(row.merged, row.rejected) for row in board.peers.values()] == [(1, 0), (1, 1)]
+    assert (cells["peer-1"].bad, cells["peer-1"].fragments) == (1, 2)
+    assert [(row.merged, row.rejected) for row in state.peers.values()] == [(1, 0), (1, 1)]
 
 
-def test_an_aborted_round_does_not_advance(board):
-    board.apply(round_line(1, [{"peer-0": ["ok", 1.0, 1.0]}]))
-    board.apply(round_line(2, [], committed=False, reason="too few"))
-    assert board.outer_step == 1
-    assert board.digests == {1: "d1"}
+def test_an_aborted_round_does_not_advance(state):
+    state.apply(round_line(1, [{"peer-0": ["ok", 1.0, 1.0]}]))
+    state.apply(round_line(2, [], committed=False, reason="too few"))
+    assert state.outer_step == 1
+    assert state.digests == {1: "d1"}
 
 
-def test_lines_of_the_lab_and_of_the_lone_peer(board):
-    board.apply({"kind": "event", "t": 1.0, "text": "peer-2 is gone", "tone": "fault"})
-    board.apply({"kind": "lone", "t": 1.0, "step": 30, "loss": 2.0})
-    board.apply({"kind": "validation", "t": 2.0, "who": "outer", "step": 30, "loss": 2.1})
-    assert [event.text for event in board.events] == ["peer-2 is gone"]
-    assert board.lone[0].step == 30
-    assert board.validation["outer"][0].loss == 2.1
+def test_lines_of_the_lab_and_of_the_lone_peer(state):
+    state.apply({"kind": "event", "t": 1.0, "text": "peer-2 is gone", "tone": "fault"})
+    state.apply({"kind": "lone", "t": 1.0, "step": 30, "loss": 2.0})
+    state.apply({"kind": "validation", "t": 2.0, "who": "outer", "step": 30, "loss": 2.1})
+    assert [event.text for event in state.events] == ["peer-2 is gone"]
+    assert state.lone[0].step == 30
+    assert state.validation["outer"][0].loss == 2.1
 
 
 @pytest.mark.parametrize(
     "line", [{}, {"kind": "future"}, {"kind": "peer"}, {"kind": "round", "t": "x"}, {"kind": "member", "peer_id": "operator"}]
 )
-def test_a_line_that_says_nothing_changes_nothing(board, line):
-    board.apply(line)
-    assert not board.rounds
-    assert [row.state for row in board.peers.values()] == ["invited", "invited"]
+def test_a_line_that_says_nothing_changes_nothing(state, line):
+    state.apply(line)
+    assert not state.rounds
+    assert [row.state for row in state.peers.values()] == ["invited", "invited"]
