@@ -48,7 +48,7 @@ class Coordinator:
 
     folder: StateFolder
     config: RunConfig
-    engine: Run
+    run: Run
     authority: Authority | None
     _main: grpc.aio.Server
     _enrol: grpc.aio.Server | None
@@ -81,13 +81,13 @@ class Coordinator:
             clock=clock,
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
-        engine = Run(folder.run_id, config, resources, first_round_id=first_round_id)
+        run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         enrol = grpc.aio.server(options=server_options()) if authority else None
         coordinator = cls(
-            folder, config, engine, authority, grpc.aio.server(options=server_options()), enrol, background, worker
+            folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, worker
         )
-        control_pb2_grpc.add_ControlServicer_to_server(ControlService(engine), coordinator._main)
-        data_pb2_grpc.add_DataServicer_to_server(DataService(engine), coordinator._main)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlService(run), coordinator._main)
+        data_pb2_grpc.add_DataServicer_to_server(DataService(run), coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
@@ -100,7 +100,7 @@ class Coordinator:
 
     async def start(self) -> None:
         """Recover, bind both ports, tell where in addresses.json. Raises ConfigError for a port in use."""
-        await self.engine.start()
+        await self.run.start()
         tls = _Certificates(self.folder)
         server = self.config.server
         before = json.loads(self.folder.addresses.read_text()) if self.folder.addresses.exists() else {}
@@ -119,9 +119,9 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stop listening, checkpoint, end the worker."""
-        self.engine.hang_up()
+        self.run.end_streams()
         await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in (self._main, self._enrol) if server is not None))
-        await self.engine.close()
+        await self.run.close()
         self._worker.shutdown()
 
 

@@ -1,48 +1,98 @@
-"""What the members' reports and the settings mean together: each peer's pace, and what cannot work; said once in the log.
+"""What the members' measured speeds and the settings mean together.
 
-Owns: what was said already. Decides nothing itself (`aggregator.control.pacing`). Must not know: views, connections, rounds.
+How many inner steps each member is to take, which member is too slow for the settings, and why no round can ever commit. The
+functions are pure. `PaceAdvice` keeps the fastest member's speed, and what was said already, so that it is said once.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from aggregator.control.membership import Member
-from aggregator.control.pacing import dylu_steps, fastest, impossible, too_slow
-from edit.config.run import RunConfig
+from edit.config.run import RoundsConfig, RunConfig
 
-__all__ = ["PaceAdvice"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["PaceAdvice", "dylu_steps", "fastest", "impossible", "too_slow"]
 
 
 class PaceAdvice:
-    """reason: why no round can ever commit, or ''."""
+    """Advice on one run."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._slow: set[str] = set()
+        self._too_slow: set[str] = set()  # members that were reported as too slow
+        self._impossible = ""  # the last reason that was returned as new
         self._fastest_s = 0.0
-        self.reason = ""
 
-    def look(self, members: Iterable[Member], outer_step: int | None, joined: int) -> None:
-        """Take the moment: everybody ever seen, the run's outer step (None: it has no parameters yet, so peers are still to
-        come), how many peers have certificates that count."""
+    def update(self, members: Iterable[Member]) -> None:
+        """Take the members' reports: the fastest live one sets the pace of DyLU."""
         self._fastest_s = fastest(one.heartbeat.step_s for one in members if one.live and one.heartbeat is not None)
-        reason = impossible(self._config.rounds, outer_step, joined) if outer_step is not None else ""
-        if reason and reason != self.reason:
-            _log.warning("%s", reason)
-        self.reason = reason
 
     def inner_steps(self, member: Member | None) -> int:
-        """DyLU: how many this member is to take until its next contribution; 0: as configured."""
+        """Return how many inner steps this member is to take until its next contribution (DyLU); 0: as configured."""
         if not self._config.sync.dylu or member is None or member.heartbeat is None:
             return 0
         return dylu_steps(self._config.sync.interval, member.heartbeat.step_s, self._fastest_s)
 
-    def hear(self, peer_id: str, step_s: float) -> None:
-        """What this member measured does not fit into the longest deadline: said once of each member."""
-        if peer_id not in self._slow and (warning := too_slow(self._config, step_s)):
-            self._slow.add(peer_id)
-            _log.warning("%s: %s", peer_id, warning)
+    def new_warning(self, peer_id: str, step_s: float) -> str:
+        """Return why this member is too slow for the longest deadline, once per member; '' afterwards, and when it is not."""
+        if peer_id in self._too_slow:
+            return ""
+        warning = too_slow(self._config, step_s)
+        if warning:
+            self._too_slow.add(peer_id)
+        return warning
+
+    def newly_impossible(self, reason: str) -> bool:
+        """Take why no round can commit now, or ''. Return whether it is another reason than before."""
+        before, self._impossible = self._impossible, reason
+        return bool(reason) and reason != before
+
+
+def fastest(step_s: Iterable[float]) -> float:
+    """Return the smallest measured time of an inner step, in seconds; 0 when none is measured (above 0)."""
+    return min((seconds for seconds in step_s if seconds > 0), default=0.0)
+
+
+def dylu_steps(interval: int, step_s: float, fastest_s: float) -> int:
+    """Return how many inner steps a member is to take until its next contribution; 0 before its speed is known.
+
+    DyLU (arXiv 2401.09135, section 5): H_m = max(1, floor(H * speed_m / fastest speed)).
+
+    Args:
+        interval: H, the configured number of inner steps.
+        step_s, fastest_s: seconds per inner step of this member and of the fastest one.
+    """
+    if not step_s > 0 or not fastest_s > 0:
+        return 0
+    return max(1, min(interval, int(interval * fastest_s / step_s)))
+
+
+def impossible(config: RoundsConfig, outer_step: int, members: int) -> str:
+    """Return why no round can ever commit (or open) when so many peers have joined, or ''."""
+    if config.merging == "arrivals":
+        return ""
+    for name in ("quorum", "start_peers") if outer_step == 0 else ("quorum",):
+        if (wanted := getattr(config, name)) > members:
+            have = f"{members} peers have" if members != 1 else "1 peer has"
+            return f"rounds.{name} = {wanted}, but only {have} joined the run; invite more, or lower it in run.toml"
+    return ""
+
+
+def too_slow(config: RunConfig, step_s: float) -> str:
+    """Return why a member whose inner step takes `step_s` seconds cannot keep the longest deadline, or ''.
+
+    A member that cannot do even one step in that time is given one step: a shorter deadline could never be met.
+    """
+    rounds, sync = config.rounds, config.sync
+    if rounds.merging == "arrivals":
+        return ""
+    if step_s > rounds.ceiling_s:
+        return f"one inner step takes {step_s:.3g} s, but rounds.ceiling_s = {rounds.ceiling_s:.3g} s: it is given one step"
+    by_time = sync.schedule == "time"
+    phase_s = sync.interval_s if by_time else sync.interval * step_s
+    if sync.dylu or phase_s < rounds.ceiling_s:  # DyLU gives it fewer steps
+        return ""
+    return (
+        f"it computes {phase_s:.3g} s from one exchange to the next, but rounds.ceiling_s = {rounds.ceiling_s:.3g} s: no round "
+        f"waits so long; raise it, or lower sync.{'time_s' if by_time else 'every'}"
+    )

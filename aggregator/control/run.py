@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from aggregator.control.membership import REPLACED, Change, Membership, digest_mismatch
-from aggregator.control.pace_advice import PaceAdvice
+from aggregator.control.pace_advice import PaceAdvice, impossible
 from aggregator.data.published import Downlink, Head
 from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Resources
@@ -85,12 +85,12 @@ class Run:
         self.finished = asyncio.Event()
         self._resources = resources
         self._first_round_id = first_round_id
-        self._downlink: Downlink | None = None
-        self._exchange: RoundRunner | None = None
+        self._published: Downlink | None = None
+        self._rounds: RoundRunner | None = None
         self._attendances: dict[tuple[str, int], Attendance] = {}
         self._founder: str | None = None
         self._sequence = 0
-        self._outlook = PaceAdvice(config)
+        self._advice = PaceAdvice(config)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Run:
             _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
         background.spawn(self._watch_the_clock())
 
-    def hang_up(self) -> None:
+    def end_streams(self) -> None:
         """End every peer's streams; they dial again until somebody answers."""
         for attendance in self._attendances.values():
             attendance.over = True
@@ -116,8 +116,8 @@ class Run:
         """
         resources = self._resources
         await resources.background.stop()
-        if self.outer is not None and self._exchange is not None and resources.background.failure is None:
-            await self._exchange.checkpoint()
+        if self.outer is not None and self._rounds is not None and resources.background.failure is None:
+            await self._rounds.checkpoint()
         resources.store.close()
         resources.intake.close()
 
@@ -132,13 +132,13 @@ class Run:
         """The run has parameters: rounds may begin."""
         resources = self._resources
         self.outer = outer
-        self._downlink = Downlink(Head.of(outer), resources.store, resources.background, self.clock.monotonic)
-        self._exchange = RoundRunner(outer, self.config, resources, self._downlink, self, first_round_id=self._first_round_id)
+        self._published = Downlink(Head.of(outer), resources.store, resources.background, self.clock.monotonic)
+        self._rounds = RoundRunner(outer, self.config, resources, self._published, self, first_round_id=self._first_round_id)
         for standing, order in ((resources.orders.paused, events.Pause()), (resources.orders.draining, events.Drain())):
             if standing:
                 self._feed(order)
         self._feed(events.Tick())
-        if self._exchange.machine.phase is Phase.FINISHED:
+        if self._rounds.machine.phase is Phase.FINISHED:
             self.finished.set()
 
     # ---- attendance ----------------------------------------------------------------------------------------------------
@@ -204,15 +204,16 @@ class Run:
             attendance.last_line = now
             self.metrics.line("peer", self.clock.unix(), {"peer_id": peer_id, **heartbeat.as_json()})
         self._check_digest(attendance, heartbeat)
-        self._outlook.hear(peer_id, heartbeat.step_s)
+        if warning := self._advice.new_warning(peer_id, heartbeat.step_s):
+            _log.warning("%s: %s", peer_id, warning)
         if heartbeat.state is not PeerState.STARTING and not attendance.resync:
             self._feed(events.MemberReady(peer_id, heartbeat.outer_step, heartbeat.step_s))
 
     def _check_digest(self, attendance: Attendance, heartbeat: Heartbeat) -> None:
         """Rule: the aggregator's theta is the truth; a peer whose digest differs takes a snapshot, and the reason is logged."""
-        if self._downlink is None or heartbeat.outer_step != self._downlink.outer_step:
+        if self._published is None or heartbeat.outer_step != self._published.outer_step:
             return
-        resync = digest_mismatch(heartbeat.digest, heartbeat.outer_step, self._downlink.digest)
+        resync = digest_mismatch(heartbeat.digest, heartbeat.outer_step, self._published.digest)
         if resync != attendance.resync:
             attendance.resync = resync
             _log.warning("%s: %s", attendance.peer_id, resync or "resynced")
@@ -258,54 +259,56 @@ class Run:
 
     def drain(self) -> None:
         """The open round comes to its end, then the run is finished. Raises RefusedError before the founding, StorageError."""
-        if self._exchange is None:
+        if self._rounds is None:
             raise RefusedError("the run has no parameters yet, so there is nothing to drain; stop the coordinator")
         self._resources.orders.drain()
-        self._exchange.feed(events.Drain())
+        self._rounds.feed(events.Drain())
         self._notify()
 
     def _feed(self, event: events.Event) -> None:
-        if self._exchange is not None:
-            self._exchange.feed(event)
+        if self._rounds is not None:
+            self._rounds.feed(event)
 
     # ---- what peers see ------------------------------------------------------------------------------------------------
 
     def view(self, attendance: Attendance | None) -> View:
         """The run as this rank is to see it; None: as an operator does."""
         sequence = self._sequence
-        if attendance is None:
-            self._look_around()
-        if self._downlink is None or self._exchange is None:
+        if self._published is None or self._rounds is None:
             founder = attendance is not None and attendance.rank == 0 and attendance.peer_id == self._founder
             return View(sequence=sequence, phase=RunPhase.FOUNDING, found=founder, reason=self._held_up())
-        downlink, machine = self._downlink, self._exchange.machine
-        last_round, committed, reason = self._exchange.last_closed
+        published, machine = self._published, self._rounds.machine
+        last_round, committed, reason = self._rounds.last_closed
         return View(
             sequence=sequence,
             phase=_PHASES[machine.phase],
-            outer_step=downlink.outer_step,
+            outer_step=published.outer_step,
             round_id=machine.round_id,
-            digest=downlink.digest,
-            oldest_update=downlink.oldest_update,
+            digest=published.digest,
+            oldest_update=published.oldest_update,
             last_round_id=last_round,
             last_committed=committed,
             last_reason=reason,
             resync=attendance.resync if attendance is not None else "",
             reason=self._held_up(),
-            inner_steps=self._outlook.inner_steps(self.membership.members.get(attendance.peer_id)) if attendance else 0,
+            inner_steps=self._advice.inner_steps(self.membership.members.get(attendance.peer_id)) if attendance else 0,
             draining=machine.draining,
         )
 
     def _held_up(self) -> str:
         """Why no round comes, or ''."""
-        return self._outlook.reason or (_PAUSED if self._resources.orders.paused else "")
+        return self._impossible() or (_PAUSED if self._resources.orders.paused else "")
 
-    def _look_around(self) -> None:
+    def _impossible(self) -> str:
+        if self.outer is None:  # peers are still to come
+            return ""
         joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
-        self._outlook.look(self.membership.members.values(), self.outer.outer_step if self.outer is not None else None, joined)
+        return impossible(self.config.rounds, self.outer.outer_step, joined)
 
     def _notify(self) -> None:
-        self._look_around()
+        self._advice.update(self.membership.members.values())
+        if self._advice.newly_impossible(reason := self._impossible()):
+            _log.warning("%s", reason)
         self._sequence += 1
         for attendance in self._attendances.values():
             attendance.changed.set()
@@ -374,26 +377,26 @@ class Run:
     @property
     def machine(self) -> RoundMachine | None:
         """None before the founding."""
-        return self._exchange.machine if self._exchange is not None else None
+        return self._rounds.machine if self._rounds is not None else None
 
     @property
-    def exchange(self) -> RoundRunner:
+    def rounds(self) -> RoundRunner:
         """Raises StaleError before the founding."""
-        if self._exchange is None:
+        if self._rounds is None:
             raise StaleError("the run has no parameters yet")
-        return self._exchange
+        return self._rounds
 
     @property
     def published_step(self) -> int:
         """The outer step that members are told of; 0 before the founding."""
-        return 0 if self._downlink is None else self._downlink.outer_step
+        return 0 if self._published is None else self._published.outer_step
 
     @property
-    def downlink(self) -> Downlink:
+    def published(self) -> Downlink:
         """Raises StaleError before the founding."""
-        if self._downlink is None:
+        if self._published is None:
             raise StaleError("the run has no parameters yet")
-        return self._downlink
+        return self._published
 
     def same_run(self, run_id: str) -> None:
         """Raises RefusedError for another run."""

@@ -1,4 +1,4 @@
-"""What an operator sees, or a regional aggregator: the engine's state as a value. Owns the mapping; changes nothing."""
+"""What an operator sees, or a regional aggregator: the run's state as a value. Owns the mapping; changes nothing."""
 
 from __future__ import annotations
 
@@ -30,54 +30,54 @@ def peak_memory_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def injection_state(engine: Run) -> InjectionState:
+def injection_state(run: Run) -> InjectionState:
     """The run as its regional aggregator sees it. Raises StaleError before the founding."""
-    exchange, downlink = engine.exchange, engine.downlink
+    rounds, published = run.rounds, run.published
     return InjectionState(
-        outer_step=downlink.outer_step,
-        phase=engine.view(None).phase,
-        tokens=exchange.machine.tokens,
-        injected=downlink.injected,
-        accepted=exchange.accepted,
+        outer_step=published.outer_step,
+        phase=run.view(None).phase,
+        tokens=rounds.machine.tokens,
+        injected=published.injected,
+        accepted=rounds.accepted,
     )
 
 
-def status_reply(engine: Run, rounds_after: int) -> pb.StatusReply:
+def status_reply(run: Run, rounds_after: int) -> pb.StatusReply:
     """The run as it stands; `rounds_after`: only rounds with a larger id."""
-    machine, now = engine.machine, engine.clock.monotonic()
+    machine, now = run.machine, run.clock.monotonic()
     deadline = machine.deadline if machine is not None else None
     return pb.StatusReply(
-        run_id=engine.run_id,
-        view=view_to_pb(engine.view(None)),
-        members=_members(engine, now),
-        rounds=[_round(report) for report in engine.metrics.rounds if report.round_id > rounds_after],
-        outer_steps=engine.config.sync.outer_steps,
-        parameters=engine.outer.schema.numel if engine.outer is not None else 0,
+        run_id=run.run_id,
+        view=view_to_pb(run.view(None)),
+        members=_members(run, now),
+        rounds=[_round(report) for report in run.metrics.rounds if report.round_id > rounds_after],
+        outer_steps=run.config.sync.outer_steps,
+        parameters=run.outer.schema.numel if run.outer is not None else 0,
         peak_memory_bytes=peak_memory_bytes(),
         expected=sorted(machine.expected) if machine is not None else [],
         arrived=sorted(machine.arrived) if machine is not None else [],
         deadline_in_s=deadline - now if deadline is not None else -1.0,
         tokens=machine.tokens if machine is not None else 0,
-        stop_tokens=engine.config.sync.tokens,
+        stop_tokens=run.config.sync.tokens,
     )
 
 
-def _members(engine: Run, now: float) -> list[pb.MemberStatus]:
-    seen = engine.membership.members
+def _members(run: Run, now: float) -> list[pb.MemberStatus]:
+    seen = run.membership.members
     rows = []
-    for identity in engine.members.all():
+    for identity in run.members.all():
         member = seen.get(identity.peer_id)
         if identity.role != "peer" and member is None:
             continue
         rows.append(
-            _member(identity.peer_id, identity.role, member, now, engine)
+            _member(identity.peer_id, identity.role, member, now, run)
             if member is not None
             else pb.MemberStatus(peer_id=identity.peer_id, role=identity.role, state="invited", reason="never attended")
         )
     return rows
 
 
-def _member(peer_id: str, role: str, member: Member, now: float, engine: Run) -> pb.MemberStatus:
+def _member(peer_id: str, role: str, member: Member, now: float, run: Run) -> pb.MemberStatus:
     row = pb.MemberStatus(
         peer_id=peer_id,
         role=role,
@@ -89,18 +89,18 @@ def _member(peer_id: str, role: str, member: Member, now: float, engine: Run) ->
         rejections=member.rejections,
         absences=member.absences,
     )
-    if engine.machine is not None:
-        _add_pace(row, engine)
+    if run.machine is not None:
+        _add_pace(row, run)
     return row
 
 
-def _add_pace(row: pb.MemberStatus, engine: Run) -> None:
+def _add_pace(row: pb.MemberStatus, run: Run) -> None:
     """Where this member is in the round, and what it is given."""
-    exchange, peer_id = engine.exchange, row.peer_id
-    machine, phase = exchange.machine, exchange.machine.peer_phase(peer_id)
+    rounds, peer_id = run.rounds, row.peer_id
+    machine, phase = rounds.machine, rounds.machine.peer_phase(peer_id)
     row.phase = phase.value if phase is not None else ""
     row.deadline_s = machine.expected_s(peer_id) or 0.0
-    row.upload_bytes, row.upload_total_bytes = exchange.upload(peer_id)
+    row.upload_bytes, row.upload_total_bytes = rounds.upload(peer_id)
     row.download_s, row.compute_s, row.upload_s = (machine.deadlines.allowed_s(peer_id, each) for each in MEASURED)
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["admit"]
 
 
-def admit(engine: Run, context: Context, *roles: str) -> Identity:
+def admit(run: Run, context: Context, *roles: str) -> Identity:
     """Who calls: a member of this run in a fitting role, neither evicted nor replaced. Raises RefusedError, EvictedError."""
     facts = context.auth_context()
-    identity = admitted(facts, engine.run_id, roles)
+    identity = admitted(facts, run.run_id, roles)
     certificate = x509.load_pem_x509_certificate(next(iter(facts["x509_pem_cert"])))
-    engine.members.see(identity, certificate)
-    if (reason := engine.members.is_allowed(identity, certificate.serial_number)) is not None:
-        raise EvictedError(reason) if engine.members.evicted(identity.peer_id) else RefusedError(reason)
+    run.members.see(identity, certificate)
+    if (reason := run.members.is_allowed(identity, certificate.serial_number)) is not None:
+        raise EvictedError(reason) if run.members.evicted(identity.peer_id) else RefusedError(reason)
     return identity

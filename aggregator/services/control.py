@@ -29,15 +29,15 @@ _HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
 class ControlService:
     """Control of control.proto."""
 
-    def __init__(self, engine: Run) -> None:
-        self._engine = engine
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with abort_on_error(context):
             try:
                 hello = await self._hello(messages)  # also of whoever is refused: or its write might fail before it hears why
-                identity = admit(self._engine, context, "peer", "region")
+                identity = admit(self._run, context, "peer", "region")
                 if identity.role == "region" and hello.schema is not None:
                     raise RefusedError(
                         "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
@@ -61,19 +61,19 @@ class ControlService:
             raise RemoteProtocolError("the first message must be Hello")
         if hello.protocol != PROTOCOL:
             raise RefusedError(f"this coordinator speaks protocol {PROTOCOL}, the peer {hello.protocol}; use the same version")
-        if hello.run_id != self._engine.run_id:
-            raise RefusedError(f"this is run {self._engine.run_id}, not {hello.run_id}")
+        if hello.run_id != self._run.run_id:
+            raise RefusedError(f"this is run {self._run.run_id}, not {hello.run_id}")
         return hello
 
     def _attendance(self, identity: Identity, hello: Hello) -> Attendance | None:
         if hello.schema is None:
             return None
-        return self._engine.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
+        return self._run.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
 
     def _welcome(self, identity: Identity) -> Welcome:
-        engine = self._engine
-        config_json, outer_step = engine.config.to_json(), engine.published_step
-        return Welcome(run_id=engine.run_id, peer_id=identity.peer_id, config_json=config_json, outer_step=outer_step)
+        run = self._run
+        config_json, outer_step = run.config.to_json(), run.published_step
+        return Welcome(run_id=run.run_id, peer_id=identity.peer_id, config_json=config_json, outer_step=outer_step)
 
     async def _converse(
         self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]
@@ -83,7 +83,7 @@ class ControlService:
         try:
             while attendance.expelled is None and not attendance.over and not ears.done():
                 attendance.changed.clear()
-                yield coordinator_message_to_pb(self._engine.view(attendance))
+                yield coordinator_message_to_pb(self._run.view(attendance))
                 await attendance.changed.wait()
             if attendance.expelled is not None:
                 yield _expel(attendance.expelled)
@@ -92,7 +92,7 @@ class ControlService:
             fault = ears.exception() if ears.done() and not ears.cancelled() else None
             ears.cancel()
             reason = goodbye or (str(fault) if isinstance(fault, EditError) else "the connection broke")
-            self._engine.leave(attendance, reason, polite=bool(goodbye))
+            self._run.leave(attendance, reason, polite=bool(goodbye))
         if fault is not None:
             raise fault
 
@@ -103,39 +103,39 @@ class ControlService:
                 case Goodbye(reason):
                     return reason or "goodbye"
                 case Heartbeat() as heartbeat:
-                    self._engine.heartbeat(attendance, heartbeat)
+                    self._run.heartbeat(attendance, heartbeat)
                 case Hello():
                     raise RemoteProtocolError("Hello is said once")
         return ""
 
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
         async with abort_on_error(context):
-            admit(self._engine, context, "operator", "observer")
-            return status_reply(self._engine, request.rounds_after)
+            admit(self._run, context, "operator", "observer")
+            return status_reply(self._run, request.rounds_after)
         raise AssertionError("unreachable: abort raises")
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         async with abort_on_error(context):
-            admit(self._engine, context, "operator")
-            self._engine.evict(*evict_request_from_pb(request))
+            admit(self._run, context, "operator")
+            self._run.evict(*evict_request_from_pb(request))
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
         async with abort_on_error(context):
-            admit(self._engine, context, "operator")
-            self._engine.pause()
+            admit(self._run, context, "operator")
+            self._run.pause()
         return cpb.PauseReply()
 
     async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
         async with abort_on_error(context):
-            admit(self._engine, context, "operator")
-            self._engine.resume()
+            admit(self._run, context, "operator")
+            self._run.resume()
         return cpb.ResumeReply()
 
     async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
         async with abort_on_error(context):
-            admit(self._engine, context, "operator")
-            self._engine.drain()
+            admit(self._run, context, "operator")
+            self._run.drain()
         return cpb.DrainReply()
 
 

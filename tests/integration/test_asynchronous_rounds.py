@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from aggregator.control.pacing import dylu_steps, fastest, impossible, too_slow
+from aggregator.control.pace_advice import dylu_steps, fastest, impossible, too_slow
 from aggregator.operator_client import status_as_json
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
@@ -150,7 +150,7 @@ def test_a_contribution_that_is_too_stale_is_refused_and_its_memory_given_back(t
                 await a.view(lambda v, step=step: v.outer_step == step + 1)
             with pytest.raises(grpc.aio.AioRpcError, match="computed against outer step 0; the run is at 3, max_staleness = 2"):
                 await send_rest(b, first, 0, 9)
-            assert run.coordinator.engine._resources.intake.held_bytes == 0
+            assert run.coordinator.run._resources.intake.held_bytes == 0
 
     asyncio.run(scenario())
 
@@ -180,7 +180,7 @@ def test_what_is_carried_counts_towards_the_memory_bound(tmp_path: Path) -> None
     async def scenario() -> None:
         toml = ARRIVALS.replace("[storage]\n", "[storage]\nbuffer_bytes = 1500\n")
         async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("a") as a, run.peer("b") as b:
-            intake = run.coordinator.engine._resources.intake
+            intake = run.coordinator.run._resources.intake
             first = await two_peers(a, b)
             await send_half(b, first, 0, 9)  # 1220 bytes reserved
             await a.contribute(first, 0, delta(1))
@@ -204,7 +204,7 @@ def test_a_drained_run_is_finished_for_everybody_and_a_resume_goes_on(tmp_path: 
             await a.contribute(first.round_id, 0, delta(1))
             end = await a.view(lambda v: v.phase is RunPhase.FINISHED)
             assert (end.outer_step, end.round_id) == (1, 0)
-            await asyncio.wait_for(run.coordinator.engine.finished.wait(), 30)
+            await asyncio.wait_for(run.coordinator.run.finished.wait(), 30)
             assert (folder.outer / "step-00000001.safetensors").exists()
         async with served(folder) as run, run.peer("a") as a, run.channel("boss", "operator") as channel:
             boss = control_pb2_grpc.ControlStub(channel)
@@ -212,7 +212,7 @@ def test_a_drained_run_is_finished_for_everybody_and_a_resume_goes_on(tmp_path: 
             await a.report(1)
             still = await a.view(lambda v: v.phase is RunPhase.FINISHED)
             assert (still.outer_step, still.round_id, still.draining) == (1, 0, True)
-            assert run.coordinator.engine.finished.is_set()
+            assert run.coordinator.run.finished.is_set()
             await boss.Resume(control_pb2.ResumeRequest())
             again = await a.view(lambda v: v.outer_step == 1 and v.round_id > first.round_id)
             assert not again.draining
@@ -248,7 +248,7 @@ def test_the_run_stops_at_so_many_tokens_also_over_restarts(tmp_path: Path) -> N
                 else:
                     await a.attend()
                     await a.report(step)
-                assert run.coordinator.engine.machine is not None and run.coordinator.engine.machine.tokens == 10 * step
+                assert run.coordinator.run.machine is not None and run.coordinator.run.machine.tokens == 10 * step
                 for now in range(step, until):
                     view = await a.view(lambda v, now=now: v.outer_step == now and v.round_id > 0)
                     await a.contribute(view.round_id, now, delta(now))
@@ -280,12 +280,12 @@ def test_measured_times_survive_a_restart_and_a_damaged_file_is_passed_over(tmp_
         times = {(peer, phase): seconds for peer, phase, seconds in json.loads(folder.deadlines.read_text())}
         assert times["a", "compute"] == [4.0, 4.0, 4.0] and times["a", "upload"] == [0.0, 0.0, 0.0]
         async with served(folder) as run:
-            assert run.coordinator.engine.machine is not None
-            assert run.coordinator.engine.machine.expected_s("a") == 1000.0  # floor_s, not "unmeasured"
+            assert run.coordinator.run.machine is not None
+            assert run.coordinator.run.machine.expected_s("a") == 1000.0  # floor_s, not "unmeasured"
         folder.deadlines.write_text('[["a", "compute", [')
         async with served(folder) as run:
-            assert run.coordinator.engine.machine is not None
-            assert run.coordinator.engine.machine.expected_s("a") is None
+            assert run.coordinator.run.machine is not None
+            assert run.coordinator.run.machine.expected_s("a") is None
 
     asyncio.run(scenario())
 
@@ -308,12 +308,12 @@ def test_each_peer_is_told_its_inner_steps_by_its_measured_speed(tmp_path: Path)
 
 
 def _outer_step(run: Served, peer_id: str) -> int:
-    beat = run.coordinator.engine.membership.members[peer_id].heartbeat
+    beat = run.coordinator.run.membership.members[peer_id].heartbeat
     return beat.outer_step if beat is not None else 0
 
 
 def _step_s(run: Served, peer_id: str) -> float:
-    beat = run.coordinator.engine.membership.members[peer_id].heartbeat
+    beat = run.coordinator.run.membership.members[peer_id].heartbeat
     return beat.step_s if beat is not None else 0.0
 
 
@@ -366,7 +366,7 @@ def test_a_deadline_below_one_inner_step_is_one_inner_step(tmp_path: Path, caplo
                 beat = Heartbeat(state=PeerState.TRAINING, outer_step=0, step_s=40.0)
                 await a._call.write(peer_message_to_pb(beat))
             await a.view(lambda view: view.round_id > 0)
-            machine = run.coordinator.engine.machine
+            machine = run.coordinator.run.machine
             assert machine is not None and machine.deadline == 47.0
             words = "a: one inner step takes 40 s, but rounds.ceiling_s = 1 s: it is given one step"
             await _until(run, lambda: words in caplog.text)

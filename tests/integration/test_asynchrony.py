@@ -165,7 +165,7 @@ def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
     with running(state, lambda: now[0]) as here, IoThread() as bridge, ExitStack() as stack:
         carriers: dict[str, HubCollective] = {}
         for name in NAMES:
-            dial = Channels([address(state)], here.run.credentials(name))
+            dial = Channels([address(state)], here.served.credentials(name))
             carriers[name] = HubCollective(bridge, dial, Identity(state.run_id, "peer", name))
             stack.callback(carriers[name].close)
 
@@ -177,18 +177,18 @@ def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
             assert bridge.wait(look, timeout=30), "a peer was never told"
 
         def hear() -> None:
-            newest = here.engine.downlink.outer_step
+            newest = here.run.published.outer_step
             told(lambda view: view.outer_step >= newest)
 
         def over() -> None:
             told(lambda view: view.phase is RunPhase.FINISHED)
 
         def expire(name: str) -> None:
-            here.await_(lambda engine: engine.machine is not None and engine.machine.arrived == {name})
+            here.await_(lambda run: run.machine is not None and run.machine.arrived == {name})
             now[0] += 100.0
 
         with entered(dict(carriers), RunConfig.from_toml(state.run_toml)) as peers:
-            yield Site(peers, hear, over, expire, lambda: here.tell(lambda engine: engine.drain()))
+            yield Site(peers, hear, over, expire, lambda: here.tell(lambda run: run.drain()))
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
     with running(folder) as here, IoThread() as bridge:
         collectives = {
             name: HubCollective(
-                bridge, Channels([address(folder)], here.run.credentials(name)), Identity(folder.run_id, "peer", name)
+                bridge, Channels([address(folder)], here.served.credentials(name)), Identity(folder.run_id, "peer", name)
             )
             for name in NAMES
         }
@@ -197,7 +197,8 @@ def replicas_in_one_run(folder: StateFolder, layouts: dict[str, int], config: Wo
     """The results of every rank of peers that are so many processes each, all training in one run."""
     with running(folder) as here, ThreadPoolExecutor(len(layouts)) as pool:
         settings = {
-            name: Settings(name, address(folder), folder.run_id, pems(here.run, name), config, folder.path) for name in layouts
+            name: Settings(name, address(folder), folder.run_id, pems(here.served, name), config, folder.path)
+            for name in layouts
         }
         started = [
             pool.submit(spawn, rank_of_a_peer, ranks, _new(folder.path / f"store.{name}"), settings[name])

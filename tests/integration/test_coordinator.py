@@ -102,15 +102,15 @@ def test_a_torn_journal_loses_only_what_was_never_committed(tmp_path: Path) -> N
         async with served(folder, kill=True) as run, run.peer("a") as a:
             await found_run(a)
             await commit_one([a], 0, [1])
-            committed = run.coordinator.engine.outer
+            committed = run.coordinator.run.outer
             assert committed is None or committed.outer_step == 1
         before = load_outer(folder)
         journal = folder.outer / "step-00000000.journal"
         journal.write_bytes(journal.read_bytes() + b"torn half of a record")
         async with served(folder) as run:
-            assert run.coordinator.engine.outer is not None
-            assert run.coordinator.engine.outer.digest == before.digest
-            assert run.coordinator.engine.outer.outer_step == 1
+            assert run.coordinator.run.outer is not None
+            assert run.coordinator.run.outer.digest == before.digest
+            assert run.coordinator.run.outer.outer_step == 1
 
     asyncio.run(scenario())
 

@@ -393,7 +393,7 @@ def test_a_rank_that_says_goodbye_is_no_loss(tmp_path: Path) -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.replica("a", 2, SCHEMA) as a:
             view = await enter([a])
             await a[1].goodbye()
-            assert run.coordinator.engine.exchange.machine.expected == {"a"}
+            assert run.coordinator.run.rounds.machine.expected == {"a"}
             await contribute_sharded(a, ROWS_2, view.round_id, 0, some(1))
             after = await a[0].view(lambda v: v.outer_step == 1)
             assert after.last_reason == "the only contributor in"

@@ -21,29 +21,29 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Running:
-    run: Served
+    served: Served
     loop: asyncio.AbstractEventLoop
 
     @property
-    def engine(self) -> Run:
-        return self.run.coordinator.engine
+    def run(self) -> Run:
+        return self.served.coordinator.run
 
     def tell(self, order: Callable[[Run], None]) -> None:
-        """Let the engine do this, on its own thread; returns when it is done."""
+        """Let the run do this on its loop's thread; returns when it is done."""
         done: Future[None] = Future()
 
         def obey() -> None:
-            order(self.engine)
+            order(self.run)
             done.set_result(None)
 
         self.loop.call_soon_threadsafe(obey)
         done.result(timeout=WAIT_S)
 
     def await_(self, look: Callable[[Run], object]) -> None:
-        """Wait until `look` is true, as the engine's own thread sees it."""
+        """Wait until `look` is true, as the loop's thread sees it."""
 
         async def seen() -> bool:
-            return bool(look(self.engine))
+            return bool(look(self.run))
 
         patience = time.monotonic() + WAIT_S
         while not asyncio.run_coroutine_threadsafe(seen(), self.loop).result(timeout=WAIT_S):

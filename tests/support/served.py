@@ -196,7 +196,7 @@ async def served(folder: StateFolder, clock: Clock | None = None, *, kill: bool 
         yield Served(coordinator, folder, disk)
     finally:
         if kill:
-            coordinator.engine.outer = None
+            coordinator.run.outer = None
         await coordinator.close()
 
 
