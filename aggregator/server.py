@@ -83,9 +83,7 @@ class Coordinator:
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         enrol = grpc.aio.server(options=server_options()) if authority else None
-        coordinator = cls(
-            folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, worker
-        )
+        coordinator = cls(folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, worker)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(run), coordinator._main)
         if authority and enrol:
