@@ -33,11 +33,11 @@ from rich.console import Console
 
 from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
-from edit.lab.chaos.history import Blow, History
+from edit.lab.chaos.history import History, Incident
 from edit.lab.chaos.invariants import broken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json
-from edit.lab.chaos.site import Site
+from edit.lab.chaos.testbed import Testbed
 from edit.lab.observer import Observer, open_observer
 from edit.lab.processes import terminated_as_interrupt
 from edit.lab.tail import JsonLines
@@ -56,17 +56,17 @@ LARGE = {"layers": 8, "width": 720, "heads": 8, "batch_size": 1}  # 50M paramete
 class Pair:
     """Two peers of a large model, watched closely. Opened by `pair`."""
 
-    def __init__(self, site: Site, options: ChaosOptions, observer: Observer) -> None:
-        self._site, self._options = site, options
+    def __init__(self, testbed: Testbed, options: ChaosOptions, observer: Observer) -> None:
+        self._testbed, self._options = testbed, options
         self.history = History(options.peer_ids, options.step_tokens)
-        self._lines = {name: JsonLines(site.metrics(name)) for name in (COORDINATOR, *options.peer_ids)}
+        self._lines = {name: JsonLines(testbed.metrics(name)) for name in (COORDINATOR, *options.peer_ids)}
         self._stub: Any = control_pb2_grpc.ControlStub(observer.control)
 
     def read(self) -> None:
         for name, lines in self._lines.items():
             for line in lines.read():
                 self.history.take(name, line)
-        for end in self._site.surprises():
+        for end in self._testbed.unexpected_ends():
             raise SystemExit(str(end))
 
     def until(self, what: str, done: Callable[[], bool], bound_s: float = 300.0) -> None:
@@ -95,17 +95,17 @@ class Pair:
         (survivor,) = set(self._options.peer_ids) - {victim}
         fault = Fault(number=1, at_s=0.0, kind=Kind.KILL_PEER, target=victim, lasts_s=0.0)
         killed = time.time()
-        self._site.strike(fault)
+        self._testbed.inject(fault)
         self.read()  # what the dead one had told
-        self._site.repair(fault)
-        blow = Blow(fault, killed, time.time())
+        self._testbed.repair(fault)
+        incident = Incident(fault, killed, time.time())
         self.history.started(victim)
         self.until("the survivor's next commit", lambda: self.history.commit_after(killed) is not None)
         commit = self.history.commit_after(killed)
         assert commit is not None
         self.until("the survivor applied it", lambda: self._applied(survivor, commit.outer_step) is not None)
-        self.until("the victim again", lambda: self.history.returned(blow) is not None)
-        again, applied = self.history.returned(blow), self._applied(survivor, commit.outer_step)
+        self.until("the victim again", lambda: self.history.returned(incident) is not None)
+        again, applied = self.history.returned(incident), self._applied(survivor, commit.outer_step)
         assert again is not None and applied is not None
         return {"next_commit": commit.t - killed, "applied": applied - killed, "again": again.t - killed}
 
@@ -115,12 +115,12 @@ class Pair:
 
 @contextmanager
 def pair(options: ChaosOptions) -> Iterator[Pair]:
-    with Site(options) as site:
-        site.found()
-        observer = open_observer(site.folder.state)
-        pair = Pair(site, options, observer)
+    with Testbed(options) as testbed:
+        testbed.found()
+        observer = open_observer(testbed.folder.state)
+        pair = Pair(testbed, options, observer)
         for name in options.peer_ids:
-            site.start(name)
+            testbed.start(name)
             pair.history.started(name)
         try:
             yield pair

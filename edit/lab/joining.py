@@ -1,8 +1,4 @@
-"""Making a peer a member that dials through a link of its own: what `edit-coordinator invite` and `edit-peer join` do, without
-starting two processes for each peer.
-
-Owns: which address goes into the peer's folder. Must not know: what the link does to its bytes.
-"""
+"""Enrol a peer that connects through a link: what `edit-coordinator invite` and `edit-peer join` do, without two processes."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ __all__ = ["join_behind_a_link"]
 
 
 def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, shape: LinkShape) -> Link:
-    """Enrol `name` in the run of this state folder, which is being served. opened: closes the link that is returned."""
+    """Enrol `name` in the run in `state`, which is being served, and return its link. opened: will close the link."""
     addresses = json.loads((state / "addresses.json").read_text())
     folder = StateFolder(state)
     authority = Authority.load(folder.path, folder.run_id)

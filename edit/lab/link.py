@@ -1,9 +1,8 @@
-"""A bad link: a TCP proxy on loopback with a bounded rate in each direction, a latency, and switches that cut it, silence it or
-make it lose connections.
+"""A bad network link: a TCP proxy on loopback with a bounded rate in each direction and a latency. It can be cut, silenced or
+made to reset connections.
 
-Owns: the shape of the link. TLS passes through untouched; whoever dials the proxy's port talks to the target. All connections
-through one link share its rate, as they would share a cable, in pieces small enough that a heartbeat waits for a few of them
-and not for a whole transfer. Must not know: what passes through it.
+TLS passes through unchanged. All connections through one link share its rate, as they would share a cable, in pieces so small
+that a heartbeat waits for a few of them and not for a whole transfer.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ __all__ = ["Link", "LinkShape", "Rate"]
 
 PIECE_BYTES = 8192
 BURST_S = 0.05
-_QUEUE = 64  # pieces in flight per connection and direction, so that a latency does not limit the rate
+_QUEUE = 64  # pieces on the way per connection and direction: enough that the latency does not limit the rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkShape:
-    """up: towards the target; down: from it; bits per second, 0 for no bound. latency_s: one way."""
+    """Rates and latency of a link."""
 
-    up_bits_per_s: float = 0.0
-    down_bits_per_s: float = 0.0
-    latency_s: float = 0.0
+    up_bits_per_s: float = 0.0  # towards the target; 0: no bound
+    down_bits_per_s: float = 0.0  # from the target; 0: no bound
+    latency_s: float = 0.0  # one way
 
 
 class Rate:
-    """A token bucket that hands out departure times. Sans-IO. bits_per_s 0: at once.
+    """A token bucket that computes departure times. Sans-IO. bits_per_s: 0 for no bound.
 
-    It fills up with what BURST_S seconds carry, so that whoever comes a little late with the next piece still gets the rate.
+    It holds what BURST_S seconds carry, so that a sender that is a little late with its next piece still gets the full rate.
     """
 
     def __init__(self, bits_per_s: float) -> None:
@@ -45,7 +44,7 @@ class Rate:
         self._free_at = -math.inf
 
     def departs(self, size: int, now: float) -> float:
-        """When the last bit of `size` bytes, offered at `now` (seconds), has left: `now` at the earliest."""
+        """Return when the last bit of `size` bytes, offered at `now` (seconds), has left; `now` at the earliest."""
         if self._bits_per_s <= 0:
             return now
         self._free_at = max(self._free_at, now - BURST_S) + 8 * size / self._bits_per_s
@@ -53,9 +52,9 @@ class Rate:
 
 
 class Link:
-    """Context manager: listens on a free loopback port (`port`) and carries connections to `target` until left.
+    """Context manager: listen on a free loopback port (`port`) and forward connections to `target` until exit.
 
-    It has a thread of its own, so that a script can hold one beside whatever it measures.
+    It runs in a thread of its own, beside whatever a script measures.
     """
 
     def __init__(self, target: tuple[str, int], shape: LinkShape) -> None:
@@ -64,8 +63,8 @@ class Link:
         self._cut = False
         self._loss = 0.0
         self._chance = random.Random(0)
-        self._audible = asyncio.Event()
-        self._audible.set()
+        self._forwarding = asyncio.Event()
+        self._forwarding.set()
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
@@ -85,33 +84,33 @@ class Link:
 
     @property
     def port(self) -> int:
-        """Where to dial."""
+        """The port to connect to."""
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def cut(self) -> None:
-        """Drop every connection and refuse new ones until `mend`."""
+        """Close every connection and refuse new ones until `repair`."""
         self._cut = True
         self._run(self._drop())
 
     def silence(self) -> None:
-        """Carry nothing until `mend`, as a network that loses every packet: no connection is closed, none comes about."""
-        self._loop.call_soon_threadsafe(self._audible.clear)
+        """Forward nothing until `repair`, as a network that loses every packet: no connection is closed, none is accepted."""
+        self._loop.call_soon_threadsafe(self._forwarding.clear)
 
     def lossy(self, loss: float, seed: int) -> None:
-        """Until `mend` each piece of data resets its connection with this probability, whatever is on its way in it."""
+        """Until `repair`, let each piece of data reset its connection with this probability."""
         self._loss, self._chance = loss, random.Random(seed)
 
     def reshape(self, shape: LinkShape) -> None:
-        """Another rate and latency from now on, for connections that are open, too."""
+        """Set another rate and latency, also for open connections."""
         self._shape = shape
         self._rates = Rate(shape.up_bits_per_s), Rate(shape.down_bits_per_s)
 
-    def mend(self) -> None:
-        """Carry connections again; what was held back while silent arrives. The shape stays as it is."""
+    def repair(self) -> None:
+        """Forward again; what was held back while silent arrives. The shape is unchanged."""
         self._cut, self._loss = False, 0.0
-        self._loop.call_soon_threadsafe(self._audible.set)
+        self._loop.call_soon_threadsafe(self._forwarding.set)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -135,13 +134,13 @@ class Link:
             if not self._cut:
                 await self._carry(reader, writer)
         except (OSError, asyncio.CancelledError):
-            pass  # either end went away, or the link was cut: the other end is closed below
+            pass  # one end closed, or the link was cut: the other end is closed below
         finally:
             self._connections.discard(task)
             writer.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._audible.wait()
+        await self._forwarding.wait()
         far_reader, far_writer = await asyncio.open_connection(*self._target)
         try:
             await asyncio.gather(self._pass(0, reader, far_writer), self._pass(1, far_reader, writer))
@@ -149,7 +148,7 @@ class Link:
             far_writer.close()
 
     async def _pass(self, way: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction of one connection, until its end, which is passed on."""
+        """Forward one direction of one connection until it ends, and forward its end."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUE)
         delivering = self._loop.create_task(self._deliver(queue, writer))
         try:
@@ -174,6 +173,6 @@ class Link:
                     writer.write_eof()
                 return
             await asyncio.sleep(max(0.0, arrives - self._loop.time()))
-            await self._audible.wait()
+            await self._forwarding.wait()
             writer.write(data)
             await writer.drain()

@@ -1,7 +1,6 @@
-"""The lab's own connection to the run, with the operator's certificate: how the run stands, and its outer parameters.
+"""The lab's connection to a run, with the operator's certificate: its status and its outer parameters.
 
-Owns: two blocking channels (control and data never share one) and what a broken one means: no answer, try later. Must not know:
-what the answers are used for.
+A call on a broken connection returns None: try again later. Control and data have a channel each.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Asks the coordinator over `control` and `data`; None while it is away. timeout_s: of each call."""
+    """Ask the coordinator; answers are None while it cannot be reached. timeout_s: of each call."""
 
     run_id: str
     control: grpc.Channel
@@ -39,7 +38,7 @@ class Observer:
     timeout_s: float = 5.0
 
     def status(self) -> Status | None:
-        """How the run stands now."""
+        """Return the present status."""
         stub: Any = control_pb2_grpc.ControlStub(self.control)
         try:
             reply = stub.Status(control_pb2.StatusRequest(rounds_after=1 << 62), timeout=self.timeout_s)
@@ -58,7 +57,7 @@ class Observer:
         )
 
     def snapshot(self, schema: Schema) -> Snapshot | None:
-        """The outer parameters of the newest committed step. Raises RemoteProtocolError when they are not what was promised."""
+        """Return the newest committed outer parameters. Raises RemoteProtocolError when they do not match the manifest."""
         stub: Any = data_pb2_grpc.DataStub(self.data)
         try:
             manifest = stub.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=self.run_id), timeout=self.timeout_s)
@@ -96,5 +95,5 @@ def open_observer(state: Path) -> Observer:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    dial: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=_OPTIONS)  # noqa: E731
-    return Observer(run_id, dial(), dial())
+    connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=_OPTIONS)  # noqa: E731
+    return Observer(run_id, connect(), connect())

@@ -1,4 +1,4 @@
-"""Writes a run.toml from settings, checked as the coordinator checks them."""
+"""Write a run.toml from settings, with the coordinator's checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Settings = Mapping[str, Setting | Mapping[str, Setting]]
 
 
 def to_toml(settings: Settings) -> str:
-    """The settings as TOML. Raises ConfigError when a RunConfig would not take them."""
+    """Return the settings as TOML. Raises ConfigError when they are no valid RunConfig."""
     RunConfig.from_mapping(settings)
     plain = [f"{key} = {_value(value)}" for key, value in settings.items() if not isinstance(value, Mapping)]
     tables = [

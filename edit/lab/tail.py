@@ -1,7 +1,4 @@
-"""Follow a growing file of JSON lines.
-
-Owns: how far the file has been read, the unfinished last line. Must not know: what the lines mean.
-"""
+"""Follow a growing file of JSON lines."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ __all__ = ["JsonLines"]
 
 
 class JsonLines:
-    """New objects of `path` at each `read`; the file may not exist yet, may end in half a line, and may be begun anew.
+    """Return the new objects of `path` at each `read`. The file may be missing, end in half a line, or be replaced.
 
-    A finished line that is no JSON object (its writer was killed within it, then started again) is skipped and counted.
+    A finished line that is no JSON object (its writer was killed while writing it, then restarted) is skipped and counted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,8 +22,8 @@ class JsonLines:
         self.damaged = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects whose lines were finished since the last call, oldest first."""
-        new = self._new_bytes()  # first: a file begun anew drops the rest of the old one
+        """Return the objects whose lines were finished since the last call, oldest first."""
+        new = self._new_bytes()  # first: a replaced file drops the unfinished line of the old one
         *lines, self._rest = (self._rest + new).split(b"\n")
         parsed = [self._parse(line) for line in lines if line.strip()]
         return [value for value in parsed if value is not None]

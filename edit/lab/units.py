@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes in decimal units, durations in minutes and seconds, curves as one line of blocks."""
+"""Numbers as text: bytes in decimal units, durations in minutes and seconds, curves as one line of blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def duration_text(seconds: float) -> str:
 
 
 def resample(points: Sequence[Point], bins: int, last_step: int) -> list[float]:
-    """Mean loss in each of `bins` equal parts of 0 .. last_step; NaN where there is no point."""
+    """Return the mean loss in each of `bins` equal parts of 0 .. last_step; NaN where there is no point."""
     sums = [[0.0, 0] for _ in range(bins)]
     for point in points:
         place = sums[min(bins - 1, max(0, point.step * bins // max(1, last_step)))]
@@ -38,6 +38,6 @@ def resample(points: Sequence[Point], bins: int, last_step: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """One block per value, a space for NaN; `low` and `high` are the scale, so that several lines compare."""
+    """Return one block per value and a space for NaN, scaled from `low` to `high`, so that several lines can be compared."""
     span = max(high - low, 1e-9)
     return "".join(" " if math.isnan(value) else _BLOCKS[min(7, max(0, round((value - low) / span * 7)))] for value in values)

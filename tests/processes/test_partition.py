@@ -67,7 +67,7 @@ def test_two_of_three_go_on_and_the_third_rejoins(tmp_path: Path, kept: int, sil
         coordinator.until("c: lost")
         for _ in range(4):
             coordinator.until("committed: all 2 contributors in")
-        link.mend()
+        link.repair()
         coordinator.until("committed: all 3 contributors in")
         end(site, coordinator, peers)
     assert took_a_snapshot(peers["c"]) == (kept == 1)
@@ -89,7 +89,7 @@ def test_one_of_three_commits_nothing_while_the_others_are_cut_off(tmp_path: Pat
         still = site.status()
         assert (still["outer_step"], still["digest"]) == (alone["outer_step"], alone["digest"])
         for link in links:
-            link.mend()
+            link.repair()
         coordinator.until("committed: all 3 contributors in")
         end(site, coordinator, peers)
     assert not any(took_a_snapshot(peer) for peer in peers.values())  # who comes back later than the other takes updates

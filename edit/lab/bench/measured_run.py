@@ -1,8 +1,5 @@
-"""A real run for a measurement: a coordinator and its peers as processes on this machine, each peer behind a link of its own;
-and what it is measured against: the same peers at the same time, without any exchange.
-
-Owns: command lines, links, and that nothing is left of it. Must not know: what is measured, when anything is killed and why.
-"""
+"""A real run for a measurement: a coordinator and its peers as processes, each peer behind a link of its own (`MeasuredRun`);
+and the baseline: the same peers at the same time, without any exchange (`alone`)."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _ONE_THREAD = ("--threads", "1")
 def alone(
     folder: Path, settings: Settings, data: Path, names: Sequence[str], steps: int, programs: Programs | None = None
 ) -> float:
-    """Seconds per inner step while these peers train at the same time without any exchange (the mean over them).
+    """Return the mean seconds per inner step while these peers train at the same time without any exchange.
 
     Raises ChildDied when one of them fails.
     """
@@ -46,15 +43,15 @@ def alone(
     return statistics.fmean(_seconds_per_step(folder / name / "alone.jsonl") for name in names)
 
 
-def _seconds_per_step(told: Path) -> float:
-    lines = [line for line in JsonLines(told).read() if "t" in line]
+def _seconds_per_step(metrics: Path) -> float:
+    lines = [line for line in JsonLines(metrics).read() if "t" in line]
     return float((lines[-1]["t"] - lines[0]["t"]) / (lines[-1]["step"] - lines[0]["step"]))
 
 
 class MeasuredRun:
-    """Context manager: inside, the coordinator serves a run of these settings; leaving it ends every process and link.
+    """Context manager: inside it the coordinator serves a run with these settings; on exit every process and link is ended.
 
-    folder: empty or to be made; settings: of run.toml, [server] aside; data: what every peer reads.
+    folder: empty, or not there yet; settings: of run.toml, without [server]; data: what every peer trains on.
     """
 
     def __init__(self, folder: Path, settings: Settings, data: Path, programs: Programs | None = None) -> None:
@@ -83,28 +80,28 @@ class MeasuredRun:
         self._open.close()
 
     def enrol(self, name: str, shape: LinkShape, *arguments: str) -> None:
-        """Enrol a peer that dials through a link of this shape. arguments: further ones of `edit-peer run`."""
+        """Enrol a peer that connects through a link of this shape. arguments: more options of `edit-peer run`."""
         home = self.folder / name
         self.links[name] = join_behind_a_link(self._open, self.state, name, home, shape)
         run = ("run", "--home", str(home), "--data", str(self._data), "--metrics", str(home / "metrics.jsonl"))
         self._peers[name] = (*self._programs.peer, *run, *_ONE_THREAD, *arguments)
 
     def start(self, *names: str) -> None:
-        """Start these peers, also again."""
+        """Start these peers, also again after they ended."""
         for name in names:
             self._supervisor.start(name, self._peers[name])
 
     def kill(self, name: str) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL; return when the process is gone."""
         self._supervisor.kill(name)
 
     def lines(self, name: str = COORDINATOR) -> list[dict[str, Any]]:
-        """All that this process has told in its metrics file."""
+        """Return all lines of this process's metrics file."""
         folder = self.state if name == COORDINATOR else self.folder / name
         return JsonLines(folder / "metrics.jsonl").read()
 
     def tokens(self) -> int:
-        """Merged so far, as the coordinator says. Raises TransportError when it does not answer."""
+        """Return the tokens merged so far, from the coordinator's status. Raises TransportError when it does not answer."""
         observer = open_observer(self.state)
         try:
             status = observer.status()
@@ -115,11 +112,11 @@ class MeasuredRun:
         return status.tokens
 
     def until(self, what: str, done: Callable[[], bool], bound_s: float) -> None:
-        """Wait. Raises ChildDied when a process fails meanwhile, or it takes longer than bound_s."""
+        """Wait until `done()`. Raises ChildDied when a process fails meanwhile, or after bound_s seconds."""
         give_up = time.monotonic() + bound_s
         while True:
             reached = done()
-            for end in self._supervisor.ended():  # after the question, so that an end that answers it is not missed
+            for end in self._supervisor.ended():  # after done(), which the end of a process may have made true
                 if not end.expected and end.returncode != 0:
                     raise ChildDied(str(end))
             if reached:
@@ -129,5 +126,5 @@ class MeasuredRun:
             time.sleep(_LOOK_EVERY_S)
 
     def finish(self, bound_s: float) -> None:
-        """Wait until all peers have come to the end of the run. Raises as `until`."""
+        """Wait until all peers have ended. Raises as `until`."""
         self.until("the run ends", lambda: not any(self._supervisor.running(name) for name in self._peers), bound_s)

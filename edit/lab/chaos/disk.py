@@ -1,7 +1,4 @@
-"""A disk for the coordinator's folder that can be filled: a small tmpfs of its own, or a bound on the sizes of files.
-
-Owns: mounting, filling, unmounting with the contents kept. Must not know: what lies in the folder.
-"""
+"""A disk for the coordinator's folder that can be filled: a small tmpfs, or a limit on the sizes of files."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ _BLOCK = 1 << 16
 
 
 class Disk(Protocol):
-    """kind: for people. `fill` and `free` may be called again; `close` leaves the folder's contents in place."""
+    """A disk that can be filled. `fill` and `free` may be called again; `close` keeps the folder's contents."""
 
-    kind: str
+    kind: str  # for people
 
     def fill(self, pid: int) -> None: ...
 
@@ -31,7 +28,7 @@ class Disk(Protocol):
 
 
 class SmallDisk:
-    """A tmpfs at `folder`, which must be empty: real ENOSPC for whoever writes there. Needs the right to mount."""
+    """A tmpfs at `folder`, which must be empty: writes fail with ENOSPC. Needs the right to mount."""
 
     kind = "a tmpfs of its own, filled"
 
@@ -44,13 +41,13 @@ class SmallDisk:
             raise StorageError(f"{folder}: cannot be mounted ({done.stderr.strip()})")
 
     def fill(self, pid: int) -> None:
-        """Write until nothing fits, not even a byte."""
+        """Write until not even one byte fits."""
         with self._ballast.open("ab", buffering=0) as file:
             for block in (bytes(_BLOCK), b"\0"):
                 try:
                     while True:
                         file.write(block)
-                except OSError:  # that is the point
+                except OSError:  # the disk is full, as intended
                     continue
 
     def free(self, pid: int) -> None:
@@ -66,7 +63,7 @@ class SmallDisk:
 
 
 class BoundedFiles:
-    """RLIMIT_FSIZE of the process: every file that would grow beyond `limit` bytes is refused (EFBIG), its log included."""
+    """RLIMIT_FSIZE of the process: every write beyond `limit` bytes of a file fails with EFBIG, its log included."""
 
     kind = "RLIMIT_FSIZE of the process"
 
@@ -82,11 +79,11 @@ class BoundedFiles:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
     def close(self) -> None:
-        """Nothing to undo: the process is gone."""
+        """Do nothing: the limit ends with the process."""
 
 
 def open_disk(folder: Path, size: int) -> Disk:
-    """A small disk of `size` bytes where mounting is allowed, else (also for 0) the machine's, with bounded files."""
+    """Return a tmpfs of `size` bytes where mounting is allowed; else, and for size 0, a limit on the sizes of files."""
     if size == 0:
         return BoundedFiles()
     try:

@@ -1,8 +1,8 @@
-"""Which harm is done to whom, when, for how long: drawn from a seed before anything starts, so that a failing seed replays.
+"""The faults of a chaos run: which kind, which target, when and for how long.
 
-Owns: the kinds of faults, the draw. Must not know: processes, links, clocks. What is not here: duplicated and reordered chunks,
-which TCP and TLS exclude and the tests of the coordinator's intake make; jumps of the wall clock, which nobody can fake for one
-process (a test gives the coordinator such a clock).
+All are drawn from a seed before anything starts, so that a failing seed can be repeated. Not here: duplicated and reordered
+chunks, which TCP and TLS exclude (the tests of the upload buffer have them); jumps of the wall clock, which cannot be faked for
+one process (a test gives the coordinator such a clock).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from edit.lab.processes import COORDINATOR
 
 __all__ = ["Fault", "Kind", "draw_schedule", "kinds_for"]
 
-_SETTLE_S = 4.0  # between two faults of one target: it came back, now it must have had a chance
+_RECOVERY_S = 4.0  # between two faults of one target, so that it can recover
 _LONGEST_GAP = 4.0  # times the mean
 _RATES = (128e3, 256e3, 1e6)  # bits per second
-_LOSSES = (0.02, 0.05, 0.1)  # of the pieces, each of which takes its connection with it
+_LOSSES = (0.02, 0.05, 0.1)  # of the pieces; each lost piece resets its connection
 
 
 class Kind(StrEnum):
-    """What is done. Its value is what people read."""
+    """The kind of a fault; the value is its name for people."""
 
     KILL_PEER = "SIGKILL of a peer"
     KILL_RANK = "SIGKILL of a rank"
@@ -39,28 +39,25 @@ class Kind(StrEnum):
 
     @property
     def of_coordinator(self) -> bool:
-        """Whether all peers feel it: no commit can be made meanwhile."""
+        """Whether it stops the whole run: no commit is possible meanwhile."""
         return self in (Kind.KILL_COORDINATOR, Kind.STOP_COORDINATOR, Kind.FULL_DISK)
 
     @property
     def kills(self) -> bool:
-        """Whether a process dies of it."""
+        """Whether it kills a process."""
         return self in (Kind.KILL_PEER, Kind.KILL_RANK, Kind.KILL_COORDINATOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. at_s: after the beginning of the chaos; lasts_s: until it is repaired (a killed process is started again).
-
-    level: bits per second of a slow link, share of the pieces at which a lossy one drops the connection, else 0.
-    """
+    """One planned fault."""
 
     number: int
-    at_s: float
+    at_s: float  # after the beginning of the chaos
     kind: Kind
     target: str
-    lasts_s: float
-    level: float = 0.0
+    lasts_s: float  # until it is repaired; a killed process is then restarted
+    level: float = 0.0  # of a slow link: bits per second; of a lossy one: share of the pieces that reset their connection
 
     @property
     def ends_s(self) -> float:
@@ -74,7 +71,7 @@ class Fault:
 
 
 def kinds_for(sharded: bool) -> tuple[Kind, ...]:
-    """Every kind; a rank can only be killed where a replica has several."""
+    """Return every kind; a rank can only be killed where a replica has several."""
     return tuple(kind for kind in Kind if sharded or kind is not Kind.KILL_RANK)
 
 
@@ -88,10 +85,10 @@ def draw_schedule(
     gap_s: float = 5.0,
     longest_s: float = 6.0,
 ) -> tuple[Fault, ...]:
-    """The faults of `seconds`, all repaired by then. sharded: which peer has several ranks; gap_s: mean time between two.
+    """Return the faults of `seconds`, all repaired by then. sharded: the peer with several ranks; gap_s: mean time between two.
 
-    Kinds are dealt from a shuffled deck, so that each comes before any comes again; gaps are exponential. A target never has
-    two faults at a time, different ones do. Raises ConfigError when there is nothing to draw from.
+    Kinds come from a shuffled deck, so that each occurs once before any occurs again. Gaps are exponential. A target never
+    has two faults at a time; different targets may. Raises ConfigError when there is nothing to draw from.
     """
     deck = tuple(kinds) if kinds is not None else kinds_for(sharded is not None)
     if not deck or not peers:
@@ -106,13 +103,13 @@ def draw_schedule(
             dealt = chance.sample(deck, len(deck))
         kind = dealt.pop()
         target = chance.choice(_targets(kind, peers, sharded))
-        lasts = 0.0 if kind is Kind.KILL_RANK else chance.uniform(0.2, longest_s)  # its torchrun does not wait for us
+        lasts = 0.0 if kind is Kind.KILL_RANK else chance.uniform(0.2, longest_s)  # its torchrun restarts it at once
         level = chance.choice(_LOSSES if kind is Kind.LOSSY else _RATES) if kind in (Kind.SLOW, Kind.LOSSY) else 0.0
         begins = round(max(at, free_at[target]), 2)
         fault = Fault(number=0, at_s=begins, kind=kind, target=target, lasts_s=round(lasts, 2), level=level)
         if fault.ends_s <= seconds:
             faults.append(fault)
-            free_at[target] = fault.ends_s + _SETTLE_S
+            free_at[target] = fault.ends_s + _RECOVERY_S
         at += min(chance.expovariate(1 / gap_s), _LONGEST_GAP * gap_s)
     in_order = sorted(faults, key=lambda fault: fault.at_s)
     return tuple(replace(fault, number=number) for number, fault in enumerate(in_order, 1))

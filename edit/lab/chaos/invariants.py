@@ -1,7 +1,4 @@
-"""What must hold in a run whatever is done to it, as pure functions over what was seen of it.
-
-Owns: the rules and the words for a broken one. Must not know: processes, files, the clock (`now` is given).
-"""
+"""The invariants of a run under faults, as pure functions of its history."""
 
 from __future__ import annotations
 
@@ -9,23 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from edit.lab.chaos.faults import Kind
-from edit.lab.chaos.history import Blow, Claim, Commit, History
+from edit.lab.chaos.history import Claim, Commit, History, Incident
 from edit.lab.processes import COORDINATOR
 
 __all__ = ["Bounds", "Violation", "broken", "broken_at_end", "journal_differs", "may_not_start"]
 
-_FLAT = 1.3  # the last third's largest size to the middle third's
-_FEW = 30  # samples of memory below which a third says nothing
+_FLAT = 1.3  # the largest size in the last third, relative to that in the middle third
+_FEW = 30  # with fewer samples in a third, memory is not judged
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that does not hold, when it was seen, and who is concerned (whose log to read)."""
+    """A broken rule."""
 
     rule: str
-    t: float
+    t: float  # when it was seen
     text: str
-    who: tuple[str, ...] = ()
+    who: tuple[str, ...] = ()  # whose logs to read
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.text}"
@@ -33,19 +30,19 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """advance_s: from a repair to the next commit; return_s: from the start of a killed peer to a commit with it."""
+    """How long the run may take to recover."""
 
-    advance_s: float
-    return_s: float
+    advance_s: float  # from a repair to the next commit
+    return_s: float  # from the restart of a killed peer to a commit with it
 
     @classmethod
     def of(cls, *, ceiling_s: float, lease_s: float, start_s: float) -> Bounds:
-        """Generous: every timeout of the run once, and the start of a process. start_s: on this machine, under load."""
+        """Return generous bounds: every timeout of the run once, and `start_s` for a process to start under load."""
         return cls(advance_s=ceiling_s + 2 * lease_s + start_s, return_s=2 * ceiling_s + 2 * lease_s + start_s)
 
 
 def broken(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
-    """What is wrong already, with the run going on."""
+    """Yield the rules that are broken while the run goes on."""
     yield from _one_line(history)
     yield from _digests(history)
     yield from _backwards(history)
@@ -54,85 +51,86 @@ def broken(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
 
 
 def broken_at_end(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
-    """What is wrong when nothing more will come."""
+    """Yield the rules that are broken at the end, when every line is in."""
     yield from broken(history, bounds, now)
     yield from _uncommitted(history)
     yield from _memory(history)
 
 
 def journal_differs(history: History, journalled: Mapping[int, int], t: float) -> Iterator[Violation]:
-    """journalled: round_id by outer step, of the segments that are still there. Every commit told is one journalled."""
-    told = {commit.outer_step: commit.round_id for commit in history.commits}
+    """Yield differences between the commits in metrics.jsonl and those in the journal (round_id by outer step)."""
+    reported = {commit.outer_step: commit.round_id for commit in history.commits}
     for outer_step, round_id in sorted(journalled.items()):
-        if told.get(outer_step, round_id) != round_id:
-            text = f"outer step {outer_step} was told as round {told[outer_step]}, but the journal has round {round_id}"
+        if reported.get(outer_step, round_id) != round_id:
+            text = f"outer step {outer_step} was reported as round {reported[outer_step]}, but the journal has round {round_id}"
             yield Violation("the journal and metrics.jsonl have the same commits", t, text, (COORDINATOR,))
-    last = max(told, default=0)
+    last = max(reported, default=0)
     if journalled and max(journalled) < last:
-        text = f"the journal ends at outer step {max(journalled)}, but {last} was told to be committed"
+        text = f"the journal ends at outer step {max(journalled)}, but {last} was reported as committed"
         yield Violation("no commit is lost", t, text, (COORDINATOR,))
 
 
-def may_not_start(blows: Sequence[Blow]) -> bool:
-    """Whether a coordinator that is started now may end with an error at once: its disk is full."""
-    return any(blow.fault.kind is Kind.FULL_DISK and blow.ended is None for blow in blows)
+def may_not_start(incidents: Sequence[Incident]) -> bool:
+    """Return whether a coordinator that is started now may fail at once, because its disk is full."""
+    return any(incident.fault.kind is Kind.FULL_DISK and incident.ended is None for incident in incidents)
 
 
 def _one_line(history: History) -> Iterator[Violation]:
-    """Outer steps are committed one after the other, each once. A coordinator that dies between the journal and the line in
-    metrics.jsonl leaves one step out there; then its folder has that step."""
+    """Outer steps are committed one after the other, each once.
+
+    A coordinator that dies between the journal and the line in metrics.jsonl leaves out one line; its folder has that step.
+    """
     for before, after in zip(history.commits, history.commits[1:], strict=False):
         if after.outer_step <= before.outer_step:
             text = f"outer step {after.outer_step} (round {after.round_id}) after {before.outer_step} (round {before.round_id})"
             yield Violation("every outer step is committed once", after.t, text, (COORDINATOR,))
         elif after.outer_step > before.outer_step + 1 and not _explained(history, before, after):
-            text = f"outer step {after.outer_step} follows {before.outer_step}, and no death of the coordinator explains it"
+            text = f"outer step {after.outer_step} follows {before.outer_step}, and no restart of the coordinator explains it"
             yield Violation("no commit is lost", after.t, text, (COORDINATOR,))
     for death in history.recovered:
-        told = max((commit.outer_step for commit in history.commits if commit.t <= death.t), default=0)
-        if death.outer_step < told:
-            text = f"the coordinator's folder held outer step {death.outer_step} when {told} had been committed"
+        reported = max((commit.outer_step for commit in history.commits if commit.t <= death.t), default=0)
+        if death.outer_step < reported:
+            text = f"the coordinator's folder held outer step {death.outer_step} when {reported} had been committed"
             yield Violation("no commit is lost", death.t, text, (COORDINATOR,))
-        if (told_digest := _committed(history).get(death.outer_step, death.digest)) != death.digest:
-            text = f"the folder held digest {death.digest[:12]} at outer step {death.outer_step}, committed {told_digest[:12]}"
+        if (known_digest := _committed(history).get(death.outer_step, death.digest)) != death.digest:
+            text = f"the folder held digest {death.digest[:12]} at outer step {death.outer_step}, committed {known_digest[:12]}"
             yield Violation("no commit is lost", death.t, text, (COORDINATOR,))
 
 
 def _explained(history: History, before: Commit, after: Commit) -> bool:
-    """A full disk takes lines as well: then the steps between are in nobody's way."""
+    """Return whether a restart or a full disk, which loses lines, explains the missing steps."""
     deaths = [death.outer_step for death in history.recovered if before.t <= death.t <= after.t]
     missing = range(before.outer_step + 1, after.outer_step)
-    full = any(_overlaps(blow, before.t, after.t) for blow in history.blows_of(Kind.FULL_DISK))
+    full = any(_overlaps(incident, before.t, after.t) for incident in history.incidents_of(Kind.FULL_DISK))
     return full or set(missing) <= set(deaths)
 
 
-def _overlaps(blow: Blow, start: float, end: float) -> bool:
-    return blow.began <= end and (blow.ended is None or blow.ended >= start)
+def _overlaps(incident: Incident, start: float, end: float) -> bool:
+    return incident.began <= end and (incident.ended is None or incident.ended >= start)
 
 
 def _committed(history: History) -> dict[int, str]:
-    """Digest by outer step."""
+    """Return the committed digests by outer step."""
     return {death.outer_step: death.digest for death in history.recovered} | {c.outer_step: c.digest for c in history.commits}
 
 
 def _digests(history: History) -> Iterator[Violation]:
-    """Whoever has outer parameters of an outer step has those that were committed, or, while its line is still on the way, the
-    same as everybody."""
+    """Every reported digest is the committed one, or, while the line of the commit is not in yet, the same for all."""
     known = _committed(history)
-    untold: dict[int, Claim] = {}
+    unconfirmed: dict[int, Claim] = {}
     for claim in history.claims:
         digest = known.get(claim.outer_step)
         if digest is not None and claim.digest != digest:
             text = f"{claim.who} has {claim.digest[:12]} at outer step {claim.outer_step}, committed was {digest[:12]}"
             yield Violation("digests are equal", claim.t, text, (claim.who, COORDINATOR))
-        first = claim if digest is not None else untold.setdefault(claim.outer_step, claim)
+        first = claim if digest is not None else unconfirmed.setdefault(claim.outer_step, claim)
         if first.digest != claim.digest:
             text = f"at outer step {claim.outer_step} {first.who} has {first.digest[:12]}, {claim.who} {claim.digest[:12]}"
             yield Violation("digests are equal", claim.t, text, (first.who, claim.who))
 
 
 def _uncommitted(history: History) -> Iterator[Violation]:
-    """When every line is in, nobody is ahead of the last commit."""
+    """When every line is in, no peer is ahead of the last commit."""
     last = max(_committed(history), default=0)
     for claim in history.claims:
         if claim.outer_step > last:
@@ -142,7 +140,7 @@ def _uncommitted(history: History) -> Iterator[Violation]:
 
 
 def _backwards(history: History) -> Iterator[Violation]:
-    """Within one life nobody goes back; a process started again may begin at its checkpoint."""
+    """A process never goes back to an earlier outer step; a restarted one may begin at its checkpoint."""
     at: dict[tuple[str, int], int] = {}
     for claim in history.claims:
         life = (claim.who, claim.life)
@@ -154,38 +152,40 @@ def _backwards(history: History) -> Iterator[Violation]:
 
 
 def _stalled(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
-    """After a repair the run advances again, unless the coordinator is struck anew meanwhile."""
-    strikes = [blow for blow in history.blows if blow.fault.kind.of_coordinator]
-    for blow in history.blows:
-        if blow.ended is None or ((commit := history.commit_after(blow.ended)) and commit.t <= blow.ended + bounds.advance_s):
+    """After a repair the run advances again, unless another fault hits the coordinator meanwhile."""
+    incidents = [incident for incident in history.incidents if incident.fault.kind.of_coordinator]
+    for incident in history.incidents:
+        if incident.ended is None or (
+            (commit := history.commit_after(incident.ended)) and commit.t <= incident.ended + bounds.advance_s
+        ):
             continue
-        due = _due(blow.ended, strikes, bounds.advance_s, commit.t if commit else now)
+        due = _due(incident.ended, incidents, bounds.advance_s, commit.t if commit else now)
         if due is not None and (commit.t if commit else now) > due:
-            text = f"no commit within {bounds.advance_s:.0f} s of the repair of {blow}"
+            text = f"no commit within {bounds.advance_s:.0f} s of the repair of {incident}"
             yield Violation("the run advances after a repair", due, text, (COORDINATOR, *history.peers))
 
 
-def _due(since: float, strikes: Sequence[Blow], bound_s: float, until: float) -> float | None:
-    """When a commit must have come; None while the coordinator is struck."""
-    for strike in sorted(strikes, key=lambda strike: strike.began):
-        if since < strike.began <= min(since + bound_s, until):
-            if strike.ended is None:
+def _due(since: float, incidents: Sequence[Incident], bound_s: float, until: float) -> float | None:
+    """Return when a commit must have come; None while an incident has not ended."""
+    for incident in sorted(incidents, key=lambda incident: incident.began):
+        if since < incident.began <= min(since + bound_s, until):
+            if incident.ended is None:
                 return None
-            since = max(since, strike.ended)
+            since = max(since, incident.ended)
     return since + bound_s
 
 
 def _absent(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
-    """A killed peer that was started again contributes again, unless it, or the coordinator, is struck anew."""
-    for blow in history.blows:
-        peer = blow.fault.target
-        if blow.fault.kind not in (Kind.KILL_PEER, Kind.KILL_RANK) or blow.ended is None:
+    """A killed peer that was started again contributes again, unless another fault hits it or the coordinator."""
+    for incident in history.incidents:
+        peer = incident.fault.target
+        if incident.fault.kind not in (Kind.KILL_PEER, Kind.KILL_RANK) or incident.ended is None:
             continue
-        strikes = [other for other in history.blows if other.fault.kind.of_coordinator or other.fault.target == peer]
-        commit = history.returned(blow)
-        due = _due(blow.ended, strikes, bounds.return_s, commit.t if commit else now)
+        incidents = [other for other in history.incidents if other.fault.kind.of_coordinator or other.fault.target == peer]
+        commit = history.returned(incident)
+        due = _due(incident.ended, incidents, bounds.return_s, commit.t if commit else now)
         if due is not None and (commit.t if commit else now) > due:
-            text = f"{peer} is in no commit within {bounds.return_s:.0f} s of its start after {blow}"
+            text = f"{peer} is in no commit within {bounds.return_s:.0f} s of its restart after {incident}"
             yield Violation("a killed peer contributes again", due, text, (peer, COORDINATOR))
 
 

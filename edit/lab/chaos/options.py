@@ -1,7 +1,4 @@
-"""What a chaos run is: how long, how many peers, of what model, and the run.toml that follows.
-
-Owns: the options and their bounds. Must not know: processes, files other than by name.
-"""
+"""The options of a chaos run, their bounds, and the settings of its run.toml."""
 
 from __future__ import annotations
 
@@ -22,39 +19,32 @@ _ENDLESS = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosOptions:
-    """The command line of `edit-lab chaos`, and what only benchmarks set.
-
-    seconds: of chaos, after all peers are in a commit and before the last repair; sharded: the last peer is a torchrun replica
-    of two ranks; gap_s: mean time between faults; longest_s: the longest that one lasts; kinds: None is all; throttle: a step
-    takes so many times as long, so that the machine has time for its faults; start_s: what a process may need to start, in the
-    bounds; begin_s: what all of them may need until they are in a commit; faults: instead of drawn ones; disk_bytes: of the
-    coordinator's own disk, 0 for the machine's.
-    """
+    """The options of `edit-lab chaos`, and some that only benchmarks set."""
 
     seed: int = 0
-    seconds: float = 60.0
+    seconds: float = 60.0  # of faults, after all peers are in a commit
     peers: int = 3
-    sharded: bool = False
+    sharded: bool = False  # the last peer is a torchrun replica of two ranks
     out: Path = Path("runs/chaos")
-    gap_s: float = 5.0
-    longest_s: float = 6.0
-    kinds: tuple[Kind, ...] | None = None
-    faults: tuple[Fault, ...] | None = None
+    gap_s: float = 5.0  # mean time between faults
+    longest_s: float = 6.0  # of one fault
+    kinds: tuple[Kind, ...] | None = None  # None: all
+    faults: tuple[Fault, ...] | None = None  # these instead of drawn ones
     layers: int = 1
     width: int = 32
     heads: int = 2
     batch_size: int = 2
     every: int = 10
-    throttle: float = 4.0
-    start_s: float = 40.0
+    throttle: float = 4.0  # an inner step takes so many times as long, to leave the machine time for the faults
+    start_s: float = 40.0  # how long a process may take to start, in the bounds
     quorum: int = 1
     heartbeat_s: float = 0.2
     lease_s: float = 1.0
     floor_s: float = 1.0
     ceiling_s: float = 10.0
     checkpoint_every: int = 3
-    begin_s: float = 180.0
-    disk_bytes: int = 64 << 20
+    begin_s: float = 180.0  # how long all peers may take until they are in a commit
+    disk_bytes: int = 64 << 20  # of the coordinator's tmpfs; 0: the machine's disk
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
@@ -71,7 +61,7 @@ class ChaosOptions:
 
     @property
     def step_tokens(self) -> int:
-        """Behind one inner step of a peer."""
+        """Tokens of one inner step of a peer."""
         return self.batch_size * CONTEXT
 
     @property
@@ -79,7 +69,7 @@ class ChaosOptions:
         return Bounds.of(ceiling_s=self.ceiling_s, lease_s=self.lease_s, start_s=self.start_s)
 
     def schedule(self) -> tuple[Fault, ...]:
-        """The same for the same options."""
+        """Return the planned faults; the same options give the same ones."""
         if self.faults is not None:
             return self.faults
         return draw_schedule(
@@ -93,7 +83,7 @@ class ChaosOptions:
         )
 
     def run(self) -> Settings:
-        """run.toml. Small numbers everywhere, so that what takes minutes in a real run takes seconds here."""
+        """Return the settings of run.toml: small numbers, so that what takes minutes in a real run takes seconds here."""
         model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": CONTEXT}
         rounds = {"start_peers": self.peers, "quorum": self.quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
         return {
@@ -103,7 +93,7 @@ class ChaosOptions:
             "inner": {"lr": 1e-3, "warmup_steps": 20, "batch_size": self.batch_size},
             "sync": {"every": self.every, "outer_steps": _ENDLESS},
             "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
-            "penalty": {"enabled": False},  # a peer that trained on while it was cut off is no anomaly here
+            "penalty": {"enabled": False},  # a peer that trained on while it was disconnected sends a larger norm
             "codec": {"up": "int8", "down": "bf16"},
             "rounds": rounds,
             "membership": {"heartbeat_s": self.heartbeat_s, "lease_s": self.lease_s},

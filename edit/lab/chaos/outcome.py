@@ -1,7 +1,4 @@
-"""A chaos run in numbers: as one JSON object and as tables for people.
-
-Owns: what is reported and its words. Must not know: how the run was made.
-"""
+"""The result of a chaos run: as one JSON object, and as tables."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from rich.table import Table
 
 from edit.lab.chaos.faults import Kind
 from edit.lab.chaos.harness import Report
-from edit.lab.chaos.history import Blow, History
+from edit.lab.chaos.history import History, Incident
 
 __all__ = ["as_json", "tables"]
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Flat, stable names for scripts; times in seconds; None where there was nothing to measure."""
+    """Return flat, stable names for scripts; times in seconds; None where there was nothing to measure."""
     history = report.history
     made, counted = history.inner_steps_made, history.inner_steps_counted
     sizes = [sample.bytes for sample in history.memory]
@@ -30,14 +27,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "peers": report.options.peers,
         "disk": report.disk,
         "violation": str(report.violation) if report.violation is not None else None,
-        "faults": {kind.name.lower(): _of_kind(history, kind) for kind in Kind if history.blows_of(kind)},
+        "faults": {kind.name.lower(): _of_kind(history, kind) for kind in Kind if history.incidents_of(kind)},
         "schedule": [str(fault) for fault in report.schedule],
         "commits": len(history.commits),
         "aborted": history.aborted,
         "outer_step": history.commits[-1].outer_step if history.commits else 0,
         "digests_compared": len(history.claims),
         "participation": round(history.participation, 3),
-        "contributes_again_s": _spread([_again(history, blow) for blow in history.blows if blow.fault.kind.kills]),
+        "contributes_again_s": _spread([_again(history, one) for one in history.incidents if one.fault.kind.kills]),
         "inner_steps_made": made,
         "inner_steps_counted": counted,
         "goodput": round(min(1.0, counted / made), 4) if made else None,
@@ -47,26 +44,26 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _of_kind(history: History, kind: Kind) -> dict[str, Any]:
-    blows = history.blows_of(kind)
+    incidents = history.incidents_of(kind)
     return {
-        "count": len(blows),
-        "next_commit_s": _spread([_since(history, blow, blow.began) for blow in blows]),
-        "next_commit_after_repair_s": _spread([_since(history, blow, blow.ended) for blow in blows]),
-        "contributes_again_s": _spread([_again(history, blow) for blow in blows]),
+        "count": len(incidents),
+        "next_commit_s": _spread([_since(history, incident, incident.began) for incident in incidents]),
+        "next_commit_after_repair_s": _spread([_since(history, incident, incident.ended) for incident in incidents]),
+        "contributes_again_s": _spread([_again(history, incident) for incident in incidents]),
     }
 
 
-def _since(history: History, blow: Blow, t: float | None) -> float | None:
+def _since(history: History, incident: Incident, t: float | None) -> float | None:
     commit = history.commit_after(t) if t is not None else None
     return commit.t - t if commit is not None and t is not None else None
 
 
-def _again(history: History, blow: Blow) -> float | None:
-    """From the repair to the first commit with the peer that was struck."""
-    if blow.fault.kind.of_coordinator or blow.ended is None:
+def _again(history: History, incident: Incident) -> float | None:
+    """Return the seconds from the repair to the first commit with the target."""
+    if incident.fault.kind.of_coordinator or incident.ended is None:
         return None
-    commit = history.returned(blow)
-    return commit.t - blow.ended if commit is not None else None
+    commit = history.returned(incident)
+    return commit.t - incident.ended if commit is not None else None
 
 
 def _spread(seconds: Sequence[float | None]) -> dict[str, float] | None:
@@ -75,9 +72,9 @@ def _spread(seconds: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def tables(report: Report) -> RenderableType:
-    """What as_json says, to read."""
+    """Return the same as `as_json`, as tables."""
     values = as_json(report)
-    columns = ("fault", "count", "next commit s", "after the repair s", "that peer counts again s")
+    columns = ("fault", "count", "next commit s", "after the repair s", "target counts again s")
     faults = Table(*columns, box=None, header_style="dim", title_justify="left")
     for kind in Kind:
         if (row := values["faults"].get(kind.name.lower())) is not None:
@@ -96,7 +93,7 @@ def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
         ("chaos", f"{values['seconds']:.0f} s, {sum(row['count'] for row in values['faults'].values())} faults"),
         ("commits", f"{values['commits']}, rounds aborted {values['aborted']}"),
         ("peers in a commit", f"{values['participation']:.2f} of {values['peers']}"),
-        ("a struck peer counts again", _median_max(values["contributes_again_s"]) + " s (killed ones, from their start)"),
+        ("a disturbed peer counts again", _median_max(values["contributes_again_s"]) + " s (killed ones, from their restart)"),
         (
             "inner steps that counted",
             f"{goodput} ({values['inner_steps_counted']:,} of {values['inner_steps_made']:,})",

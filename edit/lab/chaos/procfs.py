@@ -1,7 +1,4 @@
-"""Processes as Linux shows them in /proc: who descends from whom, who bears a mark, how large one is.
-
-Owns: reading /proc; a process that ends meanwhile is simply not there. Must not know: what the processes are.
-"""
+"""Processes as Linux shows them in /proc: descendants, environment marks, sizes. A process that ends meanwhile is left out."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ _PROC = Path("/proc")
 
 
 def available() -> bool:
-    """Whether this system has what is read here."""
+    """Return whether this system has /proc."""
     return (_PROC / "self" / "task").is_dir()
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, nearest first; those of a process that has ended already are not found."""
+    """Return all processes below `pid`, nearest first. Those whose parent has ended are not found."""
     found = children(pid)
     for child in found:
         found += children(child)
@@ -28,25 +25,25 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Those that `pid` started itself."""
+    """Return the processes that `pid` started."""
     lists = (_read(task / "children") for task in _listed(_PROC / str(pid) / "task"))
     return [int(word) for listed in lists for word in listed.split()]
 
 
 def marked(mark: str) -> list[int]:
-    """Processes other than this one whose environment began with `mark` (NAME=VALUE) in it; no zombies."""
+    """Return the processes, this one and zombies aside, that were started with `mark` (NAME=VALUE) in their environment."""
     own = os.getpid()
     pids = (int(entry.name) for entry in _listed(_PROC) if entry.name.isdigit())
     return [pid for pid in pids if pid != own and mark.encode() in _read(_PROC / str(pid) / "environ").split(b"\0")]
 
 
 def command_line(pid: int) -> str:
-    """For people."""
+    """Return the command line as text."""
     return _read(_PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The resident size; None when there is no such process."""
+    """Return the resident size; None when there is no such process."""
     lines = _read(_PROC / str(pid) / "status").decode().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
 

@@ -75,7 +75,7 @@ def test_a_cut_link_drops_and_refuses_until_it_is_mended(echo: tuple[str, int]) 
             assert connection.recv(1) == b""
         with contextlib.suppress(ConnectionError):  # the refusal may arrive as a reset
             assert _talk(link.port, b"y") == b""
-        link.mend()
+        link.repair()
         assert _talk(link.port, b"z") == b"z"
 
 
@@ -89,7 +89,7 @@ def test_a_silent_link_holds_everything_back_and_loses_nothing(echo: tuple[str, 
         with pytest.raises(TimeoutError):
             connection.recv(1)
         connection.settimeout(10)
-        link.mend()
+        link.repair()
         assert connection.recv(1) == b"y"
 
 
@@ -101,7 +101,7 @@ def test_a_silent_link_lets_no_new_connection_through(echo: tuple[str, int]) -> 
             with pytest.raises(TimeoutError):
                 connection.recv(1)
         assert link.carried_bytes == [0, 0]
-        link.mend()
+        link.repair()
         assert _talk(link.port, b"z") == b"z"
 
 
@@ -112,7 +112,7 @@ def test_a_lossy_link_resets_connections_until_it_is_mended(echo: tuple[str, int
         with contextlib.suppress(OSError):
             assert len(_talk(link.port, data)) < len(data)
         assert sum(link.carried_bytes) < len(data)
-        link.mend()
+        link.repair()
         assert _talk(link.port, data) == data
 
 

@@ -16,7 +16,7 @@ from edit.lab.chaos import procfs
 from edit.lab.chaos.disk import BoundedFiles
 from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.harness import Report
-from edit.lab.chaos.history import Blow, History, Memory, Recovered
+from edit.lab.chaos.history import History, Incident, Memory, Recovered
 from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
@@ -96,9 +96,9 @@ def good(steps: int = 20) -> History:
     return history
 
 
-def struck(history: History, kind: Kind, began: float, ended: float | None, target: str = "a") -> None:
+def incident_in(history: History, kind: Kind, began: float, ended: float | None, target: str = "a") -> None:
     fault = Fault(number=1, at_s=began, kind=kind, target=COORDINATOR if kind.of_coordinator else target, lasts_s=1.0)
-    history.blows.append(Blow(fault, began, ended))
+    history.incidents.append(Incident(fault, began, ended))
 
 
 def rules(history: History, now: float = 20.0) -> list[str]:
@@ -107,8 +107,8 @@ def rules(history: History, now: float = 20.0) -> list[str]:
 
 def test_a_good_history_breaks_nothing() -> None:
     history = good()
-    struck(history, Kind.KILL_PEER, 3.2, 4.1)
-    struck(history, Kind.KILL_COORDINATOR, 8.2, 8.9)
+    incident_in(history, Kind.KILL_PEER, 3.2, 4.1)
+    incident_in(history, Kind.KILL_COORDINATOR, 8.2, 8.9)
     assert rules(history) == []
     assert (history.inner_steps_made, history.inner_steps_counted, history.participation) == (600, 600, 3.0)
 
@@ -136,7 +136,7 @@ def test_a_step_left_out() -> None:
 def test_a_full_disk_may_swallow_lines() -> None:
     history = good()
     history.take(COORDINATOR, committed(23, t=23.0))
-    struck(history, Kind.FULL_DISK, 20.5, 22.0)
+    incident_in(history, Kind.FULL_DISK, 20.5, 22.0)
     assert rules(history, 23.0) == []
 
 
@@ -145,8 +145,8 @@ def test_a_full_disk_may_swallow_lines() -> None:
 )
 def test_nobody_can_start_on_a_full_disk(kind: Kind, ended: float | None, may: bool) -> None:
     history = good()
-    struck(history, kind, 20.5, ended)
-    assert may_not_start(history.blows) is may
+    incident_in(history, kind, 20.5, ended)
+    assert may_not_start(history.incidents) is may
 
 
 def test_a_folder_that_lost_a_commit() -> None:
@@ -214,26 +214,26 @@ def test_a_late_word_of_an_earlier_life_is_no_step_back() -> None:
 
 def test_a_run_that_stands_still_after_a_repair() -> None:
     history = good()
-    struck(history, Kind.CUT, 20.5, 22.0)
+    incident_in(history, Kind.CUT, 20.5, 22.0)
     assert rules(history, 31.9) == []
     assert rules(history, 32.1) == ["the run advances after a repair"]
-    struck(history, Kind.STOP_COORDINATOR, 25.0, None)
+    incident_in(history, Kind.STOP_COORDINATOR, 25.0, None)
     assert rules(history, 60.0) == []  # nobody can expect a commit
-    history.blows[-1].ended = 60.0
+    history.incidents[-1].ended = 60.0
     assert rules(history, 69.0) == []
     assert set(rules(history, 71.0)) == {"the run advances after a repair"}
 
 
 def test_a_commit_that_came_too_late() -> None:
     history = good()
-    struck(history, Kind.SLOW, 20.1, 20.2)
+    incident_in(history, Kind.SLOW, 20.1, 20.2)
     history.take(COORDINATOR, committed(21, t=35.0))
     assert rules(history, 36.0) == ["the run advances after a repair"]
 
 
 def test_a_killed_peer_that_never_counts_again() -> None:
     history = good()
-    struck(history, Kind.KILL_PEER, 20.2, 20.4)
+    incident_in(history, Kind.KILL_PEER, 20.2, 20.4)
     for step in range(21, 60):
         history.take(COORDINATOR, committed(step, weights=(0.0, 0.5, 0.5)))
     assert rules(history, 50.0) == []
@@ -244,13 +244,13 @@ def test_a_killed_peer_that_never_counts_again() -> None:
 
 def test_what_a_killed_peer_had_sent_before_does_not_count_as_its_return() -> None:
     history = good()
-    struck(history, Kind.KILL_PEER, 20.8, 20.9)
+    incident_in(history, Kind.KILL_PEER, 20.8, 20.9)
     history.take(COORDINATOR, committed(21))  # its round was opened at 20.5
-    (blow,) = history.blows
-    assert history.returned(blow) is None
+    (incident,) = history.incidents
+    assert history.returned(incident) is None
     history.take(COORDINATOR, committed(22, weights=(0.0, 0.5, 0.5)))
     history.take(COORDINATOR, committed(23))
-    assert history.returned(blow) is history.commits[-1]
+    assert history.returned(incident) is history.commits[-1]
 
 
 def test_a_coordinator_that_grows() -> None:
@@ -283,7 +283,7 @@ def test_lost_rounds_are_counted_and_change_nothing() -> None:
 def test_the_report_in_numbers_and_in_words() -> None:
     options = ChaosOptions(faults=())
     history = good()
-    struck(history, Kind.KILL_PEER, 3.2, 4.1)
+    incident_in(history, Kind.KILL_PEER, 3.2, 4.1)
     history.memory = [Memory(float(i), 100_000_000) for i in range(9)]
     report = Report(options, options.schedule(), history, "a disk", seconds=20.0, ended={"a": 0})
     values = json.loads(json.dumps(as_json(report)))

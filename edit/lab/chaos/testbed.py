@@ -1,7 +1,6 @@
-"""The processes of a chaos run, each peer behind a link of its own, and the hands that do harm to them and undo it.
+"""The processes, links and disk of a chaos run: starts them, injects faults, repairs them, and leaves nothing behind.
 
-Owns: command lines, links, signals, the disk, and that nothing is left of it: processes bear a mark in their environment.
-Must not know: when a fault is due, what must hold.
+Each peer connects through a link of its own. All processes have a mark in their environment, by which leftovers are found.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from edit.lab.link import Link, LinkShape
 from edit.lab.processes import COORDINATOR, ChildDied, Exit, Programs, Supervisor
 from edit.lab.run_toml import to_toml
 
-__all__ = ["Site"]
+__all__ = ["Testbed"]
 
 _MARK = "EDIT_LAB_CHAOS"
 _PATIENCE_S = 20.0
@@ -40,8 +39,8 @@ _SERVE_WITHIN_S = 60.0
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "100000")
 
 
-class Site:
-    """Context manager: leaving it ends every process, link and mount. `found`, then `start`, then `strike` and `repair`."""
+class Testbed:
+    """Context manager: on exit it ends every process, link and mount. Call `found`, `start`, then `inject` and `repair`."""
 
     def __init__(self, options: ChaosOptions, programs: Programs | None = None) -> None:
         if not procfs.available():
@@ -53,7 +52,7 @@ class Site:
         self._supervisor = Supervisor(self.folder.logs, patience_s=_PATIENCE_S)
         self._links: dict[str, Link] = {}
         self._open = contextlib.ExitStack()
-        self._log_begins = 0  # of the coordinator's present life
+        self._log_begins = 0  # where the log of the coordinator's present process begins
         self._mark = secrets.token_hex(8)
         self.left_behind: tuple[str, ...] = ()
 
@@ -65,19 +64,19 @@ class Site:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._go_on(self._pids(*self._options.peer_ids, COORDINATOR))  # a stopped process hears no SIGTERM
+        self._continue(self._pids(*self._options.peer_ids, COORDINATOR))  # a stopped process does not handle SIGTERM
         self._open.close()
 
     def _sweep(self) -> None:
-        """Whoever still bears the mark was left behind: told, and killed."""
+        """Note and kill the processes that still have the mark."""
         left = procfs.marked(f"{_MARK}={self._mark}")
         self.left_behind = tuple(f"{pid}: {procfs.command_line(pid)}" for pid in left)
         _signal(left, signal.SIGKILL)
 
-    # ---- from nothing to a run ------------------------------------------------------------------------------------------
+    # ---- starting -------------------------------------------------------------------------------------------------------
 
     def found(self) -> None:
-        """Make the run, serve it, enrol every peer behind its link. Raises ChildDied."""
+        """Create the run, serve it, enrol every peer behind its link. Raises ChildDied."""
         folder, coordinator = self.folder, self._programs.coordinator
         folder.run_toml.write_text(to_toml(self._options.run()), encoding="utf-8")
         folder.data.mkdir()
@@ -95,11 +94,11 @@ class Site:
             for end in self._supervisor.ended():
                 raise ChildDied(str(end))
             if time.monotonic() > give_up:
-                raise ChildDied(f"the coordinator does not serve after {_SERVE_WITHIN_S:.0f} s")
+                raise ChildDied(f"the coordinator does not serve within {_SERVE_WITHIN_S:.0f} s")
             time.sleep(0.05)
 
     def start(self, name: str) -> None:
-        """Start the process called `name`, also again, with the same command line."""
+        """Start the process called `name`, also again after it ended."""
         if name == COORDINATOR:
             log = self.folder.logs / f"{name}.log"
             self._log_begins = log.stat().st_size if log.exists() else 0
@@ -114,13 +113,13 @@ class Site:
         self._supervisor.start(name, (*program, *run))
 
     def metrics(self, name: str) -> Path:
-        """Where this process tells what it does."""
+        """Return the path of this process's metrics file."""
         return (self.folder.state if name == COORDINATOR else self.folder.home(name)) / "metrics.jsonl"
 
     # ---- faults ---------------------------------------------------------------------------------------------------------
 
-    def strike(self, fault: Fault) -> None:
-        """Do it."""
+    def inject(self, fault: Fault) -> None:
+        """Inject the fault."""
         name = fault.target
         match fault.kind:
             case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
@@ -141,22 +140,22 @@ class Site:
                 self.disk.fill(self._supervisor.pid(name))
 
     def repair(self, fault: Fault) -> None:
-        """Undo it; a killed process is started again. (A killed rank is started again by its torchrun.)"""
+        """Repair the fault: restart a killed process. (A killed rank is restarted by its torchrun.)"""
         name = fault.target
         match fault.kind:
             case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
                 self.start(name)
             case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
-                self._go_on(self._pids(name))
+                self._continue(self._pids(name))
             case Kind.CUT | Kind.SILENCE | Kind.LOSSY:
-                self._links[name].mend()
+                self._links[name].repair()
             case Kind.SLOW:
                 self._links[name].reshape(LinkShape())
             case Kind.FULL_DISK:
                 self.disk.free(self._supervisor.pid(name))
 
     def _kill(self, name: str) -> None:
-        """With all that it has started: the ranks of a torchrun are in groups of their own."""
+        """Kill the process and its descendants: the ranks of a torchrun are in process groups of their own."""
         below = procfs.descendants(self._supervisor.pid(name))
         self._supervisor.kill(name)
         _signal(below, signal.SIGKILL)
@@ -165,45 +164,45 @@ class Site:
         running = [self._supervisor.pid(name) for name in names if self._supervisor.running(name)]
         return [pid for top in running for pid in (top, *procfs.descendants(top))]
 
-    def _go_on(self, pids: Iterable[int]) -> None:
+    def _continue(self, pids: Iterable[int]) -> None:
         _signal(pids, signal.SIGCONT)
 
-    # ---- looking --------------------------------------------------------------------------------------------------------
+    # ---- observing ------------------------------------------------------------------------------------------------------
 
-    def folder_holds(self) -> Recovered:
-        """What a dead coordinator left. Raises StorageError when it is damaged."""
+    def read_folder(self) -> Recovered:
+        """Return the outer step and digest in a killed coordinator's folder. Raises StorageError when it is damaged."""
         outer = load_outer(StateFolder(self.folder.state))
         return Recovered(time.time(), outer.outer_step, outer.digest)
 
     def journalled(self) -> dict[int, int]:
-        """round_id by outer step, in the segments that are still there. Raises StorageError when one is damaged."""
+        """Return round_id by outer step, from the journal segments that are kept. Raises StorageError when one is damaged."""
         segments = sorted((self.folder.state / "outer").glob("*.journal"))
         rounds = (replay(path, int(path.stem.removeprefix("step-"))) for path in segments)
         return {committed.outer_step: committed.round_id for segment in rounds for committed in segment}
 
     def resident_bytes(self) -> int | None:
-        """Of the coordinator; None while it is dead."""
+        """Return the coordinator's resident memory; None while it does not run."""
         running = self._supervisor.running(COORDINATOR)
         return procfs.resident_bytes(self._supervisor.pid(COORDINATOR)) if running else None
 
     def running(self, name: str) -> bool:
-        """Whether this process lives."""
+        """Return whether this process runs."""
         return self._supervisor.running(name)
 
     def served(self) -> bool:
-        """Whether the coordinator has come as far as serving since it was started last."""
+        """Return whether the coordinator has begun to serve since its last start."""
         return b" serving " in (self.folder.logs / f"{COORDINATOR}.log").read_bytes()[self._log_begins :]
 
-    def surprises(self) -> list[Exit]:
-        """Processes that ended though nobody had told them to."""
+    def unexpected_ends(self) -> list[Exit]:
+        """Return the processes that ended without being asked to."""
         return [end for end in self._supervisor.ended() if not end.expected]
 
     def finish(self, name: str) -> Exit:
-        """Tell it to stop; how it ended."""
+        """Stop the process and return how it ended."""
         return self._supervisor.stop(name)
 
     def last_lines(self, name: str, count: int) -> tuple[str, ...]:
-        """Of its log."""
+        """Return the last `count` lines of its log."""
         return self._supervisor.last_lines(name, count)
 
 
