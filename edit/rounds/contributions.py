@@ -1,19 +1,8 @@
-"""The contributions that the coordinator has in hand, whole or on their way, across rounds: one per peer. Sans-IO.
-
-Owns: what of whom is in, since when it travels, what may still be taken of it, what goes on into the next round. Must not know:
-bytes, who is live, when a round closes. Rules, with max_staleness = S:
- 1. A contribution is known by its peer, the round that was open when it began, and the outer step s it was computed against.
- 2. S = 0: it is taken in its own round only, and is gone when that closes.
- 3. S > 0: it is merged whole, in the first round that closes with it, at outer step t, as long as t - s <= S; until then it is
-    CARRIED OVER from round to round, and its bytes may go on coming in while no round is open. After that it is refused.
- 4. Once merged it is refused if it comes again: the commit has its verdict. So the rounds that a peer's contributions name
-    strictly increase, and none of them is of an earlier start of the coordinator, which would know nothing of that.
- 5. A newer contribution of the same peer replaces one that is not whole: the peer began anew. One that is whole stays, and the
-    newer one is refused.
-"""
+"""Which contribution of each peer is in hand, across rounds. At most one per peer; rules 11 to 13 of `edit.rounds.machine`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -22,56 +11,68 @@ __all__ = ["ContributionBook", "InFlightContribution"]
 
 @dataclass(slots=True)
 class InFlightContribution:
-    """One peer's contribution. began_at: when its first header came; arrived: the fragments that are in; steady: the peer was
-    not lost since; received_bytes, total_bytes: as the shell said last."""
+    """One peer's contribution, from its first header until it is merged or dropped."""
 
-    round_id: int
-    outer_step: int
-    began_at: float
-    arrived: set[int] = field(default_factory=set)
-    whole: bool = False
-    steady: bool = True
-    received_bytes: int = 0
-    total_bytes: int = 0
+    round_id: int  # the round that was open when it began
+    outer_step: int  # the outer step it was computed against
+    began_at: float  # when its first header came
+    arrived: set[int] = field(default_factory=set)  # the fragments that are in
+    whole: bool = False  # every fragment is in
+    steady: bool = True  # the peer was not lost since it began, so its times count
+    received_bytes: int = 0  # as the shell reported last
+    total_bytes: int = 0  # as the shell reported last
 
     def ends_at(self, now: float) -> float:
-        """When it will be in, at the rate so far; inf before there is one."""
+        """When all of it will be in, at the rate so far; inf before there is one."""
         if not 0 < self.received_bytes <= self.total_bytes:
-            return float("inf")
+            return math.inf
         return self.began_at + (now - self.began_at) * self.total_bytes / self.received_bytes
 
 
 class ContributionBook:
-    """See the module's text. first_round_id: of this start of the coordinator; `carries`: what comes may outlive its round."""
+    """The contributions in hand, by peer.
+
+    Args:
+        max_staleness: how many outer steps may lie between the one that a contribution was computed against and the one that it
+            is merged at. 0: it is merged in the round that it names, or never.
+        first_round_id: the first round of this start of the coordinator.
+    """
 
     def __init__(self, max_staleness: int, first_round_id: int) -> None:
-        self.carries = max_staleness > 0
-        self._max = max_staleness
-        self._first = first_round_id
-        self._of: dict[str, InFlightContribution] = {}
+        self._max_staleness = max_staleness
+        self._first_round_id = first_round_id
+        self._in_hand: dict[str, InFlightContribution] = {}
         self._merged: dict[str, tuple[int, int]] = {}  # peer_id -> the round it named, the outer step it became part of
 
+    @property
+    def carries(self) -> bool:
+        """Whether a contribution may outlive the round that it names."""
+        return self._max_staleness > 0
+
     def get(self, peer_id: str, round_id: int | None = None) -> InFlightContribution | None:
-        """What is in hand of this peer, or None; round_id: only when it names that round."""
-        known = self._of.get(peer_id)
+        """Return what is in hand of this peer, or None; with `round_id` only if it names that round."""
+        known = self._in_hand.get(peer_id)
         return known if round_id is None or (known is not None and known.round_id == round_id) else None
 
-    def items(self) -> Iterator[tuple[str, InFlightContribution]]:
-        """All, by peer_id, so that the order never depends on who came first."""
-        return iter(sorted(self._of.items()))
+    def peers(self) -> tuple[str, ...]:
+        """Return whose contributions are in hand, sorted, so that no order depends on who came first."""
+        return tuple(sorted(self._in_hand))
 
     def arrived(self) -> Iterator[tuple[str, int]]:
-        """(peer_id, fragment_id) of each fragment that is in, in a fixed order."""
-        return ((peer_id, fragment_id) for peer_id, one in self.items() for fragment_id in sorted(one.arrived))
+        """Return (peer_id, fragment_id) of each fragment that is in, sorted."""
+        return ((peer_id, fragment_id) for peer_id in self.peers() for fragment_id in sorted(self._in_hand[peer_id].arrived))
 
     def refusal(self, peer_id: str, round_id: int, outer_step: int, newest_round_id: int, run_step: int) -> str:
-        """Why a contribution that may outlive its round is not taken (it is late or early), or ''. run_step: the run's t."""
-        known, merged = self._of.get(peer_id), self._merged.get(peer_id)
-        if not self._first <= round_id <= newest_round_id:
+        """Return why a contribution is late or early (rules 11 to 13), or ''.
+
+        newest_round_id: the last round that was opened; run_step: the outer step of the run.
+        """
+        known, merged = self._in_hand.get(peer_id), self._merged.get(peer_id)
+        if not self._first_round_id <= round_id <= newest_round_id:
             return f"round {round_id} was never opened since the coordinator started; contribute to a new one"
         if outer_step > run_step:
             return f"computed against outer step {outer_step}; the run is at {run_step}"
-        if run_step - outer_step > self._max:
+        if run_step - outer_step > self._max_staleness:
             return self._too_stale(outer_step, run_step)
         if merged is not None and round_id <= merged[0]:
             return f"a contribution to round {merged[0]} is part of outer step {merged[1]} already"
@@ -84,37 +85,39 @@ class ContributionBook:
         return ""
 
     def begin(self, peer_id: str, round_id: int, outer_step: int, now: float) -> InFlightContribution | None:
-        """A contribution that is not refused begins; None when it is in hand already. It replaces an older one."""
-        known = self._of.get(peer_id)
+        """Take in a contribution that is not refused, in place of an older one; None if this very one is in hand already."""
+        known = self._in_hand.get(peer_id)
         if known is not None and (known.round_id, known.outer_step) == (round_id, outer_step):
             return None
-        begun = self._of[peer_id] = InFlightContribution(round_id, outer_step, now)
+        begun = self._in_hand[peer_id] = InFlightContribution(round_id, outer_step, now)
         return begun
 
     def drop(self, *peers: str) -> None:
-        """Their bytes were bad, or could not be merged."""
+        """Forget these peers' contributions."""
         for peer_id in peers:
-            self._of.pop(peer_id, None)
-
-    def clear(self) -> None:
-        """The run is over."""
-        self._of.clear()
+            self._in_hand.pop(peer_id, None)
 
     def merged(self, peers: Collection[str], outer_step: int) -> None:
-        """These are part of the commit TO outer_step."""
+        """Remember that these peers' contributions are part of the commit TO `outer_step`; they are in hand no more."""
         for peer_id in peers:
-            if (done := self._of.pop(peer_id, None)) is not None and self.carries:
+            if (done := self._in_hand.pop(peer_id, None)) is not None:
                 self._merged[peer_id] = done.round_id, outer_step
 
-    def close(self, run_step: int) -> list[tuple[str, str]]:
-        """A round is over: keep what is carried over; (peer_id, reason) of each that is refused from now on."""
+    def end_round(self, run_step: int) -> list[tuple[str, str]]:
+        """Keep what may outlive the round that is over; return (peer_id, reason) of each that is too stale from now on."""
         if not self.carries:
-            self.clear()
-            return []
-        stale = [(peer_id, one) for peer_id, one in self.items() if run_step - one.outer_step > self._max]
-        for peer_id, _ in stale:
-            del self._of[peer_id]
-        return [(peer_id, self._too_stale(one.outer_step, run_step)) for peer_id, one in stale]
+            self._in_hand.clear()
+        stale = [
+            (peer_id, self._too_stale(self._in_hand[peer_id].outer_step, run_step))
+            for peer_id in self.peers()
+            if run_step - self._in_hand[peer_id].outer_step > self._max_staleness
+        ]
+        self.drop(*(peer_id for peer_id, _ in stale))
+        return stale
+
+    def clear(self) -> None:
+        """Forget all of them: the run is over."""
+        self._in_hand.clear()
 
     def _too_stale(self, outer_step: int, run_step: int) -> str:
-        return f"computed against outer step {outer_step}; the run is at {run_step}, max_staleness = {self._max}"
+        return f"computed against outer step {outer_step}; the run is at {run_step}, max_staleness = {self._max_staleness}"

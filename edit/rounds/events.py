@@ -1,17 +1,13 @@
-"""What the round machine is told and what it answers: plain frozen values. See `edit.rounds.machine` for the rules.
-
-Those of which every contribution makes some are named tuples: they are made in a third of the time, and a simulation makes
-many millions.
-"""
+"""What the round machine is told (events) and what it answers (effects): frozen values. `edit.rounds.machine` has the rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 __all__ = [
     "Arrived",
+    "Close",
     "Commit",
     "CommitSucceeded",
     "Drain",
@@ -33,13 +29,12 @@ __all__ = [
     "RoundOpened",
     "RunFinished",
     "Tick",
+    "Withdrawn",
 ]
 
 
 class Phase(Enum):
-    """What the machine is doing (see the table)."""
-
-    __hash__ = object.__hash__  # an Enum's own takes longer than what is done with it
+    """What the machine is doing (see its table)."""
 
     GATHERING = "gathering"
     COLLECTING = "collecting"
@@ -48,58 +43,68 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-class MemberReady(NamedTuple):
-    """A live peer says that its outer parameters are at `outer_step`. Sent whenever that changes.
+# -- events ----------------------------------------------------------------------------------------------------------------
 
-    step_s: seconds per inner step as it measured them, 0 when it has not.
-    """
+
+@dataclass(frozen=True, slots=True)
+class MemberReady:
+    """A live peer reports its outer step. Sent whenever that changes, and as often as the peer reports."""
 
     peer_id: str
-    outer_step: int
-    step_s: float = 0.0
+    outer_step: int  # of the peer's outer parameters
+    step_s: float = 0.0  # seconds per inner step as the peer measured them; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """The peer is gone: lease over, stream closed, left or evicted."""
+    """The peer is gone: its lease is over, its stream closed, it left or was evicted."""
 
     peer_id: str
     reason: str
 
 
-class Offered(NamedTuple):
-    """The header of a contribution came; without a Refused in the answer its bytes are welcome."""
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The header of a contribution came. Unless the answer has a Refused, its bytes are welcome."""
 
     peer_id: str
-    round_id: int
-    outer_step: int
+    round_id: int  # the round that was open when the contribution began
+    outer_step: int  # the outer step it was computed against
     fragment_id: int
 
 
-class Arrived(NamedTuple):
-    """A fragment of a contribution is here: whole, checked and measured."""
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """One fragment of a contribution is here: whole, checked and measured."""
 
     peer_id: str
-    round_id: int
+    round_id: int  # as offered
     fragment_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes of a contribution are coming in: so many so far, over all its fragments, of about `total_bytes`."""
+    """Bytes of a contribution are coming in."""
 
     peer_id: str
-    round_id: int
-    received_bytes: int
-    total_bytes: int
+    round_id: int  # as offered
+    received_bytes: int  # so far, over all its fragments
+    total_bytes: int  # about so many in all
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The shell dropped what it had of this peer's contribution. It is nobody's fault; the peer may begin anew."""
+
+    peer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Faulted:
-    """The peer's bytes were bad; round_id: the one its contribution names."""
+    """The peer's bytes were bad."""
 
     peer_id: str
-    round_id: int
+    round_id: int  # the round that the bad contribution names
     reason: str
 
 
@@ -113,17 +118,24 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class CommitSucceeded:
-    """The shell carried out a Commit: the outer step is on disk. tokens: merged with it."""
+    """The shell carried out a Commit: the outer step is on disk."""
 
     round_id: int
-    tokens: int = 0
+    tokens: int = 0  # merged with it
 
 
 @dataclass(frozen=True, slots=True)
 class RoundFailed:
-    """A Reduce or a Commit could not be carried out; nothing was applied."""
+    """A Reduce or a Commit could not be carried out, for whatever reason; nothing was applied."""
 
     round_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The shell ends the open collection with what is complete, as the deadline would. Ignored before the quorum."""
+
     reason: str
 
 
@@ -153,10 +165,12 @@ Event = (
     | Offered
     | Progress
     | Arrived
+    | Withdrawn
     | Faulted
     | Reduced
     | CommitSucceeded
     | RoundFailed
+    | Close
     | Tick
     | Pause
     | Resume
@@ -164,35 +178,39 @@ Event = (
 )
 
 
+# -- effects ---------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """A round to advance from `outer_step`; deadline: on the clock of `now`, inf when nobody is waited for."""
+    """A round began: contributions that name it are welcome."""
 
     round_id: int
-    outer_step: int
-    expected: frozenset[str]
-    deadline: float
+    outer_step: int  # it tries to advance from here
+    expected: frozenset[str]  # the peers it waits for
+    deadline: float  # on the clock of `now`; inf when nobody is waited for
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A contribution is not taken. stale: the peer is late or early, not wrong; it should look at the view.
+    """A contribution is not taken.
 
-    The answer to an Offered or Arrived; to any other event: what was taken of this peer is dropped.
+    As the answer to an Offered or Arrived: this one is not taken, and nothing else happened. As an effect of any other event:
+    what was taken of this peer is to be dropped.
     """
 
     peer_id: str
     reason: str
-    stale: bool
+    stale: bool  # the peer is late or early, not wrong: it should look at the newest view
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Merge this fragment of these peers (sorted); answer with Reduced or RoundFailed."""
+    """Merge this fragment of these peers; answer with Reduced or RoundFailed."""
 
     round_id: int
     fragment_id: int
-    peers: tuple[str, ...]
+    peers: tuple[str, ...]  # sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,24 +219,21 @@ class Commit:
 
     round_id: int
     outer_step: int
-    reason: str
-    missing: tuple[str, ...]
+    reason: str  # why the collection closed
+    missing: tuple[str, ...]  # who was expected and is not part of it, sorted
 
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed:
-    """The round is over. outer_step: the one it advanced to, or tried to; missing: expected and not complete.
-
-    carried: whose contributions, whole or not, go on into the next round; those of all others are to be dropped.
-    """
+    """The round is over."""
 
     round_id: int
-    outer_step: int
+    outer_step: int  # the one it advanced to, or tried to
     committed: bool
     reason: str
-    missing: tuple[str, ...]
-    seconds: float
-    carried: tuple[str, ...] = ()
+    missing: tuple[str, ...]  # who was expected and is not part of it, sorted
+    seconds: float  # since it opened
+    carried: tuple[str, ...] = ()  # whose contributions, whole or not, are kept for the next round; drop all others
 
 
 @dataclass(frozen=True, slots=True)

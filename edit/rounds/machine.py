@@ -1,54 +1,77 @@
-"""The round machine: which round is open, whom it waits for, when it reduces, commits or gives up. Sans-IO.
+"""The round machine: which round is open, whom it waits for, what it takes, when it reduces, commits or gives up.
 
-Owns: round ids, the outer step (it advances on CommitSucceeded only), quorum, deadline, grace, the end of the run. Must not
-know: time (every call takes `now`, seconds of one monotonic clock), tensors, files, sockets, logging. `handle(event, now)`
-returns the effects that the shell carries out, in order; their results come back as events.
+`handle(event, now)` returns the effects that the shell carries out, in order; their results come back as events.
 
 Rules
+
+Opening
  1. A round is one attempt to advance from outer step t to t + 1, with the fragments that are DUE at t (streaming exchanges
-    one group of them per outer step). An aborted round is tried again with the same fragments, a commit leads to the next
+    one group of them per outer step). An aborted round is tried again with the same fragments; a commit leads to the next
     ones. Round ids strictly increase. After a commit or an abort the next round opens in the same call.
- 2. READY peers are live and last reported outer step t, or t - 1: that one was told of the commit that led to t and applies
-    it at its next step boundary; with max_staleness S down to t - 1 - S. A contribution to t reports t, too. A peer whose last
-    report is older is hung or takes a snapshot; nobody waits for it. A round opens with one ready peer (the first outer step:
-    `start_peers`) and EXPECTS all that are ready at that moment, whether they were part of the last commit or not: a slower
-    peer that missed one round would miss all of them otherwise, and the fastest peer would train alone.
+ 2. READY peers are live and last reported outer step t, or t - 1: such a peer was told of the commit that led to t and
+    applies it at its next step boundary; with max_staleness S down to t - 1 - S. A contribution to t is a report of t, too.
+    A peer whose last report is older is hung or takes a snapshot; nobody waits for it. A round opens with one ready peer
+    (the first outer step: with `start_peers`) and EXPECTS all that are ready at that moment, whether they were part of the
+    last commit or not: otherwise a slower peer that missed one round would miss all of them, and the fastest peer would
+    train alone.
  3. A round that opened out of GATHERING (start, restart, everybody lost) also expects those who report t within floor_s of
-    its opening: the run is still assembling. Any other latecomer is OPTIONAL: what it delivers before the close counts, but
-    nobody waits for it. It is expected from the next round on.
- 4. A lost peer is expected no more, at once; a replica that lost a rank is lost, too. What it delivered whole stays in. If
-    it returns, it is optional, or expected again when its contribution was under way.
- 5. A peer whose bytes were bad is out of the round: what it delivered is dropped where it is not reduced yet. If the ready
-    peers that are left cannot make a quorum with what is in, the round is aborted at once.
- 6. A fragment is reduced as soon as every expected peer has it in and at least a quorum has; each Reduce has a quorum.
- 7. COMPLETE: has delivered all fragments that are due. The collection closes with a quorum of complete peers when (a) no
-    expected peer is missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its own times and then
-    grace_s is over; with wait = "slack" instead: grace_s is over and those who are in have to wait (they train `overlap` inner
-    steps meanwhile). Missing peers' fragments that are in and not yet reduced are used: those peers are in the commit in part.
- 8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `deadlines`). A transfer that
-    moves extends it, if at its rate it ends before ceiling_s. With fewer than a quorum complete there, the round is aborted.
-    With no ready peer there is nobody to give up on: the round stays, the phase is GATHERING, and the deadline is counted anew
-    from the first peer that is ready again.
- 9. A peer's times are recorded when they end, and, when a close leaves it out that is overdue, as the time it was given: so
-    the deadline grows with a peer that has become slower. Measured is who was expected from the opening on and never lost.
-10. A pause aborts an open collection. A collection that is closed already is being merged and journalled: it ends first. A
-    drain lets an open collection come to its end, as long as somebody is ready; then the run is FINISHED, until a Resume.
-11. max_staleness S > 0: contributions outlive their rounds and are merged whole (see `in_hand`): nothing is reduced before the
-    close, what is not complete then is carried over, whatever became of the round, and counts in the round in which it is
-    complete. Only a merge that failed drops what was in it: its bytes may be the reason.
-12. merging = "arrivals": a round expects nobody and closes with the first complete contribution, and all others that are
+    its opening, because the run is still assembling; any other round those who report t at the moment of its opening. A
+    peer that comes later is OPTIONAL: what it delivers before the close counts, but nobody waits for it. The next round
+    expects it.
+
+Waiting
+ 4. A lost peer is expected no more, at once; a replica that lost a rank is lost, too. What it delivered stays in. If it
+    returns, it is optional, or expected again when its contribution was under way.
+ 5. A peer whose bytes were bad is out of the round: what it delivered is dropped where it is not being merged yet. If the
+    ready peers that are left cannot make a quorum with what is in, the round is aborted at once.
+ 6. A fragment is reduced as soon as every expected peer has it in and at least a quorum has. Each Reduce has a quorum.
+ 7. A peer is COMPLETE when it has delivered all fragments that are due. The collection closes with a quorum of complete
+    peers when (a) no expected peer is missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its
+    own times and then grace_s is over, or (d) the shell says Close. With wait = "slack", (c) is: grace_s is over and the
+    complete peers would have to wait for the outcome (they train `overlap` inner steps meanwhile). Fragments of missing
+    peers that are in and not reduced yet are used: those peers are in the commit in part.
+ 8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `edit.rounds.deadlines`). A
+    transfer that moves extends it, if at its rate it ends before ceiling_s. With fewer than a quorum complete at the
+    deadline, the round is aborted. With no ready peer there is nobody to give up on: the round stays, the phase is
+    GATHERING, and the deadline counts from the first peer that is ready again.
+ 9. A peer's times are recorded when they end, and, when a close leaves out a peer that is overdue, as the time that it was
+    given: so the deadline grows with a peer that has become slower. Only peers that were expected from the opening on and
+    never lost are measured.
+10. A pause aborts an open collection. A collection that is closed is being merged and journalled: that ends first. A drain
+    lets an open collection come to its end, as long as somebody is ready; then the run is FINISHED, until a Resume.
+
+Contributions
+11. A contribution is known by its peer, the round that was open when it began, and the outer step s it was computed
+    against. The same one again is one contribution. Of each peer at most one is in hand, over all rounds.
+12. A contribution may be merged at outer step t as long as t - s <= max_staleness S. With S = 0 it is merged in the round
+    that it names, or never: it is refused when another round is open or this one is closed, and dropped when this one is
+    over. With S > 0 it may outlive its round: nothing is reduced before the close (rule 6 does not apply), a contribution
+    is merged whole in the first round that closes when it is complete, and what is not complete then, or was in a round
+    that was aborted, is CARRIED OVER to the next round. Its bytes may go on coming in while no round is open. Once it is
+    too stale it is refused.
+13. With S > 0, a contribution that was merged is refused if it comes again: the commit has its verdict. So the rounds that
+    a peer's contributions name strictly increase, and none of them is from an earlier start of the coordinator, about which
+    nothing is known here. A newer contribution of the same peer replaces one that is not whole: the peer began anew. One
+    that is whole stays, and the newer one is refused.
+14. A merge or commit that failed drops what was in it: its bytes may be the reason. What the shell has Withdrawn is
+    dropped, too, unless it is being merged; its peer is waited for as before.
+
+Arrivals
+15. merging = "arrivals": a round expects nobody and closes with the first complete contribution, and all others that are
     complete then. There is no deadline. Bad bytes abort the round, so that their sender may begin anew in the next one.
 
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
 GATHERING   MemberReady, Resume               enough are ready               RoundOpened                  COLLECTING
 GATHERING   MemberReady                       a round is kept (rule 8)                                    COLLECTING
-COLLECTING  Offered, Progress                 taken (S = 0: this round)                                   COLLECTING
+COLLECTING  Offered, Progress                 taken (rules 11 to 13)                                      COLLECTING
 COLLECTING  Arrived, MemberLost, Faulted      a fragment is in from all      S = 0: Reduce                COLLECTING
-COLLECTING  any                               closes (rules 7, 12)           Reduce ...                   COMMITTING
+COLLECTING  any                               closes (rules 7, 15)           Reduce ...                   COMMITTING
+COLLECTING  Close                             a quorum is complete           Reduce ...                   COMMITTING
 COLLECTING  any                               deadline without quorum        RoundClosed (aborted)        opens
 COLLECTING  Faulted, MemberLost               faults leave no quorum         RoundClosed (aborted)        opens
 COLLECTING  MemberLost                        none ready, no quorum                                       GATHERING
+COLLECTING  Withdrawn                                                                                     COLLECTING
 COMMITTING  Reduced                           it was the last fragment       Commit                       COMMITTING
 COMMITTING  CommitSucceeded                   S > 0: some are too stale now  Refused ..., RoundClosed     opens
 COMMITTING  CommitSucceeded                   the last outer step or token   RoundClosed, RunFinished     FINISHED
@@ -58,7 +81,7 @@ PAUSED      Resume                                                              
 COLL, COMM  Drain                                                                                         same
 GATH, PAUS  Drain                                                            RoundClosed, RunFinished     FINISHED
 FINISHED    Resume                            it was drained                                              opens
-any         Offered, Arrived                  not taken (see `acceptance`)   Refused                      same
+any         Offered, Arrived                  not taken (rules 5, 11 to 13)  Refused                      same
 any         Faulted                           S > 0: it was not in a merge   Refused                      as above
 any         results of another round                                                                      same
 opens:      FINISHED with RunFinished when a drain was asked for; PAUSED when a pause was; COLLECTING with RoundOpened when
@@ -72,12 +95,11 @@ from collections.abc import Callable
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
-from edit.rounds.acceptance import Standing
-from edit.rounds.closing import closing_reason, giving_up_reason, grace_over
 from edit.rounds.contributions import ContributionBook
 from edit.rounds.deadlines import Deadlines, PeerPhase
 from edit.rounds.events import (
     Arrived,
+    Close,
     Commit,
     CommitSucceeded,
     Drain,
@@ -98,20 +120,27 @@ from edit.rounds.events import (
     RoundOpened,
     RunFinished,
     Tick,
+    Withdrawn,
 )
-from edit.rounds.open_round import OpenRound
+from edit.rounds.open_round import OpenRound, ReadyPeers
 from edit.rounds.peer_timing import PeerTimer
-from edit.rounds.ready_peers import ReadyPeers
-from edit.rounds.taking import Taking
 
 __all__ = ["RoundMachine"]
 
 
 class RoundMachine:
-    """One run's rounds. `first_round_id` must be larger than any id of an earlier process; `due`: the ids of the fragments that
-    the advance from an outer step exchanges (`edit.fragments.groups.fragments_due`), at least one; `stop_tokens`: the run
-    ends when so
-    many are merged (0: no bound), `tokens`: so many were merged before; `overlap`: that of SyncConfig."""
+    """One run's rounds.
+
+    Args:
+        config: when rounds open and close.
+        due: the ids of the fragments that the advance from an outer step exchanges (`edit.fragments.groups.fragments_due`).
+        outer_step: the last committed one.
+        outer_steps: the run ends there.
+        first_round_id: larger than any id of an earlier process, and at least 1.
+        stop_tokens: the run ends when so many tokens are merged; 0: no bound.
+        tokens: so many tokens were merged before.
+        overlap: inner steps that a peer trains behind an exchange (`SyncConfig.overlap`).
+    """
 
     def __init__(
         self,
@@ -135,13 +164,13 @@ class RoundMachine:
         self._next_round_id = first_round_id
         self._round: OpenRound | None = None
         self._pausing = self._draining = False
-        self._waits = config.merging == "rounds"  # whether a round waits for anybody (rule 12)
-        self._hand = ContributionBook(config.max_staleness, first_round_id)
-        self._ready = ReadyPeers(outer_step, 1 + config.max_staleness)
+        self._waits = config.merging == "rounds"  # whether a round waits for anybody (rule 15)
+        self._book = ContributionBook(config.max_staleness, first_round_id)
+        self._peers = ReadyPeers(outer_step, 1 + config.max_staleness)
         self.deadlines = Deadlines(config)
-        self._phases = PeerTimer(self.deadlines, self._hand, overlap)
-        self._taking = Taking(config, self._hand, self._phases, self._ready)
-        self._stands: Standing | None = None  # None: to be found out again
+        self._timer = PeerTimer(self.deadlines, self._book, overlap)
+
+    # -- questions --------------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -150,7 +179,7 @@ class RoundMachine:
         if current is not None:
             if current.close_reason:
                 return Phase.COMMITTING
-            return Phase.COLLECTING if self._ready.able or not self._abandoned(current) else Phase.GATHERING
+            return Phase.GATHERING if self._abandoned(current) else Phase.COLLECTING
         reached = self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
         if reached or self._draining:
             return Phase.FINISHED
@@ -168,44 +197,46 @@ class RoundMachine:
 
     @property
     def tokens(self) -> int:
-        """Merged so far."""
+        """Tokens merged so far."""
         return self._tokens
 
     @property
     def draining(self) -> bool:
-        """The operator asked for the end; it has come when the phase is FINISHED."""
+        """Whether the operator asked for the end; it has come when the phase is FINISHED."""
         return self._draining
 
     @property
     def expected(self) -> frozenset[str]:
-        """Whom the open round waits for or waited for; without the lost and the faulted."""
+        """The peers that the open round waits for or waited for, without the lost and the faulted."""
         return frozenset(self._round.expected) if self._round else frozenset()
 
     @property
     def arrived(self) -> frozenset[str]:
-        """Whose contribution to the open round is complete."""
+        """The peers whose contribution to the open round is complete."""
         return frozenset(self._round.complete) if self._round else frozenset()
 
     @property
     def deadline(self) -> float | None:
-        """Of the open collection; None when none is open or nobody is waited for."""
+        """The deadline of the open collection; None when none is open or nobody is waited for."""
         return self._round.deadline if self._round and self._waits and self.phase is Phase.COLLECTING else None
 
     def expected_s(self, peer_id: str) -> float | None:
-        """How long a round waits for this peer, in seconds from its opening; None before measurements."""
+        """Return how long a round waits for this peer, in seconds from its opening; None before measurements."""
         return self.deadlines.expected_s(peer_id) if self.deadlines.measured(peer_id) else None
 
     def peer_phase(self, peer_id: str) -> PeerPhase | None:
-        """What this peer does; None when it is not live."""
-        reported = self._ready.reported(peer_id)
-        return None if reported is None else self._phases.phase_of(peer_id, reported, self._outer_step)
+        """Return what this peer does; None when it is not live."""
+        reported = self._peers.reported(peer_id)
+        return None if reported is None else self._timer.phase_of(peer_id, reported, self._outer_step)
 
     def next_wakeup(self) -> float | None:
-        """When a Tick can change something; None: only other events can."""
-        current = self._round
-        if current is None or current.close_reason or not self._waits or self._abandoned(current):
+        """Return when a Tick can change something; None: only other events can."""
+        current = self._collection
+        if current is None or not self._waits or self._abandoned(current):
             return None
-        return current.deadline if current.quorum_at is None else min(current.deadline, grace_over(current, self._config))
+        return min(current.deadline, _grace_over(current, self._config))
+
+    # -- events -----------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now`; the effects are to be carried out in order.
@@ -214,66 +245,67 @@ class RoundMachine:
         """
         match event:
             case Offered():
-                refused = self._taking.offered(event, self._stands or self._standing(), now)
+                refused = self._offered(event.peer_id, event.round_id, event.outer_step, event.fragment_id, now)
                 return [refused] if refused else []
             case Arrived():
-                if refused := self._taking.arrived(event, self._stands or self._standing(), now):
+                if refused := self._arrived(event, now):
                     return [refused]
             case MemberReady():
                 return self._reported(event, now)
             case MemberLost():
                 self._lost(event)
             case Progress():
-                self._taking.progress(event, self._standing(), now)
+                self._progress(event, now)
+            case Withdrawn():
+                self._withdrawn(event.peer_id)
             case Faulted():
-                refused = self._taking.faulted(event, self._standing())
-                return [*([refused] if refused else []), *self._settle(now)]
+                return [*self._faulted(event), *self._settle(now)]
             case Reduced():
                 return self._reduced(event)
             case CommitSucceeded():
                 return self._committed(event, now)
             case RoundFailed():
                 return self._failed(event, now)
+            case Close():
+                return self._close_collection(event.reason, now)
             case Pause():
                 return self._pause(now)
             case Drain():
                 return self._drain(now)
             case Resume():
                 self._pausing = self._draining = False
-                self._stands = None
                 return self._open(now, assembling=True)
             case Tick():
                 pass
         return self._settle(now)
 
-    # -- events -----------------------------------------------------------------------------------------------------------
-
     def _reported(self, event: MemberReady, now: float) -> list[Effect]:
         peer_id, current = event.peer_id, self._round
         self.deadlines.at_least(peer_id, event.step_s)
-        abandoned = not self._ready.able and current is not None and self._abandoned(current)
-        if event.outer_step == self._outer_step and self._ready.reported(peer_id) == self._outer_step - 1:
-            self._phases.applied(peer_id, now)
-        self._ready.report(peer_id, event.outer_step)
+        abandoned = current is not None and self._abandoned(current)
+        if event.outer_step == self._outer_step and self._peers.reported(peer_id) == self._outer_step - 1:
+            self._timer.applied(peer_id, now)
+        self._peers.report(peer_id, event.outer_step)
         if current is None:
             return self._open(now, assembling=True)
         if current.close_reason:
             return []
-        if not self._ready.is_ready(peer_id):
+        under_way = peer_id in current.wanted and self._book.get(peer_id) is not None
+        if peer_id not in self._peers.ready:
             current.expect_no_more(peer_id)
         elif self._waits and abandoned:
             current.counted_from, current.welcome_until, current.deadline = now, now + self._config.floor_s, now
             current.expect(peer_id, self.deadlines.expected_s(peer_id))
-        elif now <= current.welcome_until or (peer_id in current.wanted and self._hand.get(peer_id) is not None):
+        elif self._waits and (now <= current.welcome_until or under_way):
             current.expect(peer_id, self.deadlines.expected_s(peer_id))
         return self._settle(now)
 
     def _lost(self, event: MemberLost) -> None:
-        self._ready.lost(event.peer_id)
-        if (under := self._hand.get(event.peer_id)) is not None:
-            under.steady = False
-        if self._round and not self._round.close_reason:
-            self._round.expect_no_more(event.peer_id)
+        self._peers.lost(event.peer_id)
+        if (contribution := self._book.get(event.peer_id)) is not None:
+            contribution.steady = False
+        if (current := self._collection) is not None:
+            current.expect_no_more(event.peer_id)
 
     def _reduced(self, event: Reduced) -> list[Effect]:
         current = self._round
@@ -293,39 +325,142 @@ class RoundMachine:
         self._outer_step += 1
         self._due_now = self._due(self._outer_step)
         self._tokens += event.tokens
-        self._ready.advance(self._outer_step)
-        self._phases.published(now)
-        self._hand.merged(current.complete, self._outer_step)
-        return self._close(current, now, committed=True, reason=current.close_reason)
+        self._peers.advance(self._outer_step)
+        self._timer.published(now)
+        self._book.merged(current.complete, self._outer_step)
+        return self._end_round(current, now, committed=True, reason=current.close_reason)
 
     def _failed(self, event: RoundFailed, now: float) -> list[Effect]:
         current = self._round
         if current is None or event.round_id != current.round_id:
             return []
-        self._hand.drop(*(current.complete if current.close_reason else ()))
-        return self._close(current, now, committed=False, reason=event.reason)
+        if current.close_reason:
+            self._book.drop(*current.complete)
+        return self._end_round(current, now, committed=False, reason=event.reason)
 
     def _pause(self, now: float) -> list[Effect]:
-        self._pausing, self._stands = True, None
-        if self._round is None or self._round.close_reason:
-            return []
-        return self._close(self._round, now, committed=False, reason="paused")
+        self._pausing, current = True, self._collection
+        return [] if current is None else self._end_round(current, now, committed=False, reason="paused")
 
     def _drain(self, now: float) -> list[Effect]:
         if self.phase is Phase.FINISHED:
             return []
-        current, self._draining, self._stands = self._round, True, None
+        current, self._draining = self._round, True
         if current is None:
             return self._finish()
         if current.close_reason or (self._waits and not self._abandoned(current)):
             return []
-        return self._close(current, now, committed=False, reason="drained")
+        return self._end_round(current, now, committed=False, reason="drained")
+
+    # -- contributions ----------------------------------------------------------------------------------------------------
+
+    def _offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int, now: float) -> Refused | None:
+        """Begin a contribution, unless it is refused or in hand already."""
+        if refused := self._refusal(peer_id, round_id, outer_step, fragment_id):
+            return refused
+        older, current = self._book.get(peer_id), self._collection
+        if self._book.begin(peer_id, round_id, outer_step, now) is not None and current is not None:
+            if older is not None:
+                current.withdraw(peer_id)
+            if round_id == current.round_id:
+                self._timer.began(peer_id, current, now)
+        self._peers.contributes(peer_id, outer_step)
+        return None
+
+    def _arrived(self, event: Arrived, now: float) -> Refused | None:
+        """Take one fragment, unless it is refused. Raises LocalProtocolError for one of the open round that is not due."""
+        peer_id, round_id, fragment_id = event.peer_id, event.round_id, event.fragment_id
+        if self._round and round_id == self.round_id and fragment_id not in self._due_now:
+            raise LocalProtocolError(f"Arrived with fragment {fragment_id}; due are {self._due_now}")
+        contribution = self._book.get(peer_id, round_id)
+        if contribution is None and self._book.carries:
+            return Refused(peer_id, f"the contribution to round {round_id} is no longer in hand", stale=True)
+        outer_step = contribution.outer_step if contribution is not None else self._outer_step
+        if refused := self._offered(peer_id, round_id, outer_step, fragment_id, now):
+            return refused
+        contribution = self._book.get(peer_id)
+        if contribution is not None and not contribution.whole:
+            contribution.arrived.add(fragment_id)
+            contribution.whole = len(contribution.arrived) == len(self._due_now)
+            if contribution.whole:
+                self._timer.ended(peer_id, contribution, now)
+        if (current := self._collection) is not None:
+            self._deliver(current, peer_id, fragment_id)
+        return None
+
+    def _deliver(self, current: OpenRound, peer_id: str, fragment_id: int) -> None:
+        current.deliver(peer_id, fragment_id)
+        if peer_id in current.complete:
+            current.free_until = min(current.free_until, self._timer.free_until(peer_id))
+
+    def _refusal(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int) -> Refused | None:
+        """Why a fragment of this contribution is not taken (rules 5, 11 to 13), or None."""
+        if late := self._late(peer_id, round_id, outer_step):
+            return Refused(peer_id, late, stale=True)
+        due, current = self._due_now, self._round
+        if fragment_id not in due:
+            those = f"{', '.join(map(str, due))} {'are' if len(due) > 1 else 'is'}"
+            wrong = f"fragment {fragment_id} is not exchanged from outer step {outer_step}; {those}"
+            return Refused(peer_id, wrong, stale=False)
+        if current is None:
+            return None
+        if peer_id in current.faults:
+            return Refused(peer_id, f"out of round {current.round_id}: {current.faults[peer_id]}", stale=False)
+        if current.close_reason and not self._book.carries and peer_id not in current.delivered[fragment_id]:
+            return Refused(peer_id, f"round {round_id} is closed: {current.close_reason}", stale=True)
+        return None
+
+    def _late(self, peer_id: str, round_id: int, outer_step: int) -> str:
+        """Why the contribution is late or early, or ''. Where none outlives its round, that round must be open."""
+        current = self._round
+        if not self._book.carries and current is None:
+            return f"no round is open: the run is {self.phase.value}"
+        if not self._book.carries and current is not None and round_id != current.round_id:
+            return f"round {round_id} is not open; round {current.round_id} is"
+        if current is None and self.phase is Phase.FINISHED:
+            return "the run is finished"
+        return self._book.refusal(peer_id, round_id, outer_step, self._next_round_id - 1, self._outer_step)
+
+    def _progress(self, event: Progress, now: float) -> None:
+        """Wait for a transfer as long as bytes come in and, at their rate, it ends before the ceiling."""
+        contribution, current = self._book.get(event.peer_id, event.round_id), self._collection
+        if contribution is None or event.received_bytes <= contribution.received_bytes:
+            return
+        contribution.received_bytes, contribution.total_bytes = event.received_bytes, event.total_bytes
+        if current is None:
+            return
+        seconds = contribution.ends_at(now) - current.counted_from
+        if seconds <= self._config.ceiling_s:
+            current.extend(event.peer_id, min(self._config.ceiling_s, seconds + self._config.floor_s))
+
+    def _withdrawn(self, peer_id: str) -> None:
+        """Forget the contribution, unless it is being merged."""
+        if self._is_merging(peer_id):
+            return
+        self._book.drop(peer_id)
+        if (current := self._collection) is not None:
+            current.withdraw(peer_id)
+
+    def _faulted(self, event: Faulted) -> list[Effect]:
+        """Bad bytes. What is being merged stays. Where nothing is merged before the close, the shell is to drop what it has."""
+        peer_id, current = event.peer_id, self._collection
+        if self._book.carries:
+            if self._book.get(peer_id, event.round_id) is None or self._is_merging(peer_id):
+                return []
+        elif current is None or event.round_id != current.round_id:
+            return []
+        self._book.drop(peer_id)
+        if current is not None:
+            current.fault(peer_id, event.reason)
+        return [Refused(peer_id, event.reason, stale=False)] if self._book.carries else []
 
     # -- the life of a round ----------------------------------------------------------------------------------------------
 
     def _open(self, now: float, *, assembling: bool = False) -> list[Effect]:
+        """Open a round if it is time and enough peers are ready. assembling: it opens out of GATHERING (rule 3)."""
+        ready = self._peers.ready
         enough = self._config.start_peers if self._outer_step == 0 and self._waits else 1
-        if self._round or self.phase is not Phase.GATHERING or len(self._ready.able) < enough:
+        if self._round or self.phase is not Phase.GATHERING or len(ready) < enough:
             return []
         if not self._due_now:
             raise LocalProtocolError(f"no fragment is due at outer step {self._outer_step}")
@@ -333,49 +468,42 @@ class RoundMachine:
             round_id=self._next_round_id,
             outer_step=self._outer_step,
             quorum=self._config.quorum if self._waits else 1,
+            due=tuple(sorted(self._due_now)),
+            whole=self._book.carries,
             opened_at=now,
             counted_from=now,
-            welcome_until=now + self._config.floor_s if assembling and self._waits else -math.inf,
+            welcome_until=now + self._config.floor_s if assembling else now,
             deadline=now if self._waits else math.inf,
-            delivered={fragment_id: set() for fragment_id in self._due_now},
-            whole=self._hand.carries,
         )
+        self._next_round_id += 1
         if self._waits:
-            current.open_with(self.deadlines.expected_of(self._ready.able))
-        self._next_round_id, self._stands = self._next_round_id + 1, None
+            for peer_id in ready:
+                current.expect(peer_id, self.deadlines.expected_s(peer_id))
+            current.punctual.update(ready)
         opened = RoundOpened(current.round_id, current.outer_step, frozenset(current.expected), current.deadline)
-        self._taking.take_up(current)
-        return [opened, *(self._settle(now) if self._hand.carries else ())]
-
-    def _close(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
-        """The round is over; what comes then."""
-        self._round = self._stands = None
-        if self.phase is Phase.FINISHED:
-            self._hand.clear()
-        stale = [Refused(peer_id, why, stale=True) for peer_id, why in self._hand.close(self._outer_step)]
-        carried = tuple(peer_id for peer_id, _ in self._hand.items())
-        step, seconds = current.outer_step + 1, now - current.opened_at
-        closed = RoundClosed(current.round_id, step, committed, reason, current.absent, seconds, carried)
-        return [*stale, closed, *(self._finish() if self.phase is Phase.FINISHED else self._open(now))]
-
-    def _finish(self) -> list[Effect]:
-        self._hand.clear()
-        return [RunFinished(self._outer_step)]
+        for peer_id, fragment_id in self._book.arrived():
+            self._deliver(current, peer_id, fragment_id)
+        return [opened, *self._settle(now)]
 
     def _settle(self, now: float) -> list[Effect]:
         """Reduce what can be reduced; close the collection or give the round up, if it is time."""
-        current = self._round
-        if current is None or current.close_reason:
+        current = self._collection
+        if current is None:
             return []
         current.note_quorum(now)
-        if current.quorum_at is not None and (reason := closing_reason(current, self._config, now)):
-            self._phases.left_out(current, now)
-            return [*current.close(reason), *self._commit_if_reduced(current)]
-        in_doubt = current.faults or now >= current.deadline
-        if in_doubt and (reason := giving_up_reason(current, self._config, self._ready.able, now)):
-            self._phases.left_out(current, now)
-            return self._close(current, now, committed=False, reason=reason)
-        return [] if self._hand.carries or not (whole := current.in_from_all()) else [*current.reduce(whole)]
+        if reason := _closing_reason(current, self._config, now):
+            return self._close_collection(reason, now)
+        if reason := _giving_up_reason(current, self._config, self._peers, now):
+            self._timer.left_out(current, now)
+            return self._end_round(current, now, committed=False, reason=reason)
+        return [*current.reduce_early()]
+
+    def _close_collection(self, reason: str, now: float) -> list[Effect]:
+        current = self._collection
+        if current is None or len(current.complete) < current.quorum:
+            return []
+        self._timer.left_out(current, now)
+        return [*current.close(reason), *self._commit_if_reduced(current)]
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):
@@ -383,13 +511,76 @@ class RoundMachine:
         current.commit_asked = True
         return [Commit(current.round_id, current.outer_step + 1, current.close_reason, current.absent)]
 
-    # -- questions --------------------------------------------------------------------------------------------------------
+    def _end_round(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
+        """The round is over: say what is kept of it, and open the next one or finish."""
+        self._round = None
+        finished = self.phase is Phase.FINISHED
+        if finished:
+            self._book.clear()
+        stale = [Refused(peer_id, why, stale=True) for peer_id, why in self._book.end_round(self._outer_step)]
+        closed = RoundClosed(
+            round_id=current.round_id,
+            outer_step=current.outer_step + 1,
+            committed=committed,
+            reason=reason,
+            missing=current.absent,
+            seconds=now - current.opened_at,
+            carried=self._book.peers(),
+        )
+        return [*stale, closed, *(self._finish() if finished else self._open(now))]
+
+    def _finish(self) -> list[Effect]:
+        self._book.clear()
+        return [RunFinished(self._outer_step)]
+
+    # ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _collection(self) -> OpenRound | None:
+        """The round that takes contributions, or None."""
+        return self._round if self._round is not None and not self._round.close_reason else None
 
     def _abandoned(self, current: OpenRound) -> bool:
-        """Nobody can contribute and what is in does not suffice (rule 8)."""
-        return not self._ready.able and len(current.complete) < current.quorum
+        """Whether nobody can contribute and what is in does not suffice (rule 8)."""
+        return not self._peers.ready and len(current.complete) < current.quorum
 
-    def _standing(self) -> Standing:
-        idle = None if self._round else self.phase
-        self._stands = run = Standing(self._round, idle, self._outer_step, self._due_now, self._next_round_id - 1)
-        return run
+    def _is_merging(self, peer_id: str) -> bool:
+        current = self._round
+        return current is not None and bool(current.close_reason) and peer_id in current.complete
+
+
+def _closing_reason(current: OpenRound, config: RoundsConfig, now: float) -> str:
+    """Why the collection closes now with what is in (rules 7 and 15), or ''."""
+    present = len(current.complete)
+    if current.quorum_at is None:
+        return ""
+    if config.merging == "arrivals":
+        return f"{f'{present} contributions' if present > 1 else 'a contribution'} arrived"
+    if current.expected <= current.complete:
+        return f"{f'all {present} contributors' if present > 1 else 'the only contributor'} in{current.without()}"
+    if now >= current.deadline:
+        return f"deadline: {current.tally()}"
+    return f"grace over: {current.tally()}" if now >= _grace_over(current, config) else ""
+
+
+def _giving_up_reason(current: OpenRound, config: RoundsConfig, peers: ReadyPeers, now: float) -> str:
+    """Why the round is given up now (rules 5, 8 and 15), or ''."""
+    late, present = now >= current.deadline, len(current.complete)
+    if present >= current.quorum or not (current.faults or late):
+        return ""
+    if config.merging == "arrivals":
+        return f"bad bytes{current.without(merges=False)}"
+    few = f"too few: {present} of quorum {current.quorum}"
+    left = peers.ready - current.faults.keys()
+    if current.faults and len(current.complete | left) < current.quorum:
+        return f"{few}{current.without(merges=False)}"
+    return f"{few} at the deadline{current.without(merges=False)}" if late and left else ""
+
+
+def _grace_over(current: OpenRound, config: RoundsConfig) -> float:
+    """When the missing peers are waited for no longer (rule 7c); inf before the quorum."""
+    if current.quorum_at is None:
+        return math.inf
+    if config.wait == "slack":
+        return max(current.quorum_at + config.grace_s, current.free_until)
+    return max(current.quorum_at, current.counted_from + current.longest_wait_s) + config.grace_s

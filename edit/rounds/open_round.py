@@ -1,156 +1,120 @@
-"""The book of one open round: who is expected, what is in, what is reduced, and how that is said to people. Sans-IO.
-
-Owns: the sets and the sentences. Each event changes the sets where it must and computes none anew, for a round of thousands of
-peers has many thousands of events. Must not know: when a round closes, who is live, the next round (`edit.rounds.machine`).
-"""
+"""The one open round: who is expected, what is in, what is reduced, how that is told to people; and which peers are ready."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from edit.rounds.events import Reduce
 
-__all__ = ["OpenRound"]
+__all__ = ["OpenRound", "ReadyPeers"]
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenRound:
-    """counted_from: of the deadlines, later than opened_at only after nobody was left; welcome_until: who is ready by then is
-    expected; delivered: per fragment that is due, the peers that have it in; wanted: everybody ever expected; punctual:
-    expected from the opening on and never lost; faults: whose bytes were bad, and why; asked: fragments whose Reduce was
-    emitted; complete: who has delivered all fragments; missing: whom the round still waits for (expected, not complete);
-    whole: nothing is merged of a peer that is not complete (it counts in a later round); partly: of whom some fragments are
-    merged, and not all, known once the collection is closed."""
+    """The sets of one open round. They are changed, not computed anew, by each event: rounds may have thousands of peers."""
 
     round_id: int
-    outer_step: int
+    outer_step: int  # it tries to advance from here
     quorum: int
+    due: tuple[int, ...]  # the fragments that it exchanges, ascending
+    whole: bool  # merge nothing of a peer that is not complete at the close (it counts in a later round)
     opened_at: float
-    counted_from: float
-    welcome_until: float
+    counted_from: float  # the deadlines count from here; later than opened_at only after nobody was left
+    welcome_until: float  # who is ready by then is expected
     deadline: float
-    delivered: dict[int, set[str]]
-    whole: bool
-    expected: set[str] = field(default_factory=set)
-    wanted: set[str] = field(default_factory=set)
-    punctual: set[str] = field(default_factory=set)
-    complete: set[str] = field(default_factory=set)
-    missing: set[str] = field(default_factory=set)
-    faults: dict[str, str] = field(default_factory=dict)
-    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)  # with whom
-    partly: frozenset[str] = frozenset()
-    reduced: set[int] = field(default_factory=set)
-    quorum_at: float | None = None  # when a quorum was complete
-    free_until: float = math.inf  # when the first of those who are complete would have to wait for the outcome
+
+    delivered: dict[int, set[str]] = field(init=False)  # per due fragment, the peers that have it in
+    complete: set[str] = field(default_factory=set)  # the peers that have all due fragments in
+    expected: set[str] = field(default_factory=set)  # the peers that it waits for, or waited for until they were complete
+    wanted: set[str] = field(default_factory=set)  # every peer that was ever expected
+    punctual: set[str] = field(default_factory=set)  # the peers that are expected since the opening and were never lost
+    faults: dict[str, str] = field(default_factory=dict)  # the peers whose bytes were bad, and why
+    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)  # the fragments whose Reduce was emitted, and with whom
+    reduced: set[int] = field(default_factory=set)  # the fragments whose Reduce was carried out
+
+    quorum_at: float | None = None  # since when a quorum is complete
+    free_until: float = math.inf  # when the first of the complete peers would have to wait for the outcome
     close_reason: str = ""  # not empty: the collection is closed
+    partly: frozenset[str] = frozenset()  # once it is closed: the peers of whom some fragments are merged, and not all
     commit_asked: bool = False
-    due: tuple[int, ...] = ()  # its fragments, ascending
-    _in: dict[str, int] = field(default_factory=dict)  # how many fragments of each peer are in
-    _lacking: Counter[int] = field(default_factory=Counter)  # per fragment, how many expected peers it is not in from
-    _slowest: list[tuple[float, str]] = field(default_factory=list)  # heap: -seconds; also what no longer holds
-    _allowed: dict[str, float] = field(default_factory=dict)  # seconds, as last said of each peer
+
+    _allowed: dict[str, float] = field(default_factory=dict)  # seconds from counted_from that each wanted peer may take
+    _by_allowed: list[tuple[float, str]] = field(default_factory=list)  # a heap of (-seconds, peer_id), also of outdated ones
 
     def __post_init__(self) -> None:
-        self.due = tuple(sorted(self.delivered))
+        self.delivered = {fragment_id: set() for fragment_id in self.due}
+
+    @property
+    def missing(self) -> set[str]:
+        """The peers that it still waits for."""
+        return self.expected - self.complete
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """Who was expected at some time, is not complete, and of whom nothing is merged: what people call missing."""
+        """The peers that were expected and of whom nothing is merged, sorted. A commit calls them missing."""
         return tuple(sorted(self.wanted - self.complete - self.partly))
 
     @property
-    def patience_s(self) -> float:
-        """Seconds from counted_from on after which every missing peer is overdue; 0 when none is missing."""
-        while self._slowest:
-            seconds, peer_id = self._slowest[0]
-            if peer_id in self.missing and self._allowed[peer_id] == -seconds:
-                break
-            heapq.heappop(self._slowest)
-        return -self._slowest[0][0] if self._slowest else 0.0
+    def longest_wait_s(self) -> float:
+        """Seconds from counted_from after which every missing peer is overdue; 0 when none is missing."""
+        while self._by_allowed:
+            seconds, peer_id = self._by_allowed[0]
+            if self._is_missing(peer_id) and self._allowed[peer_id] == -seconds:
+                return -seconds
+            heapq.heappop(self._by_allowed)
+        return 0.0
 
     def overdue(self, now: float) -> set[str]:
-        """Who of the missing was given all the time that it may take."""
+        """Return the missing peers that were given all the time they may take."""
         return {peer_id for peer_id in self.missing if now >= self.counted_from + self._allowed[peer_id]}
 
-    def open_with(self, ready: Mapping[str, float]) -> None:
-        """Wait for all of these from the opening on, when nothing is in yet; values: seconds."""
-        for peers in (self.punctual, self.expected, self.wanted, self.missing):
-            peers.update(ready)
-        self._lacking.update(dict.fromkeys(self.delivered, len(ready)))
-        self._allowed.update(ready)
-        self._slowest = [(-seconds, peer_id) for peer_id, seconds in ready.items()]
-        heapq.heapify(self._slowest)
-        self.deadline = max(self.deadline, self.counted_from + max(ready.values(), default=0.0))
+    # -- whom it waits for -------------------------------------------------------------------------------------------------
 
     def expect(self, peer_id: str, seconds: float) -> None:
-        """Wait for this peer, too, so many seconds from counted_from on; not for one whose bytes were bad."""
+        """Wait for this peer, too, for so many seconds from counted_from. Has no effect on one whose bytes were bad."""
         if peer_id in self.faults:
             return
         self.deadline = max(self.deadline, self.counted_from + seconds)
-        if peer_id in self.expected:
-            return
-        self.expected.add(peer_id)
-        self.wanted.add(peer_id)
-        self._count_lacking(peer_id, 1)
-        if peer_id not in self.complete:
-            self.missing.add(peer_id)
-            self._allowed[peer_id] = seconds
-            heapq.heappush(self._slowest, (-seconds, peer_id))
+        if peer_id not in self.expected:
+            self.expected.add(peer_id)
+            self.wanted.add(peer_id)
+            self._allow(peer_id, seconds)
 
     def expect_no_more(self, peer_id: str) -> None:
-        """What it delivered stays in."""
+        """Do not wait for this peer any longer. What it delivered stays in."""
         self.punctual.discard(peer_id)
-        self.missing.discard(peer_id)
-        if peer_id in self.expected:
-            self.expected.remove(peer_id)
-            self._count_lacking(peer_id, -1)
+        self.expected.discard(peer_id)
 
     def extend(self, peer_id: str, seconds: float) -> None:
-        """Its transfer moves: wait for it at least so many seconds from counted_from on."""
-        if peer_id in self.missing:
+        """Its transfer moves: wait for it at least so many seconds from counted_from."""
+        if self._is_missing(peer_id):
             self.deadline = max(self.deadline, self.counted_from + seconds)
-            self._allowed[peer_id] = seconds = max(seconds, self._allowed[peer_id])
-            heapq.heappush(self._slowest, (-seconds, peer_id))
+            self._allow(peer_id, max(seconds, self._allowed[peer_id]))
+
+    # -- what is in --------------------------------------------------------------------------------------------------------
 
     def deliver(self, peer_id: str, fragment_id: int) -> None:
         """A fragment of this peer is in."""
-        peers = self.delivered[fragment_id]
-        if peer_id in peers:
-            return
-        peers.add(peer_id)
-        self._lacking[fragment_id] -= peer_id in self.expected
-        self._in[peer_id] = count = self._in.get(peer_id, 0) + 1
-        if count == len(self.delivered):
+        self.delivered[fragment_id].add(peer_id)
+        if all(peer_id in peers for peers in self.delivered.values()):
             self.complete.add(peer_id)
-            self.missing.discard(peer_id)
+
+    def withdraw(self, peer_id: str) -> None:
+        """Nothing of this peer is in any more. It is waited for as long as it was before."""
+        for peers in self.delivered.values():
+            peers.discard(peer_id)
+        self.complete.discard(peer_id)
+        if peer_id in self.expected:
+            self._allow(peer_id, self._allowed[peer_id])
 
     def fault(self, peer_id: str, reason: str) -> None:
         """Its bytes were bad: it is out of the round, with all that no Reduce was emitted for."""
         self.faults.setdefault(peer_id, reason)
         self.expect_no_more(peer_id)
         self.withdraw(peer_id)
-
-    def withdraw(self, peer_id: str) -> None:
-        """Nothing of it is in any more; it is waited for as long as it was before."""
-        if self._in.pop(peer_id, None) is None:
-            return
-        for fragment_id, peers in self.delivered.items():
-            if peer_id in peers:
-                peers.remove(peer_id)
-                self._lacking[fragment_id] += peer_id in self.expected
-        self.complete.discard(peer_id)
-
-    def close(self, reason: str) -> list[Reduce]:
-        """End the collection, and ask for the fragments that are not reduced yet, with whoever has them in."""
-        self.close_reason = reason
-        for peers in self.delivered.values() if self.whole else ():
-            peers &= self.complete
-        self.partly = self._partly()
-        return self.reduce(self.due)
 
     def note_quorum(self, now: float) -> None:
         """Remember since when a quorum is complete."""
@@ -159,44 +123,108 @@ class OpenRound:
         elif self.quorum_at is None:
             self.quorum_at = now
 
-    def in_from_all(self) -> list[int]:
-        """Fragments that every expected peer has in."""
-        return [fragment_id for fragment_id in self.due if not self._lacking[fragment_id]]
+    # -- what is merged ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
+    def reduce_early(self) -> list[Reduce]:
+        """Ask for the fragments that every expected peer has in, if parts of a contribution may be merged."""
+        if self.whole:
+            return []
+        return self._reduce(i for i in self.due if i not in self.asked and self.expected <= self.delivered[i])
+
+    def close(self, reason: str) -> list[Reduce]:
+        """End the collection, and ask for the fragments that are not reduced yet, with whoever has them in."""
+        self.close_reason = reason
+        if self.whole:
+            for peers in self.delivered.values():
+                peers &= self.complete
+        self.partly = self._merged_in_part()
+        return self._reduce(self.due)
+
+    def _reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
         """Ask for these fragments with whoever has them in: each once, and none with less than a quorum."""
-        due = [i for i in fragment_ids if i not in self.asked and len(self.delivered[i]) >= self.quorum]
-        self.asked |= {i: tuple(sorted(self.delivered[i])) for i in due}
-        return [Reduce(self.round_id, i, self.asked[i]) for i in due]
+        now = [i for i in fragment_ids if i not in self.asked and len(self.delivered[i]) >= self.quorum]
+        self.asked |= {i: tuple(sorted(self.delivered[i])) for i in now}
+        return [Reduce(self.round_id, i, self.asked[i]) for i in now]
+
+    def _merged_in_part(self) -> frozenset[str]:
+        """Of whom some fragments are merged, and not all, if the collection ends now: the rest came late, or not at all."""
+        if self.whole or len(self.due) == 1:
+            return frozenset()
+        merged = [frozenset(self.asked.get(i, self.delivered[i])) for i in self.due]
+        return frozenset().union(*merged) - merged[0].intersection(*merged)
+
+    # -- how it is told ----------------------------------------------------------------------------------------------------
 
     def tally(self) -> str:
         """`3 of 4 in, quorum 2 (missing: d)`, if it closed now."""
         return f"{len(self.complete)} of {len(self.wanted | self.complete)} in, quorum {self.quorum}{self.without()}"
 
     def without(self, *, merges: bool = True) -> str:
-        """` (missing: b, c; lost: d in part; refused: e)`, or '' when nobody is; in part: some of its fragments are merged.
+        """` (missing: b, c; lost: d in part; refused: e)`, or '' when nobody is.
 
-        merges: whether it closes now; else nothing is merged.
+        merges: whether it closes now; else nothing is merged, not even in part.
         """
-        partly = self._partly() if merges else frozenset()
-        out = self.wanted - self.complete - self.missing - set(self.faults)
-        late = partly - self.missing - out - set(self.faults)
-        groups = (("missing", self.missing), ("lost", out), ("refused", self.faults), ("late", late))
-        said = "; ".join(f"{word}: {_names(peers, partly)}" for word, peers in groups if peers)
-        return f" ({said})" if said else ""
+        partly = self._merged_in_part() if merges else frozenset()
+        missing, faulted = self.missing, set(self.faults)
+        lost = self.wanted - self.complete - missing - faulted
+        late = partly - missing - lost - faulted
+        groups = (("missing", missing), ("lost", lost), ("refused", faulted), ("late", late))
+        told = "; ".join(f"{word}: {_names(peers, partly)}" for word, peers in groups if peers)
+        return f" ({told})" if told else ""
 
-    def _partly(self) -> frozenset[str]:
-        """Of whom some fragments are merged, if the collection ends now, and not all: the rest came late, or not at all."""
-        if self.whole or len(self.due) == 1:
-            return frozenset()
-        merged = [frozenset(self.asked.get(i, self.delivered[i])) for i in self.due]
-        return frozenset().union(*merged) - merged[0].intersection(*merged)
+    # ----------------------------------------------------------------------------------------------------------------------
 
-    def _count_lacking(self, peer_id: str, change: int) -> None:
-        for fragment_id, peers in self.delivered.items():
-            if peer_id not in peers:
-                self._lacking[fragment_id] += change
+    def _is_missing(self, peer_id: str) -> bool:
+        return peer_id in self.expected and peer_id not in self.complete
+
+    def _allow(self, peer_id: str, seconds: float) -> None:
+        self._allowed[peer_id] = seconds
+        heapq.heappush(self._by_allowed, (-seconds, peer_id))
 
 
 def _names(peers: Iterable[str], partly: Set[str]) -> str:
     return ", ".join(f"{peer_id} in part" if peer_id in partly else peer_id for peer_id in sorted(peers))
+
+
+class ReadyPeers:
+    """The live peers, and which of them can contribute to the present outer step (rule 2 of `edit.rounds.machine`).
+
+    behind: how many outer steps a ready peer's last report may lie behind the run's.
+    """
+
+    def __init__(self, outer_step: int, behind: int) -> None:
+        self._outer_step, self._behind = outer_step, behind
+        self._reported: dict[str, int] = {}  # the live peers, and the outer step that each last reported
+        self._ready: set[str] = set()
+
+    @property
+    def ready(self) -> Set[str]:
+        """The peers that can contribute."""
+        return self._ready
+
+    def reported(self, peer_id: str) -> int | None:
+        """Return the outer step that a live peer last reported; None when it is not live."""
+        return self._reported.get(peer_id)
+
+    def report(self, peer_id: str, outer_step: int) -> None:
+        """A live peer reports its outer step."""
+        self._reported[peer_id] = outer_step
+        if self._outer_step - self._behind <= outer_step <= self._outer_step:
+            self._ready.add(peer_id)
+        else:
+            self._ready.discard(peer_id)
+
+    def contributes(self, peer_id: str, outer_step: int) -> None:
+        """Take a contribution for a report, if the peer is live: rounds may be shorter than the time between two reports."""
+        if not outer_step <= self._reported.get(peer_id, outer_step) <= self._outer_step:
+            self.report(peer_id, outer_step)
+
+    def lost(self, peer_id: str) -> None:
+        """The peer is not live any more."""
+        self._reported.pop(peer_id, None)
+        self._ready.discard(peer_id)
+
+    def advance(self, outer_step: int) -> None:
+        """The run is at another outer step."""
+        self._outer_step, oldest = outer_step, outer_step - self._behind
+        self._ready = {peer_id for peer_id, reported in self._reported.items() if oldest <= reported <= outer_step}

@@ -1,7 +1,4 @@
-"""Which phase each peer is in, and since when: what the deadlines are measured from. Sans-IO.
-
-Owns: the moments between two phases. Must not know: when a round closes, what a deadline is made of (`edit.rounds.deadlines`).
-"""
+"""When each peer goes from one phase of its round to the next: the measurements that deadlines are made of."""
 
 from __future__ import annotations
 
@@ -15,56 +12,61 @@ __all__ = ["PeerTimer"]
 
 
 class PeerTimer:
-    """See the module's text. Times are seconds of one monotonic clock; overlap: `SyncConfig.overlap`, inner steps."""
+    """Measures the peers' phases into `deadlines`.
 
-    def __init__(self, deadlines: Deadlines, hand: ContributionBook, overlap: int) -> None:
-        self._deadlines, self._hand, self._overlap = deadlines, hand, overlap
-        self._published_at: float | None = None
-        self._at_step: dict[str, float] = {}  # when it first reported the newest outer step
+    contributions: what is in hand; overlap: `SyncConfig.overlap`, the inner steps that a peer trains behind an exchange.
+    """
+
+    def __init__(self, deadlines: Deadlines, contributions: ContributionBook, overlap: int) -> None:
+        self._deadlines, self._contributions, self._overlap = deadlines, contributions, overlap
+        self._published_at: float | None = None  # the last commit
+        self._at_step: dict[str, float] = {}  # when each peer first reported the newest outer step
 
     def phase_of(self, peer_id: str, reported: int, outer_step: int) -> PeerPhase:
-        """reported: the peer's last word about its outer step."""
-        if (under := self._hand.get(peer_id)) is not None:
-            return PeerPhase.WAITING if under.whole else PeerPhase.UPLOAD
+        """Return what the peer does; reported: the outer step that it reported last; outer_step: the run's."""
+        if (contribution := self._contributions.get(peer_id)) is not None:
+            return PeerPhase.WAITING if contribution.whole else PeerPhase.UPLOAD
         return PeerPhase.DOWNLOAD if reported < outer_step else PeerPhase.COMPUTE
 
     def published(self, now: float) -> None:
-        """A commit is on disk; everybody fetches it."""
+        """A commit is on disk; every peer fetches it from now on."""
         self._published_at = now
         self._at_step.clear()
 
     def applied(self, peer_id: str, now: float) -> None:
-        """The peer was one outer step behind and reports the newest one."""
+        """The peer was one outer step behind and reports the newest one: its download ends."""
         if self._published_at is not None and peer_id not in self._at_step:
             self._at_step[peer_id] = now
             self._deadlines.record(peer_id, PeerPhase.DOWNLOAD, now - self._published_at)
 
     def began(self, peer_id: str, current: OpenRound, now: float) -> None:
-        """The first byte of its contribution to the open collection is here."""
+        """The first byte of its contribution to the open collection is here: its compute ends."""
         if peer_id in current.punctual:
             self._deadlines.record(peer_id, PeerPhase.COMPUTE, now - self._computes_since(peer_id, current))
 
-    def ended(self, peer_id: str, under: InFlightContribution, now: float) -> None:
-        """The last byte of its contribution is here."""
-        if under.steady:
-            self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - under.began_at)
+    def ended(self, peer_id: str, contribution: InFlightContribution, now: float) -> None:
+        """The last byte of its contribution is here: its upload ends."""
+        if contribution.steady:
+            self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - contribution.began_at)
 
     def free_until(self, peer_id: str) -> float:
-        """Until when the outcome may be out and this peer, whose contribution is here, still has it in time."""
-        if not self._overlap or (under := self._hand.get(peer_id)) is None:
+        """Return by when the outcome must be out so that this peer, whose contribution is in, need not wait for it."""
+        if not self._overlap or (contribution := self._contributions.get(peer_id)) is None:
             return -math.inf
         trains_s = self._overlap * self._deadlines.step_s(peer_id)
-        return under.began_at + trains_s - self._deadlines.allowed_s(peer_id, PeerPhase.DOWNLOAD)
+        return contribution.began_at + trains_s - self._deadlines.allowed_s(peer_id, PeerPhase.DOWNLOAD)
 
     def left_out(self, current: OpenRound, now: float) -> None:
-        """A close does not wait for these any longer: the overdue took at least the time they were given. Of others it says
-        nothing how long they take."""
+        """The round stops waiting: each overdue peer took at least the time that it was given.
+
+        Nothing is recorded of the other missing peers: how long they take is not known.
+        """
         for peer_id in sorted(current.overdue(now) & current.punctual):
-            under = self._hand.get(peer_id)
-            if under is None:
+            contribution = self._contributions.get(peer_id)
+            if contribution is None:
                 self._deadlines.record(peer_id, PeerPhase.COMPUTE, now - self._computes_since(peer_id, current))
-            elif not self._hand.carries:  # else it goes on, and its end is measured
-                self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - under.began_at)
+            elif not self._contributions.carries:  # else its upload goes on, and its end is measured
+                self._deadlines.record(peer_id, PeerPhase.UPLOAD, now - contribution.began_at)
 
     def _computes_since(self, peer_id: str, current: OpenRound) -> float:
         return max(current.opened_at, self._at_step.get(peer_id, current.opened_at))

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
-from edit.rounds.deadlines import FEWEST, MANY, MEASURED, Deadlines, PeerPhase
-from edit.rounds.recent_times import WINDOW
+from edit.rounds.deadlines import FEWEST, WINDOW, Deadlines, PeerPhase
 
 CONFIG = RoundsConfig(floor_s=5.0, ceiling_s=100.0, spread=6.0)
 SECONDS = st.lists(st.floats(0, 1e4), min_size=FEWEST, max_size=3 * WINDOW)
@@ -135,21 +132,3 @@ def test_damaged_measurements_are_an_error_and_change_nothing(text: str) -> None
     with pytest.raises(ValueError):
         deadlines.load(text)
     assert deadlines.expected_s("a") == 24.0
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_of_many_at_once_it_is_the_same_to_the_bit(seed: int) -> None:
-    random, many, one_by_one = Random(seed), Deadlines(CONFIG), Deadlines(CONFIG)
-    peers = [f"peer-{place}" for place in range(5 * MANY)]
-    for peer_id in peers:
-        step_s = random.choice((0.0, 7.0, 120.0))
-        measured = [(phase, random.expovariate(1 / 9)) for phase in MEASURED for _ in range(random.randrange(2 * WINDOW))]
-        for deadlines in (many, one_by_one):
-            deadlines.at_least(peer_id, step_s)
-            for phase, seconds in measured:
-                deadlines.record(peer_id, phase, seconds)
-    expected = {peer_id: one_by_one.expected_s(peer_id) for peer_id in peers}
-    assert many.expected_of(peers) == expected and len(set(expected.values())) > len(peers) / 3
-    many.record(peers[0], PeerPhase.UPLOAD, 1e3)
-    one_by_one.record(peers[0], PeerPhase.UPLOAD, 1e3)
-    assert many.expected_of(peers)[peers[0]] == one_by_one.expected_s(peers[0])
