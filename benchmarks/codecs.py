@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import codec, codec_names
+from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.merging.merge import measure
 from edit.records import EncodedTensor
 
@@ -36,11 +37,12 @@ def jobs(flat: Tensor) -> dict[tuple[str, str], Callable[[], object]]:
     """What is timed, by (codec, operation)."""
     copy, total = torch.zeros_like(flat), torch.zeros_like(flat)
     found: dict[tuple[str, str], Callable[[], object]] = {("copy", "copy"): lambda: copy.copy_(flat)}
+    fragment = FragmentSpec(fragment_id=0, name="block", tensors=(TensorSpec(name="weight", shape=(flat.numel(),)),))
     for name in codec_names():
         one = codec(name)
-        encoded = EncodedTensor(name, flat.numel(), bytearray(one.encode(flat)))
-        found[name, "encode"] = lambda one=one: one.encode(flat)
-        found[name, "decode_add"] = lambda one=one, encoded=encoded: one.decode_add(encoded.data, total, 0.25)
+        encoded = EncodedTensor(name, flat.numel(), bytearray(one.encode(flat, fragment).data))
+        found[name, "encode"] = lambda one=one: one.encode(flat, fragment)
+        found[name, "decode_add"] = lambda one=one, encoded=encoded: one.decode_add(encoded, total, 0.25)
         found[name, "measure"] = lambda encoded=encoded: measure(encoded)
     return found
 

@@ -12,6 +12,7 @@ from edit.collective import Collective
 from edit.config.run import (
     AggregatorsConfig,
     CodecConfig,
+    CodecSpec,
     InnerConfig,
     MembershipConfig,
     ModelConfig,
@@ -51,7 +52,7 @@ from edit.records import (
 )
 
 if typing.TYPE_CHECKING:
-    from edit.codecs import codec, codec_names, decode, encode
+    from edit.codecs import codec, codec_names, decode
     from edit.codecs.error_feedback import ErrorFeedback
     from edit.fragments.digest import digest
     from edit.local import LocalCollective, LocalRun
@@ -62,6 +63,7 @@ __all__ = [
     "Aborted",
     "AggregatorsConfig",
     "CodecConfig",
+    "CodecSpec",
     "Collective",
     "Commit",
     "Committed",
@@ -106,7 +108,6 @@ __all__ = [
     "codec_names",
     "decode",
     "digest",
-    "encode",
     "plan_fragments",
 ]
 
@@ -114,7 +115,6 @@ _LAZY = {
     "codec": "edit.codecs",
     "codec_names": "edit.codecs",
     "decode": "edit.codecs",
-    "encode": "edit.codecs",
     "ErrorFeedback": "edit.codecs.error_feedback",
     "LocalCollective": "edit.local",
     "LocalRun": "edit.local",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from edit.codecs import cut
+from edit.codecs import codec
 from edit.config.run import RunConfig
 from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.schema import Schema
@@ -21,7 +21,18 @@ from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.injection import Injection, check_content, check_order, check_run
 from edit.merging.merge import Measured, ShardPayload, measure, whole_norm
 from edit.merging.outer_state import OuterState
-from edit.records import Aborted, Commit, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
+from edit.records import (
+    Aborted,
+    Commit,
+    Committed,
+    Contribution,
+    Evicted,
+    Finished,
+    FragmentCommit,
+    NeedsSnapshot,
+    Outcome,
+    Snapshot,
+)
 
 __all__ = ["LocalCollective", "LocalRun"]
 
@@ -335,11 +346,11 @@ class LocalCollective:
     def _cut_commit(self, commit: Commit) -> Commit:
         if self._shards is None:
             return commit
-        parts = [(fragment, self._shards[fragment.fragment_id]) for fragment in commit.fragments]
-        return replace(
-            commit,
-            fragments=tuple(
-                fragment if fragment.payload is None else replace(fragment, payload=cut(fragment.payload, shard))
-                for fragment, shard in parts
-            ),
-        )
+        return replace(commit, fragments=tuple(_cut(part, self._shards[part.fragment_id]) for part in commit.fragments))
+
+
+def _cut(fragment: FragmentCommit, shard: Shard) -> FragmentCommit:
+    """What of a committed fragment a rank gets that holds this shard of it."""
+    if (payload := fragment.payload) is None:
+        return fragment
+    return replace(fragment, payload=codec(payload.codec).cut(payload, shard))

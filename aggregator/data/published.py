@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aggregator.storage.store import Store
 from aggregator.worker_thread import Background
-from edit.codecs import cut
+from edit.codecs import codec
 from edit.errors import GoneError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -97,7 +97,7 @@ class Downlink:
                 continue
             shard = wanted.shards[fragment.fragment_id] if wanted.shards is not None else None
             if shard is not None and not shard.is_whole:
-                payload = await self._background.in_worker(cut, payload, shard)
+                payload = await self._background.in_worker(codec(payload.codec).cut, payload, shard)
             yield fragment.fragment_id, payload
 
     def describe_snapshot(self) -> SnapshotManifest:

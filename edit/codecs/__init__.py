@@ -1,87 +1,68 @@
-"""Codecs: how a flat fp32 vector becomes bytes.
+"""Codecs: how a flat fp32 vector becomes bytes, and back.
 
-`codec(name)` finds one; `encode` and `decode` carry the name along; `cut` leaves a rank's shard of an encoded fragment,
-`decode_shard` reads that.
+Owns the formats, the choice between them (`codec`), the cut of an encoded fragment for one rank, and error feedback. Must not
+know peers, rounds, verdicts, carriers.
 
-Owns: the registry. To add a codec: a file beside this one with a class that follows `Codec`, a line in `_CODECS`, and its value
-in proto/editpb/tensors.proto. Must not know: peers, residuals, rounds.
+    base            the Codec protocol, and all that follows from a format's four methods
+    blocks          which blocks of an encoded vector cover a shard
+    floats          fp32, bf16, fp16
+    int8            256 elements with one scale
+    error_feedback  the residual: what a lossy codec left out is added to the next vector
+
+To add a codec: a file beside these with a class that derives from `Codec`, a line in `_CODECS`, its name in
+`edit.config.algorithm.CODECS`, and its value in proto/editpb/tensors.proto.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from edit.codecs.base import PIECE, Buffer, Codec
-from edit.codecs.blocks import covering_numel, gather
 from edit.codecs.floats import RawFloat
 from edit.codecs.int8 import BlockInt8
-from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from edit.fragments.shards import Shard
+from edit.config.algorithm import CodecSpec
+from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
 
-__all__ = ["PIECE", "Buffer", "Codec", "codec", "codec_names", "cut", "cut_numel", "decode", "decode_shard", "encode"]
+__all__ = ["PIECE", "Buffer", "Codec", "CodecSpec", "codec", "codec_names", "decode"]
 
-_CODECS: tuple[Codec, ...] = (
-    RawFloat("fp32", torch.float32),
-    RawFloat("bf16", torch.bfloat16),
-    RawFloat("fp16", torch.float16),
-    BlockInt8(),
+_CODECS: Mapping[str, Callable[[CodecSpec], Codec]] = MappingProxyType(
+    {
+        "fp32": lambda spec: RawFloat(spec, torch.float32),
+        "bf16": lambda spec: RawFloat(spec, torch.bfloat16),
+        "fp16": lambda spec: RawFloat(spec, torch.float16),
+        "int8": BlockInt8,
+    }
 )
 
 
 def codec_names() -> tuple[str, ...]:
-    """Every name that `codec` knows."""
-    return tuple(known.name for known in _CODECS)
+    """Return every name that a CodecSpec may have."""
+    return tuple(_CODECS)
 
 
-def codec(name: str) -> Codec:
-    """The codec of that name. Raises RemoteProtocolError for an unknown one (names in a configuration are checked there)."""
+def codec(spec: CodecSpec | str) -> Codec:
+    """Make the codec that `spec`, or its text (`"int8"`), chooses.
+
+    Raises RemoteProtocolError for an unknown name (names in a configuration are checked there), ConfigError for an option that
+    the codec does not have, or on a big-endian machine.
+    """
     if sys.byteorder != "little":
         raise ConfigError("encoded vectors are little-endian; this machine is not")
-    for known in _CODECS:
-        if known.name == name:
-            return known
-    raise RemoteProtocolError(f"unknown codec {name!r}; known: {', '.join(codec_names())}")
-
-
-def encode(name: str, flat: Tensor) -> EncodedTensor:
-    """Encode a flat fp32 CPU tensor with the codec of that name."""
-    return EncodedTensor(name, flat.numel(), codec(name).encode(flat))
+    chosen = CodecSpec.parse(spec) if isinstance(spec, str) else spec
+    if (make := _CODECS.get(chosen.name)) is None:
+        raise RemoteProtocolError(f"unknown codec {chosen.name!r}; known: {', '.join(codec_names())}")
+    return make(chosen)
 
 
 def decode(encoded: EncodedTensor) -> Tensor:
-    """A new flat fp32 tensor. Raises RemoteProtocolError when the bytes are not what they claim to be."""
-    return codec(encoded.codec).decode(encoded.data, encoded.numel)
+    """Decode with the codec that `encoded` names: a new fp32 tensor, shape [numel].
 
-
-def cut(encoded: EncodedTensor, shard: Shard) -> EncodedTensor:
-    """The shortest run of blocks of an encoded fragment that covers the shard; the whole shard: `encoded` itself.
-
-    Element-wise codecs: exactly the shard, in its order. Same shard, same bytes; they may share memory with `encoded`.
+    Raises RemoteProtocolError when the codec is unknown or the bytes have another length than it makes of so many elements.
     """
-    known = codec(encoded.codec)
-    if (shard.fragment.numel, known.encoded_size(encoded.numel)) != (encoded.numel, memoryview(encoded.data).nbytes):
-        raise LocalProtocolError(f"{encoded.numel} elements are not fragment {shard.fragment.name} ({shard.fragment.numel})")
-    if shard.is_whole:
-        return encoded
-    return EncodedTensor(known.name, cut_numel(known.name, shard), known.cut(encoded.data, shard))
-
-
-def cut_numel(codec_name: str, shard: Shard) -> int:
-    """How many elements `cut` leaves of a fragment encoded by that codec."""
-    return covering_numel(shard, codec(codec_name).granule)
-
-
-def decode_shard(encoded: EncodedTensor, shard: Shard) -> Tensor:
-    """The region's vector out of what `cut` gave for it: fp32, shape [shard.numel].
-
-    Raises RemoteProtocolError when that is not what was cut, or its bytes are not what they claim to be.
-    """
-    known = codec(encoded.codec)
-    if encoded.numel != (expected := cut_numel(encoded.codec, shard)):
-        raise RemoteProtocolError(f"fragment {shard.fragment.name}: {encoded.numel} elements instead of {expected}")
-    flat = known.decode(encoded.data, encoded.numel)
-    return flat if known.granule == 1 or shard.is_whole else gather(shard, flat, known.granule)
+    return codec(encoded.codec).decode(encoded)

@@ -11,35 +11,37 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
+from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
+from edit.config.algorithm import CodecSpec
+from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
 __all__ = ["RawFloat"]
 
 
 class RawFloat(Codec):
-    """Elements of one torch float type."""
+    """Elements of one torch float type. Has no options."""
 
     granule = 1
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
+    def __init__(self, spec: CodecSpec, dtype: torch.dtype) -> None:
+        spec.settings({})
+        self.name = str(spec)
         self.lossless = dtype == torch.float32
         self._dtype = dtype
 
     def encoded_size(self, numel: int) -> int:
-        """Element size times `numel`."""
+        """Return the element size times `numel`."""
         return numel * self._dtype.itemsize
 
-    def encode(self, flat: Tensor) -> memoryview:
+    def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
         """Round each element."""
-        flat = flat_fp32(flat)
         data = new_buffer(self.encoded_size(flat.numel()))
         view(data, self._dtype, flat.numel(), 0, bytearray()).copy_(flat)
         return data
 
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
-        """Widen each element; fp32 is handed out as it lies in `data`."""
+        """Widen each element; a piece of fp32 is a view of `data` itself."""
         size = self._dtype.itemsize
         spare = bytearray(min(PIECE, numel) * size if memoryview(data).readonly else 0)
         scratch = torch.empty(0 if self.lossless else min(PIECE, numel), dtype=torch.float32)
@@ -47,12 +49,12 @@ class RawFloat(Codec):
             raw = view(data, self._dtype, min(PIECE, numel - start), start * size, spare)
             yield raw if self.lossless else scratch[: raw.numel()].copy_(raw)
 
-    def cut(self, data: Buffer, shard: Shard) -> memoryview:
-        """The region's elements as they are."""
+    def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:
+        """Select the shard's elements as they are."""
         size, source = self._dtype.itemsize, memoryview(data).cast("B")
         if shard.span is not None:
             start, end = shard.span
             return source[start * size : end * size]
         spare = bytearray(source.nbytes if source.readonly else 0)
-        part = shard.take(view(source, self._dtype, shard.fragment.numel, 0, spare))
-        return part.view(torch.uint8).numpy().data
+        taken = shard.take(view(source, self._dtype, shard.fragment.numel, 0, spare))
+        return taken.view(torch.uint8).numpy().data

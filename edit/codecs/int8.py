@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, flat_fp32, new_buffer, view
+from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
 from edit.codecs.blocks import covering
+from edit.config.algorithm import CodecSpec
+from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
 __all__ = ["BLOCK", "BlockInt8"]
@@ -24,19 +26,21 @@ _TINY = 2.0**-100  # below it 127 / absmax would come near the end of fp32's ran
 
 
 class BlockInt8(Codec):
-    """Block-wise symmetric absmax quantisation to 8 bits."""
+    """Block-wise symmetric absmax quantisation to 8 bits. Has no options."""
 
-    name = "int8"
     lossless = False
     granule = BLOCK
 
+    def __init__(self, spec: CodecSpec) -> None:
+        spec.settings({})
+        self.name = str(spec)
+
     def encoded_size(self, numel: int) -> int:
-        """One byte per element and four per block."""
+        """Return one byte per element and four per block."""
         return numel + 4 * _blocks(numel)
 
-    def encode(self, flat: Tensor) -> memoryview:
+    def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
         """Quantise; see the module's docstring."""
-        flat = flat_fp32(flat)
         numel, whole = flat.numel(), flat.numel() // BLOCK * BLOCK
         data = new_buffer(self.encoded_size(numel))
         scales = view(data, torch.float32, _blocks(numel), 0, bytearray())
@@ -50,7 +54,7 @@ class BlockInt8(Codec):
         return data
 
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
-        """value * scale, rounded once."""
+        """Multiply each value by its scale, rounded once."""
         readonly = memoryview(data).readonly
         spare = bytearray(min(PIECE, numel) if readonly else 0)
         spare_scales = bytearray(4 * _blocks(min(PIECE, numel)) if readonly else 0)
@@ -63,8 +67,8 @@ class BlockInt8(Codec):
             scratch[: rows * BLOCK].view(rows, BLOCK).mul_(scales.unsqueeze(1))
             yield scratch[:count]
 
-    def cut(self, data: Buffer, shard: Shard) -> memoryview:
-        """Scales and values of the blocks that the shard touches."""
+    def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:
+        """Select the scales and values of the blocks that the shard touches."""
         numel, source = shard.fragment.numel, memoryview(data).cast("B")
         spare = bytearray(source.nbytes if source.readonly else 0)
         scales = view(source, torch.float32, _blocks(numel), 0, spare)
@@ -74,10 +78,8 @@ class BlockInt8(Codec):
         cut = new_buffer(self.encoded_size(count))
         torch.index_select(scales, 0, kept, out=view(cut, torch.float32, kept.numel(), 0, bytearray()))
         values = view(source, torch.int8, numel, 4 * _blocks(numel), spare)
-        rows, out = (
-            values[: numel // BLOCK * BLOCK].view(-1, BLOCK),
-            view(cut, torch.int8, count, 4 * kept.numel(), bytearray()),
-        )
+        rows = values[: numel // BLOCK * BLOCK].view(-1, BLOCK)
+        out = view(cut, torch.int8, count, 4 * kept.numel(), bytearray())
         torch.index_select(rows, 0, whole, out=out[: count - short].view(-1, BLOCK))
         out[count - short :] = values[numel - short :]
         return cut

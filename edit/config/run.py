@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edit.config.algorithm import CODECS, CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
+from edit.config.algorithm import CODECS, CodecConfig, CodecSpec, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
 from edit.config.validation import build, positive, require, within
 from edit.errors import ConfigError
 
@@ -24,6 +24,7 @@ __all__ = [
     "CODECS",
     "AggregatorsConfig",
     "CodecConfig",
+    "CodecSpec",
     "InnerConfig",
     "MembershipConfig",
     "ModelConfig",

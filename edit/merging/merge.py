@@ -92,7 +92,7 @@ def measure(encoded: EncodedTensor) -> float:
 
     Does not depend on the number of threads. Raises RemoteProtocolError when the bytes are not what they claim to be.
     """
-    return norm_of_pieces(codec(encoded.codec).decode_pieces(encoded.data, encoded.numel))
+    return norm_of_pieces(codec(encoded.codec).decode_pieces(encoded))
 
 
 def merge(
@@ -188,7 +188,7 @@ def _add_part(part: ShardPayload, share: float, mean: Tensor, what: str) -> None
 
 def _add(payload: EncodedTensor | Callable[[], EncodedTensor], share: float, out: Tensor, what: str) -> None:
     encoded = _read(payload, out.numel(), what)
-    codec(encoded.codec).decode_add(encoded.data, out, share)
+    codec(encoded.codec).decode_add(encoded, out, share)
 
 
 def _read(payload: EncodedTensor | Callable[[], EncodedTensor], numel: int, what: str) -> EncodedTensor:

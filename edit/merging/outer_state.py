@@ -136,9 +136,9 @@ class OuterState:
         before = self._fragments[merged.fragment_id]
         statistics = {**before.statistics, **merged.statistics}
         for step, slots, residual in self._steps(merged, before):
-            payload, rest = with_feedback(self._codec, step, residual)
+            payload, rest = with_feedback(self._codec, step, residual, self.schema.fragments[merged.fragment_id])
             theta = before.theta.clone()
-            self._codec.decode_add(payload.data, theta, -1.0)  # exactly theta - decode(payload)
+            self._codec.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)
             if all(_is_finite(tensor) for tensor in (theta, *slots.values())):
                 after = FragmentState(theta, fragment_hash(theta), slots, rest, statistics)
                 return Staged(self._outer_step, merged, after, payload)

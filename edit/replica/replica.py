@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from edit.codecs import decode_shard
+from edit.codecs import codec
 from edit.errors import RemoteProtocolError
 from edit.fragments.digest import combine, fragment_hash
 from edit.records import EncodedTensor, Snapshot
@@ -137,7 +137,7 @@ class Replica:
 
     def _stepped(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
         try:
-            step = decode_shard(encoded, self.layout.held[fragment_id])
+            step = codec(encoded.codec).decode_shard(encoded, self.layout.held[fragment_id])
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"update of fragment {fragment_id}: {error}") from error
         return self._keep(torch.sub(self._outer.fragments[fragment_id], step, out=step))

@@ -44,7 +44,7 @@ class Exchange:
         self.replica = replica
         self.config = config
         self.schedule = SyncSchedule(config.interval, config.groups, config.interval_s)
-        self.feedback = ErrorFeedback(config.codec, [shard.numel for shard in replica.layout.owned])
+        self.feedback = ErrorFeedback(config.codec, replica.layout.owned)
         self.estimator = Estimator(config.outer) if config.mode == "eager" and config.outer is not None else None
         self.pending: Pending | None = None
         self.replaying_checkpoint = False

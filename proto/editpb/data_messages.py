@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import edit.codecs
+from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor, FragmentCommit
@@ -160,12 +160,12 @@ def _fragment_update_to_pb(fragment: FragmentCommit, shard: Shard | None) -> dpb
     verdicts, payload = fragment_verdicts_to_pb(fragment), fragment.payload
     if payload is None:
         return dpb.FragmentUpdate(fragment_id=fragment.fragment_id, rollback=True, verdicts=verdicts)
-    numel = payload.numel if shard is None else edit.codecs.cut_numel(payload.codec, shard)
+    numel = payload.numel if shard is None else codec(payload.codec).cut_numel(shard)
     return dpb.FragmentUpdate(
         fragment_id=fragment.fragment_id,
         codec=codec_to_pb(payload.codec),
         numel=numel,
-        total_bytes=edit.codecs.codec(payload.codec).encoded_size(numel),
+        total_bytes=codec(payload.codec).encoded_size(numel),
         verdicts=verdicts,
     )
 
@@ -206,12 +206,12 @@ def _fragment_update_from_pb(message: dpb.FragmentUpdate, shard: Shard) -> msg.F
         if message.codec or message.numel or message.total_bytes:
             fail(f"fragment {fragment.name} was rolled back and yet has bytes")
         return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
-    codec = codec_from_pb(message.codec)
-    expected = edit.codecs.cut_numel(codec, shard)
+    name = codec_from_pb(message.codec)
+    expected = codec(name).cut_numel(shard)
     if message.numel != expected:
         fail(f"fragment {fragment.name} has {expected} elements{_there(shard)}, {message.numel} were announced")
-    total = check_encoded_size(codec, message.numel, message.total_bytes, f"fragment {fragment.name}")
-    return msg.FragmentUpdate(commit=commit, codec=codec, numel=message.numel, total_bytes=total)
+    total = check_encoded_size(name, message.numel, message.total_bytes, f"fragment {fragment.name}")
+    return msg.FragmentUpdate(commit=commit, codec=name, numel=message.numel, total_bytes=total)
 
 
 def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | memoryview | None]) -> Commit:

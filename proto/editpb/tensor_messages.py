@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-import edit.codecs
+from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from editpb import limits as lim
@@ -98,9 +98,9 @@ def shard_from_pb(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> Shard:
     return Shard(fragment, [Box(box.tensor, tuple(box.offsets), tuple(box.sizes)) for box in boxes])
 
 
-def check_encoded_size(codec: str, numel: int, total_bytes: int, what: str) -> int:
-    """total_bytes, when it is exactly what the codec makes of numel elements."""
-    expected = edit.codecs.codec(codec).encoded_size(numel)
+def check_encoded_size(codec_name: str, numel: int, total_bytes: int, what: str) -> int:
+    """Return total_bytes when it is exactly what the codec makes of numel elements."""
+    expected = codec(codec_name).encoded_size(numel)
     if total_bytes != expected:
-        fail(f"{what}: {total_bytes} bytes announced, {codec} makes {expected} of {numel} elements")
+        fail(f"{what}: {total_bytes} bytes announced, {codec_name} makes {expected} of {numel} elements")
     return total_bytes

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from edit.codecs import encode
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.digest import digest
@@ -16,6 +15,7 @@ from edit.fragments.schema import plan_fragments
 from edit.local import LocalCollective, LocalRun
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Verdict
 from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.encoded import encode
 from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted_peer import flat
 from tests.support.trainee import Trainee, config

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from edit.codecs import encode
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError
 from edit.fragments.schema import plan_fragments
 from edit.local import LocalCollective, LocalRun
 from edit.records import Aborted, Commit, Committed, Contribution, Finished
 from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.encoded import encode
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted_peer import flat
 

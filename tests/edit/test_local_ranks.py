@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import codec_names, cut, decode_shard, encode
+from edit.codecs import codec_names
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError
 from edit.fragments.digest import digest
@@ -17,6 +17,7 @@ from edit.fragments.schema import Schema, plan_fragments
 from edit.fragments.shards import Box, Shard
 from edit.local import LocalCollective, LocalRun
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot
+from tests.support.encoded import cut, decode_shard, encode
 from tests.support.layouts import rows, whole
 from tests.support.models import TinyTransformer
 

@@ -16,6 +16,7 @@ PROMISED = [
     "Aborted",
     "AggregatorsConfig",
     "CodecConfig",
+    "CodecSpec",
     "Collective",
     "Commit",
     "Committed",
@@ -60,7 +61,6 @@ PROMISED = [
     "codec_names",
     "decode",
     "digest",
-    "encode",
     "plan_fragments",
 ]
 

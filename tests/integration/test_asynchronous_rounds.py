@@ -18,7 +18,6 @@ from aggregator.operator_client import status_as_json
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
-from edit.codecs import encode
 from edit.config.run import RoundsConfig, RunConfig
 from edit.fragments.digest import digest
 from edit.records import Verdict
@@ -27,6 +26,7 @@ from editpb.chunks import make_chunks
 from editpb.control_messages import peer_message_to_pb
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Heartbeat, PeerState, RunPhase
+from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 PLAIN = "start_peers = {start}\nquorum = {quorum}\nfloor_s = 1000.0\nceiling_s = 1000.0\n"

@@ -18,7 +18,6 @@ from aggregator.security.authority import Authority
 from aggregator.server import Coordinator
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.store import load_outer
-from edit.codecs import encode
 from edit.errors import ConfigError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
@@ -27,6 +26,7 @@ from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, RunPhase
+from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 

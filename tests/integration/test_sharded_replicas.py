@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aggregator.resources import Clock
 from aggregator.storage.store import load_outer
-from edit.codecs import decode_shard
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
@@ -22,6 +21,7 @@ from editpb import control_pb2, data_pb2
 from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, View
+from tests.support.encoded import decode_shard
 from tests.support.served import (
     TOML,
     BarePeer,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import grpc
 import torch
 
-from edit.codecs import cut
 from edit.fragments.digest import digest, fragment_hash
 from edit.fragments.shards import Shard
 from edit.merging.outer_state import OuterState
@@ -24,6 +23,7 @@ from editpb.data_messages import (
     update_request_from_pb,
 )
 from editpb.messages import ContributionHeader, RunPhase, SnapshotManifest
+from tests.support.encoded import cut
 
 if TYPE_CHECKING:
     from tests.support.fake_coordinator import FakeCoordinator

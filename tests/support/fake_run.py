@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from edit.codecs import encode
 from edit.config.run import RunConfig
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
@@ -18,6 +17,7 @@ from editpb.messages import Heartbeat, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
+from tests.support.encoded import encode
 from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
 
 HEARTBEAT_S = 0.05

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs import decode, encode
+from edit.codecs import decode
 from edit.errors import TransportError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, Committed, Contribution, FragmentCommit, Outcome, PeerVerdict, Snapshot, Verdict
+from tests.support.encoded import encode
 
 ME = "me"
 

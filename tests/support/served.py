@@ -23,7 +23,6 @@ from aggregator.security.certificates import key_pem, new_key
 from aggregator.server import Coordinator
 from aggregator.storage.journal import Disk
 from aggregator.storage.state_folder import StateFolder
-from edit.codecs import encode
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
@@ -53,6 +52,7 @@ from editpb.messages import (
     View,
     Welcome,
 )
+from tests.support.encoded import encode
 
 TOML = """
 name = "test"

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from edit.codecs import encode
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Contribution, Snapshot
@@ -18,6 +17,7 @@ from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
+from tests.support.encoded import encode
 from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
 from tests.support.fake_run import config, vectors
 from tests.support.thread_ranks import at_every_rank
@@ -31,6 +31,7 @@ SCHEMA = Schema(
         for i, rows in enumerate(ROWS)
     )
 )
+
 T = TypeVar("T")
 
 

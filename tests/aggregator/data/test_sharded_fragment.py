@@ -15,19 +15,20 @@ from torch import Tensor
 
 from aggregator.data.sharded_fragment import ShardedFragment
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
-from edit.codecs import encode
 from edit.config.run import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.merging.merge import measure, merge
 from editpb.messages import ContributionHeader
+from tests.support.encoded import encode
 
 FRAGMENT = FragmentSpec(
     fragment_id=3,
     name="layer",
     tensors=(TensorSpec(name="weight", shape=(6, 4)), TensorSpec(name="bias", shape=(4,)), TensorSpec(name="scale", shape=())),
 )
+
 WHOLE = Shard(FRAGMENT)
 TOP = Shard(FRAGMENT, [Box(0, (0, 0), (2, 4)), Box(1, (0,), (4,))])
 BOTTOM = Shard(FRAGMENT, [Box(0, (2, 0), (4, 4)), Box(2, (), ())])

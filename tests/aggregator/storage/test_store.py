@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from aggregator.storage.store import Store
-from edit.codecs import encode
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import StorageError
 from edit.fragments.groups import fragments_due
@@ -16,6 +15,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.records import Commit
+from tests.support.encoded import encode
 
 SCHEMA = Schema(
     tuple(
@@ -23,6 +23,7 @@ SCHEMA = Schema(
         for i in range(5)
     )
 )
+
 STORAGE = StorageConfig(keep_updates=3)
 
 

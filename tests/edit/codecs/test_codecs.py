@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edit.codecs import PIECE, codec, codec_names, decode, encode
+from edit.codecs import PIECE, codec, codec_names, decode
 from edit.codecs.int8 import BLOCK
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.records import EncodedTensor
+from tests.support.encoded import encode
 
 NAMES = st.sampled_from(codec_names())
 BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -56,7 +57,7 @@ def test_every_length_around_blocks_and_pieces(name: str, numel: int) -> None:
     decoded = decode(encoded)
     assert bool(((decoded - flat).abs() <= bound(name, flat)).all())
     out = torch.ones(numel)
-    codec(name).decode_add(encoded.data, out, 0.3)
+    codec(name).decode_add(encoded, out, 0.3)
     assert torch.equal(out, torch.ones(numel).add_(decoded.mul_(0.3)))
 
 
@@ -150,7 +151,7 @@ def test_any_bytes_of_the_right_length_decode(name: str, numel: int, seed: bytes
         with pytest.raises(RemoteProtocolError, match=f"cannot be {numel} elements in {name}"):
             decode(EncodedTensor(name, numel, wrong))
         with pytest.raises(RemoteProtocolError):
-            codec(name).decode_add(wrong, torch.zeros(numel), 1.0)
+            codec(name).decode_add(EncodedTensor(name, numel, wrong), torch.zeros(numel), 1.0)
 
 
 @pytest.mark.parametrize("name", codec_names())

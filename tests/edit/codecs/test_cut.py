@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edit.codecs import codec, codec_names, cut, cut_numel, decode, decode_shard, encode
+from edit.codecs import codec, codec_names, decode
 from edit.codecs.int8 import BLOCK
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import EncodedTensor
+from tests.support.encoded import encode
 from tests.support.layouts import fragment, partitions, rows, whole
 
 NAMES = st.sampled_from(codec_names())
@@ -18,7 +19,7 @@ BLOCKWISE = [name for name in codec_names() if codec(name).granule > 1]
 
 
 def encoded(spec: FragmentSpec, name: str, seed: int = 0) -> EncodedTensor:
-    return encode(name, torch.randn(spec.numel, generator=torch.Generator().manual_seed(seed)))
+    return codec(name).encode(torch.randn(spec.numel, generator=torch.Generator().manual_seed(seed)), spec)
 
 
 def bits(vector: torch.Tensor) -> torch.Tensor:
@@ -27,7 +28,7 @@ def bits(vector: torch.Tensor) -> torch.Tensor:
 
 @given(layout=partitions(), name=NAMES, readonly=st.booleans())
 @settings(deadline=None, max_examples=200)
-def test_what_a_rank_decodes_is_its_region_of_the_whole(
+def test_what_a_rank_decodes_is_its_shard_of_the_whole(
     layout: tuple[FragmentSpec, list[list[Box]]], name: str, readonly: bool
 ) -> None:
     spec, shares = layout
@@ -36,24 +37,24 @@ def test_what_a_rank_decodes_is_its_region_of_the_whole(
         update = EncodedTensor(name, update.numel, bytes(update.data))
     for boxes in shares:
         shard = Shard(spec, boxes)
-        mine = cut(update, shard)
-        assert (mine.codec, mine.numel) == (name, cut_numel(name, shard))
+        mine = codec(name).cut(update, shard)
+        assert (mine.codec, mine.numel) == (name, codec(name).cut_numel(shard))
         assert memoryview(mine.data).nbytes == codec(name).encoded_size(mine.numel)
-        part = decode_shard(EncodedTensor(name, mine.numel, bytes(mine.data)), shard)
+        part = codec(name).decode_shard(EncodedTensor(name, mine.numel, bytes(mine.data)), shard)
         assert part.dtype == torch.float32 and torch.equal(bits(part), bits(shard.take(decode(update))))
-        assert bytes(cut(update, Shard(spec, boxes)).data) == bytes(mine.data)
+        assert bytes(codec(name).cut(update, Shard(spec, boxes)).data) == bytes(mine.data)
 
 
 @given(layout=partitions(), name=NAMES)
 @settings(deadline=None, max_examples=100)
-def test_only_blocks_that_the_region_touches_travel(layout: tuple[FragmentSpec, list[list[Box]]], name: str) -> None:
+def test_only_blocks_that_the_shard_touches_travel(layout: tuple[FragmentSpec, list[list[Box]]], name: str) -> None:
     spec, shares = layout
     granule = codec(name).granule
     positions = torch.arange(spec.numel)
     for boxes in shares:
         shard = Shard(spec, boxes)
         touched = {position // granule for position in shard.take(positions).tolist()}
-        assert cut_numel(name, shard) == sum(min(granule, spec.numel - block * granule) for block in touched)
+        assert codec(name).cut_numel(shard) == sum(min(granule, spec.numel - block * granule) for block in touched)
 
 
 @pytest.mark.parametrize("name", codec_names())
@@ -63,29 +64,30 @@ def test_shards_of_thousands_of_runs(name: str, dimension: int) -> None:
     update = encoded(spec, name)
     for boxes in rows(spec, 3, dimension):
         shard = Shard(spec, boxes)
-        assert torch.equal(decode_shard(cut(update, shard), shard), shard.take(decode(update)))
+        mine = codec(name).decode_shard(codec(name).cut(update, shard), shard)
+        assert torch.equal(mine, shard.take(decode(update)))
 
 
-def test_the_whole_region_is_the_update_itself() -> None:
+def test_the_whole_shard_is_the_update_itself() -> None:
     spec = fragment((300, 2), (5,))
     for name in codec_names():
         update = encoded(spec, name)
-        assert cut(update, Shard(spec)) is update is cut(update, Shard(spec, whole(spec)))
-        assert cut_numel(name, Shard(spec)) == spec.numel
+        assert codec(name).cut(update, Shard(spec)) is update is codec(name).cut(update, Shard(spec, whole(spec)))
+        assert codec(name).cut_numel(Shard(spec)) == spec.numel
 
 
 @pytest.mark.parametrize("name", codec_names())
-def test_an_empty_region_costs_no_byte(name: str) -> None:
+def test_an_empty_shard_costs_no_byte(name: str) -> None:
     spec = fragment((300,))
-    mine = cut(encoded(spec, name), Shard(spec, []))
+    mine = codec(name).cut(encoded(spec, name), Shard(spec, []))
     assert mine.numel == 0 and memoryview(mine.data).nbytes == 0
-    assert decode_shard(mine, Shard(spec, [])).shape == (0,)
+    assert codec(name).decode_shard(mine, Shard(spec, [])).shape == (0,)
 
 
 def test_one_contiguous_run_of_an_element_wise_codec_is_not_copied() -> None:
     spec = fragment((300, 4))
     update = encoded(spec, "bf16")
-    mine = cut(update, Shard(spec, [Box(0, (100, 0), (50, 4))]))
+    mine = codec("bf16").cut(update, Shard(spec, [Box(0, (100, 0), (50, 4))]))
     memoryview(update.data).cast("B")[800:1200] = bytes(400)
     assert bytes(mine.data) == bytes(400)
 
@@ -95,10 +97,11 @@ def test_a_broken_block_stays_visible_in_every_cut_that_touches_it(name: str) ->
     spec = fragment((4 * BLOCK,))
     flat = torch.ones(spec.numel)
     flat[BLOCK + 1] = float("nan")
-    update = encode(name, flat)
+    update = codec(name).encode(flat, spec)
     left, right = (Shard(spec, [Box(0, (start,), (200,))]) for start in (BLOCK + 20, 2 * BLOCK))
-    assert not bool(decode_shard(cut(update, left), left).isfinite().any())
-    assert bool(decode_shard(cut(update, right), right).isfinite().all())
+    known = codec(name)
+    assert not bool(known.decode_shard(known.cut(update, left), left).isfinite().any())
+    assert bool(known.decode_shard(known.cut(update, right), right).isfinite().all())
 
 
 @given(name=NAMES, data=st.binary(max_size=700), numel=st.integers(0, 700))
@@ -106,17 +109,17 @@ def test_a_broken_block_stays_visible_in_every_cut_that_touches_it(name: str) ->
 def test_any_other_bytes_or_length_are_the_senders_fault(name: str, data: bytes, numel: int) -> None:
     spec = fragment((30, 20))
     shard = Shard(spec, [Box(0, (3, 0), (10, 20))])
-    expected = cut_numel(name, shard)
+    expected = codec(name).cut_numel(shard)
     if numel == expected and len(data) == codec(name).encoded_size(expected):
         return
     with pytest.raises(RemoteProtocolError):
-        decode_shard(EncodedTensor(name, numel, data), shard)
+        codec(name).decode_shard(EncodedTensor(name, numel, data), shard)
 
 
 def test_an_update_of_another_fragment_or_length_is_our_bug() -> None:
     spec = fragment((300,))
     shard = Shard(spec, [Box(0, (0,), (20,))])
     with pytest.raises(LocalProtocolError, match=r"are not fragment f \(300\)"):
-        cut(encode("bf16", torch.zeros(299)), shard)
+        codec("bf16").cut(encode("bf16", torch.zeros(299)), shard)
     with pytest.raises(LocalProtocolError, match="300 elements are not"):
-        cut(EncodedTensor("bf16", 300, bytes(599)), shard)
+        codec("bf16").cut(EncodedTensor("bf16", 300, bytes(599)), shard)

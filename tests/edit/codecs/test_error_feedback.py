@@ -11,6 +11,7 @@ from torch import Tensor
 from edit.codecs import codec_names, decode
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.errors import LocalProtocolError, StorageError
+from tests.support.encoded import whole_shards
 
 LOSSY = [name for name in codec_names() if name != "fp32"]
 
@@ -24,7 +25,7 @@ def deltas(seed: int, rounds: int, numel: int = 300) -> list[Tensor]:
 @settings(deadline=None, max_examples=60)
 def test_what_was_merged_plus_the_residual_is_the_sum_of_the_deltas(name: str, seed: int, fates: list[bool]) -> None:
     """Telescoping. A rolled-back round is as if it had not been."""
-    feedback = ErrorFeedback(name, [300])
+    feedback = ErrorFeedback(name, whole_shards(300))
     sent, meant = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
     for delta, committed in zip(deltas(seed, len(fates)), fates, strict=True):
         encoded = feedback.stage(0, delta)
@@ -40,7 +41,7 @@ def test_what_was_merged_plus_the_residual_is_the_sum_of_the_deltas(name: str, s
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_t9_the_caller_gets_the_encoded_result_and_the_commit_really_changes_the_residual(name: str) -> None:
-    feedback, delta = ErrorFeedback(name, [300]), deltas(0, 1)[0]
+    feedback, delta = ErrorFeedback(name, whole_shards(300)), deltas(0, 1)[0]
     before = delta.clone()
     first = feedback.stage(0, delta)
     assert torch.equal(delta, before) and not torch.equal(decode(first), delta)
@@ -53,17 +54,17 @@ def test_t9_the_caller_gets_the_encoded_result_and_the_commit_really_changes_the
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_feedback_makes_the_mean_error_vanish_where_a_bare_codec_keeps_it(name: str) -> None:
-    feedback, delta, total = ErrorFeedback(name, [300]), deltas(1, 1)[0], torch.zeros(300)
+    feedback, delta, total = ErrorFeedback(name, whole_shards(300)), deltas(1, 1)[0], torch.zeros(300)
     for _ in range(50):
         total += decode(feedback.stage(0, delta))
         feedback.commit(0)
     with_feedback = (total / 50 - delta).abs().max()
-    bare = (decode(ErrorFeedback(name, [300]).stage(0, delta)) - delta).abs().max()
+    bare = (decode(ErrorFeedback(name, whole_shards(300)).stage(0, delta)) - delta).abs().max()
     assert with_feedback < bare / 10
 
 
 def test_a_rollback_or_staging_again_leaves_the_residual() -> None:
-    feedback, (a, b, c) = ErrorFeedback("int8", [300]), deltas(2, 3)
+    feedback, (a, b, c) = ErrorFeedback("int8", whole_shards(300)), deltas(2, 3)
     feedback.stage(0, a)
     feedback.commit(0)
     residual = feedback.residuals()[0].clone()
@@ -78,7 +79,7 @@ def test_a_rollback_or_staging_again_leaves_the_residual() -> None:
 
 
 def test_a_lossless_codec_keeps_no_residual() -> None:
-    feedback, delta = ErrorFeedback("fp32", [300]), deltas(3, 1)[0]
+    feedback, delta = ErrorFeedback("fp32", whole_shards(300)), deltas(3, 1)[0]
     assert torch.equal(decode(feedback.stage(0, delta)), delta)
     feedback.commit(0)
     assert feedback.residuals() == {}
@@ -86,7 +87,7 @@ def test_a_lossless_codec_keeps_no_residual() -> None:
 
 @pytest.mark.parametrize("name", codec_names())
 def test_a_broken_delta_is_visible_to_the_merger_and_leaves_the_residual_after_its_rollback(name: str) -> None:
-    feedback, (good, bad) = ErrorFeedback(name, [300]), deltas(4, 2)
+    feedback, (good, bad) = ErrorFeedback(name, whole_shards(300)), deltas(4, 2)
     feedback.stage(0, good)
     feedback.commit(0)
     before = {key: value.clone() for key, value in feedback.residuals().items()}
@@ -98,17 +99,17 @@ def test_a_broken_delta_is_visible_to_the_merger_and_leaves_the_residual_after_i
 
 
 def test_fragments_are_independent_and_residuals_round_trip() -> None:
-    feedback, delta = ErrorFeedback("int8", [300, 300]), deltas(5, 1)[0]
+    feedback, delta = ErrorFeedback("int8", whole_shards(300, 300)), deltas(5, 1)[0]
     feedback.stage(1, delta)
     feedback.commit(1)
     assert list(feedback.residuals()) == [1]
-    restored = ErrorFeedback("int8", [300, 300])
+    restored = ErrorFeedback("int8", whole_shards(300, 300))
     restored.load(feedback.residuals())
     assert bytes(restored.stage(1, delta).data) == bytes(feedback.stage(1, delta).data)
 
 
 def test_misuse_is_named() -> None:
-    feedback = ErrorFeedback("int8", [300])
+    feedback = ErrorFeedback("int8", whole_shards(300))
     with pytest.raises(LocalProtocolError, match="fragment 0: commit"):
         feedback.commit(0)
     with pytest.raises(LocalProtocolError, match="no fragment 1"):
@@ -122,7 +123,7 @@ def test_misuse_is_named() -> None:
     [(1, torch.zeros(300)), (-1, torch.zeros(300)), (0, torch.zeros(299)), (0, torch.zeros(300, dtype=torch.bfloat16))],
 )
 def test_residuals_of_another_model_are_refused_and_nothing_changes(fragment: int, residual: Tensor) -> None:
-    feedback = ErrorFeedback("int8", [300])
+    feedback = ErrorFeedback("int8", whole_shards(300))
     feedback.load({0: torch.ones(300)})
     with pytest.raises(StorageError, match=f"residual.{fragment}"):
         feedback.load({fragment: residual})

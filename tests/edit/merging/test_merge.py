@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edit.codecs import PIECE, codec_names, decode, encode
+from edit.codecs import PIECE, codec_names, decode
 from edit.config.run import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
@@ -17,6 +17,7 @@ from edit.fragments.shards import Box, Shard
 from edit.merging.merge import Measured, Merged, ShardPayload, measure, merge, norm, whole_norm
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
+from tests.support.encoded import encode
 from tests.support.layouts import fragment, partitions, rows
 
 OFF = PenaltyConfig(enabled=False)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import encode
 from edit.config.run import PenaltyConfig
 from edit.fragments.shards import Shard
 from edit.merging.heloco import Momentum
 from edit.merging.merge import Measured, MergeRule, ShardPayload, measure, merge
 from edit.reference import heloco, rda
+from tests.support.encoded import encode
 from tests.support.layouts import fragment, rows
 
 OFF = PenaltyConfig(enabled=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import codec_names, decode, encode
+from edit.codecs import codec_names, decode
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import digest
@@ -18,6 +18,7 @@ from edit.merging.merge import measure
 from edit.merging.outer_state import Measured, Merged, OuterState
 from edit.records import Commit, Verdict
 from edit.reference import Edit, diloco
+from tests.support.encoded import encode
 
 NUMELS = (700, 5)
 SCHEMA = Schema(

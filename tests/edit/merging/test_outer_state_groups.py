@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import encode
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.digest import digest
@@ -18,6 +17,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, Merged, measure
 from edit.merging.outer_state import OuterState
 from edit.records import Commit
+from tests.support.encoded import encode
 
 NUMELS = (300, 7, 40, 256, 1)
 SCHEMA = Schema(

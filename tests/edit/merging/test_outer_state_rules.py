@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import encode
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.reference import delayed_nesterov, heloco, rda
+from tests.support.encoded import encode
 
 SCHEMA = Schema(
     tuple(
@@ -19,6 +19,7 @@ SCHEMA = Schema(
         for i, name in enumerate(("embedding", "blocks.0"))
     )
 )
+
 ARRIVALS = RoundsConfig(merging="arrivals", max_staleness=8)
 
 

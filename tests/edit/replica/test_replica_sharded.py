@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from edit.codecs import cut, encode
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.fragments.digest import digest
 from edit.fragments.shards import partition_fault
@@ -23,6 +22,7 @@ from edit.records import Snapshot
 from edit.replica.layout import Layout
 from edit.replica.ranks import Ranks
 from edit.replica.replica import Replica
+from tests.support.encoded import cut, encode
 from tests.support.models import TinyTransformer
 from tests.support.ranks import at_every_rank
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from edit.codecs import cut, decode, encode
+from edit.codecs import decode
 from edit.errors import ConfigError, TransportError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
@@ -36,6 +36,7 @@ from edit.records import (
 from edit.replica.ranks import Ranks
 from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.encoded import cut, encode
 from tests.support.models import TinyTransformer, train_step
 from tests.support.ranks import at_every_rank
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from edit.codecs import encode
 from edit.errors import TransportError
 from edit.records import Aborted, Committed, Finished, Outcome
 from editpb.messages import RunPhase
 from peers.carriers.io_thread import SLICE_S
+from tests.support.encoded import encode
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import LARGE, SMALL, Peer, run_of, vectors
 from tests.support.two_ranks import SIZES, Rank, with_two_ranks

@@ -8,12 +8,13 @@ import grpc
 import pytest
 import torch
 
-from edit.codecs import decode, encode
+from edit.codecs import decode
 from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.carriers.io_thread import Interrupted
+from tests.support.encoded import encode
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, schema_of, vectors
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import decode_shard
 from edit.errors import ConfigError, RefusedError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
@@ -21,6 +20,7 @@ from edit.records import Aborted, Committed, EncodedTensor, Evicted, Finished, N
 from editpb.messages import Expel, RunPhase
 from peers.carriers.hub import data_calls as data_plane
 from peers.carriers.io_thread import Interrupted
+from tests.support.encoded import decode_shard
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import config, open_when_ready, vectors
 from tests.support.two_ranks import SCHEMA, SIZES, Rank, shards, with_two_ranks

@@ -1,0 +1,30 @@
+"""Encode a vector of a test that has no model: it counts as a fragment of one tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from edit.codecs import codec
+from edit.fragments.shards import Shard
+from edit.records import EncodedTensor
+from tests.support.layouts import fragment
+
+
+def encode(name: str, flat: Tensor) -> EncodedTensor:
+    """The flat vector, encoded by the codec of that name."""
+    return codec(name).encode(flat, fragment((flat.numel(),)))
+
+
+def whole_shards(*numels: int) -> list[Shard]:
+    """What a peer that is not sharded holds of fragments of so many elements."""
+    return [Shard(fragment((numel,))) for numel in numels]
+
+
+def cut(encoded: EncodedTensor, shard: Shard) -> EncodedTensor:
+    """What a rank with this shard is sent of an encoded fragment."""
+    return codec(encoded.codec).cut(encoded, shard)
+
+
+def decode_shard(encoded: EncodedTensor, shard: Shard) -> Tensor:
+    """What a rank with this shard decodes of what it was sent."""
+    return codec(encoded.codec).decode_shard(encoded, shard)
