@@ -24,10 +24,11 @@ from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
-from aggregator.storage.state_folder import StateFolder, write_atomic
+from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
+from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
 from editpb.channel_options import server_options

@@ -9,6 +9,7 @@ EditError
  ├─ StaleError            what was asked about is over or not yet due: look at the view, then ask again
  │   └─ GoneError         no longer kept (an old update, an old snapshot)
  ├─ StorageError          the disk under the state folder failed or lies (full, torn, flipped); nothing is lost
+ ├─ FormatError           a file is of another format than this software reads; exit code 2
  └─ TransportError        the link broke; the same call may be tried again
 """
 
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigError",
     "EditError",
     "EvictedError",
+    "FormatError",
     "GoneError",
     "LocalProtocolError",
     "RefusedError",
@@ -70,6 +72,12 @@ class GoneError(StaleError):
 
 class StorageError(EditError):
     """The state folder cannot be written or its contents are damaged."""
+
+    exit_code = 2
+
+
+class FormatError(EditError):
+    """A file is of another format than this software reads. It is whole: no code may pass it over as damaged."""
 
     exit_code = 2
 

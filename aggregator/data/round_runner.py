@@ -25,9 +25,9 @@ from aggregator.data.published import Downlink, Head
 from aggregator.metrics import RoundReport
 from aggregator.resources import Resources
 from aggregator.storage.pending_injection import check_bytes
-from aggregator.storage.state_folder import write_atomic
 from aggregator.storage.upload_buffer import Upload
 from edit.config.run import RunConfig
+from edit.durable_files import write_atomic
 from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run

@@ -36,7 +36,7 @@ from aggregator.security.certificates import (
     public_der,
     public_key_of,
 )
-from aggregator.storage.state_folder import write_atomic
+from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StorageError
 from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
@@ -44,6 +44,8 @@ from editpb.limits import one_line
 
 __all__ = ["MEMBER_LIFETIME_S", "Authority", "MemberRecord", "Members", "check_equipped"]
 
+MEMBERS_FORMAT = 2  # of members.json
+INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
 OPERATOR_ID = "operator"
 COORDINATOR_ID = "coordinator"
@@ -72,7 +74,7 @@ class Members:
     def __init__(self, path: Path, *, enrols: bool = True) -> None:
         self._path, self._enrols = path, enrols
         try:
-            rows = json.loads(path.read_text()) if path.exists() else []
+            rows = _read_rows(path) if path.exists() else []
             self._records = {row["peer_id"]: MemberRecord(**row) for row in rows}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{path}: is damaged; restore it from a copy ({error})") from error
@@ -135,8 +137,14 @@ class Members:
 
     def _save(self, records: dict[str, MemberRecord]) -> None:
         rows = [dataclasses.asdict(records[peer_id]) for peer_id in sorted(records)]
-        write_atomic(self._path, json.dumps(rows, indent=1).encode(), 0o600)
+        write_json(self._path, {"members": rows}, version=MEMBERS_FORMAT, mode=0o600)
         self._records = records
+
+
+def _read_rows(path: Path) -> list[Any]:
+    """The members' records. Format 1 was a bare list of them."""
+    kept = json.loads(path.read_text())
+    return kept if isinstance(kept, list) else list(read_json(path, version=MEMBERS_FORMAT)["members"])
 
 
 class Authority:
@@ -164,7 +172,7 @@ class Authority:
         authority._issue_own("server", coordinator, now, tuple(advertise))
         authority.members.admit(operator, authority._issue_own("operator", operator, now), now)
         write_atomic(path / "ca.pem", _pem(issuer.certificate))
-        write_atomic(path / "ca.key", key_pem(issuer.key), 0o600)  # last: its presence means that all is there
+        write_atomic(path / "ca.key", key_pem(issuer.key), mode=0o600)  # last: its presence means that all is there
         return authority
 
     @classmethod
@@ -213,7 +221,7 @@ class Authority:
         identity, key = _aggregator(self.run_id, aggregator), new_key()
         certificate = self._issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=(name,))
         write_atomic(path / "ca.pem", _pem(self._issuer.certificate))
-        write_atomic(path / "server.key", key_pem(key), 0o600)
+        write_atomic(path / "server.key", key_pem(key), mode=0o600)
         write_atomic(path / "server.pem", _pem(certificate))
 
     def renew_server(self, advertise: Sequence[str], *, now: float) -> bool:
@@ -236,7 +244,7 @@ class Authority:
             raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
         token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
         record = {"peer_id": peer_id, "role": role, "expires": expires}
-        write_atomic(self._invitations / f"{_hash(token.encode())}.json", json.dumps(record).encode(), 0o600)
+        write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
 
     def redeem(self, token: str, csr_der: bytes, *, now: float) -> tuple[bytes, Identity]:
@@ -261,7 +269,7 @@ class Authority:
             self._claim(pending, used)
         if "certificate" not in record:
             record["certificate"] = self._enrol(identity, public_key, now)
-            write_atomic(used, json.dumps(record).encode(), 0o600)
+            write_json(used, record, version=INVITATION_FORMAT, mode=0o600)
         return base64.b64decode(record["certificate"]), identity
 
     def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
@@ -296,7 +304,7 @@ class Authority:
         certificate = self._issuer.issue(
             identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=server_names
         )
-        write_atomic(self._path / f"{name}.key", key_pem(key), 0o600)
+        write_atomic(self._path / f"{name}.key", key_pem(key), mode=0o600)
         write_atomic(self._path / f"{name}.pem", _pem(certificate))
         return certificate
 
@@ -336,7 +344,7 @@ def _still_good(path: Path, names: set[x509.GeneralName], until: float) -> bool:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path, version=INVITATION_FORMAT)
         return {**record, "expires": float(record["expires"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(f"{path}: is damaged; delete it and invite anew ({error})") from error

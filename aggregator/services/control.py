@@ -14,7 +14,7 @@ from editpb import control_pb2 as cpb
 from editpb.abort_on_error import abort_on_error
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
-from editpb.messages import PROTOCOL, Expel, Goodbye, Heartbeat, Hello, Welcome
+from editpb.messages import Expel, Goodbye, Heartbeat, Hello, Welcome
 
 if TYPE_CHECKING:
     import grpc
@@ -59,8 +59,6 @@ class ControlService:
         hello = peer_message_from_pb(first)
         if not isinstance(hello, Hello):
             raise RemoteProtocolError("the first message must be Hello")
-        if hello.protocol != PROTOCOL:
-            raise RefusedError(f"this coordinator speaks protocol {PROTOCOL}, the peer {hello.protocol}; use the same version")
         if hello.run_id != self._run.run_id:
             raise RefusedError(f"this is run {self._run.run_id}, not {hello.run_id}")
         return hello

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +25,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from edit.durable_files import check_format, write_atomic_with
 from edit.errors import LocalProtocolError, StorageError
 
 __all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
 
+FORMAT = 1
 Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 
@@ -70,20 +71,15 @@ def save(
     Raises StorageError: the folder is as before.
     """
     path = path_of(folder, _step(metadata))
-    temporary = path.with_name(f".{path.name}.tmp")
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(metadata, sort_keys=True)
+    about = {"format": str(FORMAT), "edit": text, "blake3": _checksum(whole, text)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_temporary(folder)
-        write(whole, temporary, {"edit": text, "blake3": _checksum(whole, text)})
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(folder)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written ({_said(error)})") from error
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be created ({error.strerror})") from error
+    _remove_temporary(folder)
+    write_atomic_with(path, lambda temporary: write(whole, temporary, about), failures=(SafetensorError,))
     _remove_old(folder, keep)
     return path
 
@@ -93,6 +89,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             written = file.metadata() or {}
+            check_format(path, int(written.get("format", "1")), FORMAT)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         text = written["edit"]
         if written["blake3"] != _checksum(tensors, text):
@@ -193,14 +190,6 @@ def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.reshape(-1).numpy().view("uint8").data)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _said(error: Exception) -> str:

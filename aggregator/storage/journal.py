@@ -28,6 +28,7 @@ from aggregator.storage.journal_records import (
     merged_of,
     records,
 )
+from edit.durable_files import check_format, sync
 from edit.errors import LocalProtocolError, StorageError
 from edit.merging.injection import Injected
 from edit.merging.merge import Merged
@@ -167,7 +168,7 @@ class Journal:
         self._append({"kind": "segment", "format": FORMAT, "base_outer_step": base_outer_step}, b"")
         self._make_durable()
         try:
-            _sync_folder(self.path.parent, self._disk)
+            sync(self.path.parent, self._disk.fsync)
         except OSError as error:
             raise StorageError(f"{self.path.parent}: cannot be written ({error.strerror})") from error
 
@@ -298,14 +299,15 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
             raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad}); restore it from a copy") from None
         reason = f"torn at byte {bad.offset}: {bad}"
     except (KeyError, TypeError) as error:
-        raise StorageError(f"{path}: not a journal of format {FORMAT} ({error!r})") from error
+        raise StorageError(f"{path}: not a journal ({error!r})") from error
     size = path.stat().st_size
     return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None)
 
 
 def _check_base(path: Path, header: Mapping[str, Any], base_outer_step: int) -> None:
-    if header["kind"] != "segment" or header["format"] != FORMAT:
-        raise StorageError(f"{path}: not a journal of format {FORMAT}")
+    if header["kind"] != "segment":
+        raise StorageError(f"{path}: not a journal")
+    check_format(path, header["format"], FORMAT)
     if header["base_outer_step"] != base_outer_step:
         raise StorageError(f"{path}: follows outer step {header['base_outer_step']}, not {base_outer_step}")
 
@@ -314,11 +316,3 @@ def _check_commit(path: Path, record: Record, outer_step: int, round_id: int, fr
     header = record.header
     if header["outer_step"] != outer_step + 1 or header["round_id"] != round_id or header["fragments"] != sorted(fragments):
         raise StorageError(f"{path}: damaged at byte {record.offset} (a commit that does not fit what is before it)")
-
-
-def _sync_folder(folder: Path, disk: Disk) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        disk.fsync(descriptor)
-    finally:
-        os.close(descriptor)

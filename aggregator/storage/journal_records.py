@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edit.durable_files import check_format
 from edit.errors import LocalProtocolError, StorageError
 from edit.merging.merge import Merged
 from edit.merging.penalty import NormStatistics
@@ -72,9 +73,15 @@ class BadRecord(Exception):
 
 
 def records(path: Path) -> Iterator[Record]:
-    """The records of a file from its start. Raises BadRecord where they end before the file does, StorageError."""
+    """The records of a file from its start.
+
+    Raises BadRecord where they end before the file does, FormatError for records of another layout, StorageError.
+    """
     try:
         with path.open("rb") as file:
+            begins = file.read(len(MAGIC))
+            if begins[:3] == MAGIC[:3] and begins[3:].isdigit():
+                check_format(path, int(begins[3:]), int(MAGIC[3:]))
             yield from _records(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror})") from error

@@ -5,13 +5,14 @@ Owns: orders.json of the coordinator's folder. Must not know: rounds, and what a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from aggregator.storage.state_folder import write_atomic
+from edit.durable_files import read_json, write_json
 from edit.errors import StorageError
 
 __all__ = ["OperatorFlags"]
+
+FORMAT = 1
 
 
 class OperatorFlags:
@@ -20,7 +21,7 @@ class OperatorFlags:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            kept = json.loads(path.read_text()) if path.exists() else {"paused": False, "draining": False}
+            kept = read_json(path, version=FORMAT) if path.exists() else {"paused": False, "draining": False}
             self.paused, self.draining = bool(kept["paused"]), bool(kept["draining"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{path}: is damaged ({error!r}); remove it, and pause or drain the run again") from error
@@ -39,5 +40,5 @@ class OperatorFlags:
 
     def _write(self, *, paused: bool, draining: bool) -> None:
         if (paused, draining) != (self.paused, self.draining):
-            write_atomic(self._path, json.dumps({"paused": paused, "draining": draining}).encode())
+            write_json(self._path, {"paused": paused, "draining": draining}, version=FORMAT)
             self.paused, self.draining = paused, draining

@@ -9,8 +9,6 @@ it, whose body is the payload as it was published.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,33 +23,31 @@ from aggregator.storage.journal_records import (
     verdicts_from,
     verdicts_written,
 )
+from edit.durable_files import check_format, write_atomic_with
 from edit.errors import StorageError
 from edit.records import Commit, EncodedTensor, FragmentCommit
 
 __all__ = ["load", "save"]
 
+FORMAT = 1
+
 
 def save(path: Path, commits: Sequence[Commit]) -> None:
     """Replace the file by these updates, durably, oldest first. Raises StorageError: the file is as before."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+
+    def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             for header, body in _written(commits):
                 for part in frame(header, body):
                     file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
+    write_atomic_with(path, write)
 
 
 def load(path: Path, outer_step: int) -> list[Commit]:
     """The updates in the file, oldest first, one for each outer step up to `outer_step`. Raises StorageError for damage."""
     try:
-        commits = list(_read(records(path)))
+        commits = list(_read(path))
     except (BadRecord, KeyError, TypeError, ValueError, StopIteration) as error:
         raise StorageError(f"{path}: damaged ({error})") from error
     steps = [commit.outer_step for commit in commits]
@@ -65,6 +61,7 @@ def _written(commits: Sequence[Commit]) -> Iterator[tuple[dict[str, object], Buf
         yield (
             {
                 "kind": "update",
+                "format": FORMAT,
                 "outer_step": commit.outer_step,
                 "round_id": commit.round_id,
                 "digest": commit.digest,
@@ -89,9 +86,11 @@ def _header(fragment: FragmentCommit) -> dict[str, object]:
     }
 
 
-def _read(all_records: Iterator[Record]) -> Iterator[Commit]:
+def _read(path: Path) -> Iterator[Commit]:
+    all_records = records(path)
     for record in all_records:
         header = record.header
+        check_format(path, header.get("format", 1), FORMAT)
         yield Commit(
             outer_step=header["outer_step"],
             round_id=header["round_id"],

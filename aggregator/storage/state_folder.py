@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 import secrets
 from pathlib import Path
 
 from edit.config.run import RunConfig, ServerConfig
+from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 
-__all__ = ["RUN_TOML", "StateFolder", "address_of", "write_atomic"]
+__all__ = ["RUN_TOML", "StateFolder", "address_of"]
+
+FORMAT = 1  # of run.json
 
 RUN_TOML = """\
 # One run. Peers receive these settings when they join. Every key is optional; `edit-coordinator serve --help` says more.
@@ -83,25 +85,6 @@ def _interface(host: str) -> str:
     return "[::]" if host.startswith("[") else "0.0.0.0"  # every certificate is checked, whatever it comes in by
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace `path` so that a reader or a crash sees the old or the new bytes, never a mixture. Raises StorageError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
-
-
 class StateFolder:
     """One run's folder. `create` makes it, the constructor opens it (ConfigError when it is not one)."""
 
@@ -110,7 +93,7 @@ class StateFolder:
         if not self.run_json.is_file():
             raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
         try:
-            values = json.loads(self.run_json.read_text())
+            values = read_json(self.run_json, version=FORMAT)
             self.run_id, self.aggregator = str(values["run_id"]), int(values.get("aggregator", 0))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.run_json}: is damaged; restore it from a copy ({error})") from error
@@ -128,7 +111,7 @@ class StateFolder:
         write_atomic(path / "run.toml", run_toml.encode())
         config = RunConfig.from_toml(path / "run.toml")
         run_id = f"{config.name}-{secrets.token_hex(4)}"
-        write_atomic(path / "run.json", json.dumps({"run_id": run_id}).encode())
+        write_json(path / "run.json", {"run_id": run_id}, version=FORMAT)
         return cls(path)
 
     @classmethod
@@ -148,7 +131,7 @@ class StateFolder:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be created ({error.strerror})") from error
         write_atomic(path / "run.toml", coordinator.run_toml.read_bytes())
-        write_atomic(path / "run.json", json.dumps({"run_id": coordinator.run_id, "aggregator": aggregator}).encode())
+        write_json(path / "run.json", {"run_id": coordinator.run_id, "aggregator": aggregator}, version=FORMAT)
         return cls(path)
 
     @property

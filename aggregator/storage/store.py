@@ -89,9 +89,16 @@ class Store:
         self.tokens = total
 
     def checkpoint(self, outer: OuterState) -> None:
-        """Write the whole state and begin a new journal segment. Raises StorageError; the journal before it goes on."""
+        """Write the whole state and begin a new journal segment. Raises StorageError; the journal goes on.
+
+        The segment is begun first: once the checkpoint exists, no later commit may go into a segment before it, which a
+        recovery from this checkpoint does not read. Only the founding has no checkpoint to fall back to yet.
+        """
         if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
             return
+        founded = self._journal is not None
+        if founded:
+            self._begin_segment(outer.outer_step)
         metadata = {
             **outer.metadata(),
             "run_id": self._run_id,
@@ -101,8 +108,13 @@ class Store:
         if self._updates:
             updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
         checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
-        journal = Journal.create(checkpoint.segment_of(self._folder, outer.outer_step), outer.outer_step, self._disk)
-        self._writer.submit(self._turn_to, journal).result()
+        if not founded:
+            self._begin_segment(outer.outer_step)
+
+    def _begin_segment(self, outer_step: int) -> None:
+        path = checkpoint.segment_of(self._folder, outer_step)
+        if self._journal is None or self._journal.path != path:
+            self._writer.submit(self._turn_to, Journal.create(path, outer_step, self._disk)).result()
 
     def close(self) -> None:
         """Let go of the files."""

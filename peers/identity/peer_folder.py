@@ -6,8 +6,6 @@ without it is not enrolled, and its key is only a key. Must not know: invitation
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,14 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from edit.errors import ConfigError, RefusedError, StorageError
+from edit.durable_files import read_json, write_atomic, write_json
+from edit.errors import ConfigError, RefusedError
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 
 __all__ = ["Enrolled", "Home", "certificate_fault"]
+
+FORMAT = 1  # of identity.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +93,28 @@ class Home:
         if not self._key.exists():
             key = ec.generate_private_key(ec.SECP256R1())
             pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-            _write(self._key, pem, 0o600)
+            write_atomic(self._key, pem, mode=0o600)
         self._check_private()
         return _load_key(self._key, _read(self._key))
 
     def store(self, identity: Identity, endpoints: Sequence[str], certificate_der: bytes, ca_der: bytes) -> None:
         """Keep what an invitation was redeemed for; identity.json last. Raises StorageError."""
-        _write(self._ca, _pem(ca_der))
-        _write(self._certificate, _pem(certificate_der))
+        write_atomic(self._ca, _pem(ca_der))
+        write_atomic(self._certificate, _pem(certificate_der))
         values = {
             "run_id": identity.run_id,
             "peer_id": identity.peer_id,
             "role": identity.role,
             "endpoints": list(endpoints),
         }
-        _write(self._identity, json.dumps(values, indent=1).encode())
+        write_json(self._identity, values, version=FORMAT)
 
     def _read_identity(self) -> tuple[Identity, tuple[str, ...]]:
         try:
-            values: Any = json.loads(_read(self._identity))
+            values: Any = read_json(self._identity, version=FORMAT)
             identity = Identity(str(values["run_id"]), str(values["role"]), str(values["peer_id"]))
             endpoints = tuple(str(each) for each in values["endpoints"])
-        except (ValueError, KeyError, TypeError, ConfigError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"{self._identity}: is damaged; delete it and join again ({error})") from error
         if not 1 <= len(endpoints) <= MAX_ENDPOINTS or not all(is_endpoint(each) for each in endpoints):
             raise ConfigError(f"{self._identity}: endpoints must be 1 to {MAX_ENDPOINTS} of HOST:PORT")
@@ -173,23 +174,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); join again") from error
-
-
-def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace a file so that a crash leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from edit.errors import StorageError
+from edit.durable_files import check_format, write_atomic_with
 from edit.fragments.digest import digest
 from edit.regional_peer import Sent
 
 __all__ = ["SentFile"]
 
 _log = logging.getLogger("peers")
+FORMAT = 1
 
 
 class SentFile:
@@ -40,28 +40,17 @@ class SentFile:
 
     def keep(self, sent: Sent) -> None:
         """Durable when this returns. Raises StorageError."""
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        place = [self._run_id, sent.upper_step, sent.lower_step, digest(sent.parameters)]
-        try:
-            save_file({f"{i}": part for i, part in enumerate(sent.parameters)}, temporary, {"sent": json.dumps(place)})
-            _sync(temporary)
-            temporary.replace(self._path)
-            _sync(self._path.parent)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"{self._path}: cannot be written ({error})") from error
+        place = json.dumps([self._run_id, sent.upper_step, sent.lower_step, digest(sent.parameters)])
+        tensors = {f"{i}": part for i, part in enumerate(sent.parameters)}
+        about = {"format": str(FORMAT), "sent": place}
+        write_atomic_with(self._path, lambda file: save_file(tensors, file, about), failures=(SafetensorError,))
 
     def _read(self) -> Sent | None:
         with safe_open(self._path, framework="pt") as file:
-            run_id, upper_step, lower_step, claimed = json.loads(file.metadata()["sent"])
+            about = file.metadata()
+            check_format(self._path, int(about.get("format", "1")), FORMAT)
+            run_id, upper_step, lower_step, claimed = json.loads(about["sent"])
             parameters = tuple(file.get_tensor(f"{i}") for i in range(len(file.keys())))
         if digest(parameters) != claimed:
             raise ValueError("wrong digest")
         return Sent(int(upper_step), int(lower_step), parameters) if run_id == self._run_id else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

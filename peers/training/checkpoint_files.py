@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -35,13 +34,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
+from edit.durable_files import read_json, rename, write_json
 from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import ALONE, Ranks
 from peers.training.sharding import PATIENCE
 
 __all__ = ["Checkpoints", "Owner", "Saved"]
 
-_FORMAT = 1
+FORMAT = 1
 _MANIFEST = "peer.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _log = logging.getLogger("peers")
@@ -218,10 +218,8 @@ class Checkpoints:
 
     def _publish(self, partial: Path, number: int, values: Mapping[str, Any]) -> None:
         files = {path.name: _measure(path) for path in sorted(partial.iterdir())}
-        _write(partial / _MANIFEST, {"format": _FORMAT, "owner": asdict(self._owner), **values, "files": files})
-        _sync(partial)
-        partial.rename(self._path(number))
-        _sync(self._folder)
+        write_json(partial / _MANIFEST, {"owner": asdict(self._owner), **values, "files": files}, version=FORMAT)
+        rename(partial, self._path(number))
         for old in self._numbers()[self._keep :]:
             shutil.rmtree(self._path(old))
 
@@ -254,9 +252,7 @@ _CALLED = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
 def _verified(path: Path) -> dict[str, Any]:
     """The checkpoint's manifest, after a look at every byte. Raises StorageError that names what is missing or wrong."""
     try:
-        manifest: Any = json.loads((path / _MANIFEST).read_bytes())
-        if manifest["format"] != _FORMAT:
-            raise StorageError(f"{path}: has format {manifest['format']}, this software reads {_FORMAT}")
+        manifest = read_json(path / _MANIFEST, version=FORMAT)
         if not all(isinstance(manifest[key], dict) for key in ("owner", "scalars", "files")):
             raise ValueError("not what `_publish` wrote")
         for name, expected in manifest["files"].items():
@@ -269,25 +265,10 @@ def _verified(path: Path) -> dict[str, Any]:
         raise StorageError(f"{error.filename}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise StorageError(f"{path / _MANIFEST}: damaged") from error
-    return cast("dict[str, Any]", manifest)
+    return manifest
 
 
 def _measure(path: Path) -> tuple[int, str]:
     """Length in bytes and BLAKE3 of a file."""
     size = path.stat().st_size
     return size, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() if size else ""
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -191,11 +191,11 @@ def test_a_crash_between_claim_and_certificate_burns_nothing_for_that_key(
 ) -> None:
     token, key = invite(authority).token, new_key()
 
-    def full(path: Path, data: bytes, mode: int = 0o644) -> None:
+    def full(path: Path, values: object, *, version: int, mode: int) -> None:
         raise StorageError(f"{path}: cannot be written (No space left on device)")
 
     with monkeypatch.context() as patch:
-        patch.setattr(authority_module, "write_atomic", full)
+        patch.setattr(authority_module, "write_json", full)
         with pytest.raises(StorageError):
             redeem(authority, token, key)
     again = Authority.load(tmp_path, RUN)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from aggregator.storage import checkpoint
+from aggregator.storage.journal import Disk
 from aggregator.storage.store import Store
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import StorageError
@@ -155,14 +160,15 @@ def test_updates_that_are_not_whole_are_not_taken(tmp_path: Path, caplog: pytest
     again.close()
 
 
-@pytest.mark.parametrize("written", ["updates", "checkpoint"])
+@pytest.mark.parametrize("written", ["segment", "updates", "checkpoint"])
 def test_killed_while_a_checkpoint_is_written_nothing_is_missing(tmp_path: Path, written: str) -> None:
     """The updates are on disk before the checkpoint counts, and the journal goes on until it does."""
     outer, path = with_a_checkpoint_of_its_last_step(tmp_path)
     kept = path.with_suffix(".safetensors")
     (tmp_path / ".step-00000004.updates.tmp").write_bytes(b"half")
-    (tmp_path / "step-00000004.journal").unlink()
-    if written == "updates":
+    if written != "segment":  # as it was before the segment came first
+        (tmp_path / "step-00000004.journal").unlink()
+    if written != "checkpoint":
         kept.unlink()
     again = Store(tmp_path, config(1), "run")
     recovered = again.recover()
@@ -170,3 +176,38 @@ def test_killed_while_a_checkpoint_is_written_nothing_is_missing(tmp_path: Path,
     assert (state(recovered), again.oldest_update) == (state(outer), 2)
     assert not list(tmp_path.glob(".*.tmp"))
     again.close()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("refused", ["the new segment", "the checkpoint"])
+def test_a_checkpoint_that_the_disk_refused_loses_no_later_commit(
+    tmp_path: Path, refused: str, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [False]
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+    def save(*_: object, **__: object) -> None:
+        raise StorageError("cannot be written")
+
+    settings = dataclasses.replace(config(1), storage=StorageConfig(keep_checkpoints=keep))
+    store = Store(tmp_path, settings, "run", Disk(write=write))
+    outer = founded(store, 1)
+    append(store, outer)
+    with monkeypatch.context() as disk, pytest.raises(StorageError, match="cannot be written"):
+        if refused == "the checkpoint":
+            disk.setattr(checkpoint, "save", save)
+        else:
+            full[0] = True
+        store.checkpoint(outer)
+    full[0] = False
+    append(store, outer)
+    recovered = Store(tmp_path, settings, "run").recover()
+    assert recovered is not None and state(recovered) == state(outer)
+    store.checkpoint(outer)
+    append(store, outer)
+    recovered = Store(tmp_path, settings, "run").recover()
+    assert recovered is not None and state(recovered) == state(outer)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from edit.errors import StorageError
+from edit.errors import FormatError, StorageError
 from edit.regional_peer import Sent
+from peers.regions import last_contribution
 from peers.regions.last_contribution import SentFile
 
 SENT = Sent(4, 17, (torch.arange(3.0), torch.ones(2)))
@@ -45,3 +46,12 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, cut: int, caplog: pytest.L
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be written"):
         SentFile(tmp_path / "gone" / "sent.safetensors", "above").keep(SENT)
+
+
+def test_one_of_another_format_is_refused_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sent.safetensors"
+    with monkeypatch.context() as newer:
+        newer.setattr(last_contribution, "FORMAT", 9)
+        SentFile(file, "above").keep(SENT)
+    with pytest.raises(FormatError, match=rf"^{file}: format 9, this software reads format 1$"):
+        SentFile(file, "above").sent()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from edit.config.run import InnerConfig, ModelConfig
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, FormatError, StorageError
 from edit.replica.ranks import ALONE, Ranks
 from peers.models.gpt import GPT
 from peers.training.checkpoint import Resumable
@@ -255,12 +255,12 @@ class TestTheFolder:
         (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert "checkpoint-00000002" in line and "taking the checkpoint before it" in line and "\n" not in line
 
-    def test_one_of_another_format_is_skipped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_one_of_another_format_is_refused_not_passed_over(self, tmp_path: Path) -> None:
         Peer(tmp_path).save().wait()
         manifest = tmp_path / "checkpoint-00000001" / "peer.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
-        assert Peer(tmp_path).checkpoints.newest() is None
-        assert "format 2" in caplog.text
+        with pytest.raises(FormatError, match=r"checkpoint-00000001/peer.json: format 2, this software reads format 1$"):
+            Peer(tmp_path).checkpoints.newest()
 
     @pytest.mark.parametrize(
         ("other", "word"),

@@ -1,0 +1,116 @@
+"""A file is replaced as a whole or not at all, and one of another format is named with both versions."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from edit import durable_files
+from edit.durable_files import check_format, read_json, rename, write_atomic, write_atomic_with, write_json
+from edit.errors import FormatError, StorageError
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_content_and_name_are_on_disk_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    really_replace, really_fsync = Path.replace, os.fsync
+
+    def replace(self: Path, target: Path) -> Path:
+        done.append(f"{self.name} -> {target.name}")
+        return really_replace(self, target)
+
+    def fsync(descriptor: int) -> None:
+        done.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        really_fsync(descriptor)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(durable_files.sync, "__defaults__", (fsync,))
+    write_atomic(tmp_path / "a", b"one")
+    assert done == ["fsync .a.tmp", ".a.tmp -> a", f"fsync {tmp_path.name}"]
+    assert (tmp_path / "a").read_bytes() == b"one"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("refused")])
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path, error: Exception) -> None:
+    def write(file: Path) -> None:
+        file.write_bytes(b"half")
+        raise error
+
+    write_atomic(tmp_path / "a", b"old")
+    with pytest.raises(StorageError, match=r"/a: cannot be written \((No space left on device|refused)\)$"):
+        write_atomic_with(tmp_path / "a", write, failures=(ValueError,))
+    assert ((tmp_path / "a").read_bytes(), names(tmp_path)) == (b"old", ["a"])
+
+
+def test_a_bug_of_the_writer_stays_what_it_is(tmp_path: Path) -> None:
+    def write(file: Path) -> None:
+        raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        write_atomic_with(tmp_path / "a", write, failures=(ValueError,))
+    assert names(tmp_path) == []
+
+
+def test_a_failed_sync_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable_files.sync, "__defaults__", (full,))
+    with pytest.raises(StorageError, match="No space left"):
+        write_atomic(tmp_path / "a", b"one")
+    assert names(tmp_path) == []
+
+
+def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+    (tmp_path / ".key.tmp").write_bytes(b"left over, and readable by all")
+    modes: list[int] = []
+
+    def write(file: Path) -> None:
+        file.write_bytes(b"secret")
+        modes.append(file.stat().st_mode & 0o777)
+
+    write_atomic_with(tmp_path / "key", write, mode=0o600)
+    assert [*modes, (tmp_path / "key").stat().st_mode & 0o777] == [0o600, 0o600]
+
+
+def test_a_folder_is_renamed_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / "a").write_bytes(b"one")
+    rename(tmp_path / "partial", tmp_path / "whole")
+    assert names(tmp_path) == ["whole"] and (tmp_path / "whole" / "a").read_bytes() == b"one"
+
+
+def test_json_comes_back_without_its_format(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": [1, None]}, version=3)
+    assert read_json(tmp_path / "a.json", version=3) == {"x": [1, None]}
+    with pytest.raises(FormatError, match=r"/a.json: format 3, this software reads format 2$") as error:
+        read_json(tmp_path / "a.json", version=2)
+    assert error.value.exit_code == 2 and not isinstance(error.value, StorageError), "it is not damaged"
+
+
+def test_what_has_no_format_is_of_format_1(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"x": 1}')
+    assert read_json(tmp_path / "a.json", version=1) == {"x": 1}
+    with pytest.raises(FormatError, match="format 1, this software reads format 2"):
+        read_json(tmp_path / "a.json", version=2)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "7"])
+def test_what_is_no_json_object_is_a_value_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError):
+        read_json(tmp_path / "a.json", version=1)
+
+
+def test_the_formats_are_compared_for_equality() -> None:
+    check_format("a", 1, 1)
+    for found in (0, 2, "1", None):
+        with pytest.raises(FormatError):
+            check_format("a", found, 1)
