@@ -126,7 +126,7 @@ class Race:
     def _worker(self, i: int) -> EditWorker:
         config = WorkerConfig.of(self.config)
         if self.setting.dylu and self.slow == "constant" and i == PEERS - 1:
-            config = replace(config, sync_every=max(1, int(EVERY / self.factor)))
+            config = replace(config, sync=replace(config.sync, every=max(1, int(EVERY / self.factor))))
         trainer = self.trainers[i]
         return EditWorker(trainer.model, trainer.optimizer, self.run.collective(f"peer-{i}"), config, clock=lambda: self.now)
 

@@ -131,7 +131,9 @@ class RegionalPeer:
         self._parameters = [[named[tensor.name] for tensor in fragment.tensors] for fragment in schema.fragments]
         self._remaining: list[Tensor | None] = [None for _ in schema.fragments]
         self._optimizer = _Still(self._model.parameters())
-        settings = dataclasses.replace(WorkerConfig.of(upper), mode="blocking", strict=False)  # it never trains ahead of itself
+        settings = WorkerConfig.of(
+            dataclasses.replace(upper, sync=dataclasses.replace(upper.sync, mode="blocking", strict=False))
+        )  # it never trains ahead of itself
         self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE)
         self._fresh = False  # nothing of the run above is below yet, and it has another model than that
         self._since = self._contributed = below.outer_step

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-import edit  # edit
+from edit import EditWorker, LocalRun, OuterConfig, RunConfig, SyncConfig, WorkerConfig  # edit
 
 STEPS, BATCH = 300, 16
 
@@ -21,12 +21,12 @@ def data(low: float, high: float, size: int, seed: int) -> tuple[Tensor, Tensor]
     return inputs, torch.sin(inputs)
 
 
-def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn.Module]:
+def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Module]:
     """One peer's whole training, a step per `next()`; at last gives the model with the outer parameters in it."""
     torch.manual_seed(len(name))  # peers may start differently: entering gives them the run's parameters
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with edit.EditWorker(model, optimizer, run.collective(name), edit.WorkerConfig(sync_every=10)) as worker:  # edit
+    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))) as worker:  # edit
         for step in range(STEPS):
             inputs, targets = data(low, high, BATCH, seed=step)
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -41,7 +41,7 @@ def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn
 
 def main() -> None:
     """Train both peers in turn and evaluate what they have in common on the whole curve."""
-    run = edit.LocalRun(edit.RunConfig(outer=edit.OuterConfig(lr=0.7, momentum=0.6)), peers=["ada", "grace"])  # edit
+    run = LocalRun(RunConfig(outer=OuterConfig(lr=0.7, momentum=0.6)), peers=["ada", "grace"])  # edit
     held_out, targets = data(-math.pi, math.pi, 500, seed=-1)
     ada, grace = train("ada", -math.pi, 0, run), train("grace", 0, math.pi, run)
     for turn, (model, other) in enumerate(zip(ada, grace, strict=True), start=1):

@@ -33,7 +33,8 @@ def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn
     """One peer's whole training, a step per `next()`; at last gives the model with the outer parameters in it."""
     model = network()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    with edit.EditWorker(model, optimizer, run.collective(name), edit.WorkerConfig(sync_every=10)) as worker:  # edit
+    config = edit.WorkerConfig(sync=edit.SyncConfig(every=10))  # edit
+    with edit.EditWorker(model, optimizer, run.collective(name), config) as worker:  # edit
         for step in range(STEPS):
             inputs, targets = data(low, high, BATCH, seed=step)
             loss = nn.functional.mse_loss(model(inputs), targets)

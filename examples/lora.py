@@ -36,7 +36,8 @@ def train(name: str, step: int, run: edit.LocalRun) -> Iterator[PeftModel]:
     """One peer's whole training, a step per `next()`; at last gives the model with the outer adapters in it."""
     model = adapted()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    with edit.EditWorker(model, optimizer, run.collective(name), edit.WorkerConfig(sync_every=10)) as worker:  # edit
+    config = edit.WorkerConfig(sync=edit.SyncConfig(every=10))  # edit
+    with edit.EditWorker(model, optimizer, run.collective(name), config) as worker:  # edit
         for seed in range(STEPS):
             tokens = sequences(step, 16, seed)
             model(input_ids=tokens, labels=tokens).loss.backward()

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from edit.config.validation import one_of, positive, require, within
 from edit.errors import ConfigError
 
-__all__ = ["CODECS", "CodecConfig", "CodecSpec", "OuterConfig", "PenaltyConfig", "RoundsConfig", "SyncConfig"]
+__all__ = [
+    "CODECS",
+    "CodecConfig",
+    "CodecSpec",
+    "OuterConfig",
+    "PenaltyConfig",
+    "RoundsConfig",
+    "SyncConfig",
+    "check_together",
+]
 
 CODECS = ("fp32", "bf16", "fp16", "int8")  # those of `edit.codecs`, whose import needs torch; a test holds them together
 
@@ -273,3 +282,31 @@ class RoundsConfig:
         if self.merging == "arrivals":
             rule = 'must be at least 1 with rounds.merging = "arrivals", or only one peer at a time could contribute'
             require(self.max_staleness >= 1, "rounds.max_staleness", self.max_staleness, rule)
+
+
+def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig) -> None:
+    """Raise ConfigError where these sections contradict each other.
+
+    `eager` estimates an outer step from this peer's own contribution, so the step must be linear in the merged
+    pseudo-gradient and the contribution part of it. A contribution that counts later finds its own fragments due only where
+    all of them always are. `strict` promises the same bits after an interruption, so nothing may depend on how long
+    something took.
+    """
+    if sync.mode == "eager":
+        with_eager = 'with sync.mode = "eager"'
+        optimizers = ("sgd", "nesterov")
+        rule = f"must be one of {', '.join(optimizers)} {with_eager}"
+        require(outer.optimizer in optimizers, "outer.optimizer", outer.optimizer, rule)
+        require(outer.direction == "mean", "outer.direction", outer.direction, f"must be mean {with_eager}")
+        require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
+        require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, f"must be 0 {with_eager}")
+    if rounds.max_staleness:
+        rule = "must be 1 with rounds.max_staleness above 0: a later outer step would exchange other fragments"
+        require(sync.groups == 1, "sync.groups", sync.groups, rule)
+    for applies, because in (
+        (sync.schedule == "time", 'sync.schedule = "time"'),
+        (sync.dylu, "sync.dylu = true"),
+        (rounds.merging == "arrivals", 'rounds.merging = "arrivals"'),
+        (rounds.max_staleness > 0, "rounds.max_staleness above 0"),
+    ):
+        require(not (sync.strict and applies), "sync.strict", True, f"cannot be kept with {because}: leave it out")

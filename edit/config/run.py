@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edit.config.algorithm import CODECS, CodecConfig, CodecSpec, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
+from edit.config.algorithm import (
+    CODECS,
+    CodecConfig,
+    CodecSpec,
+    OuterConfig,
+    PenaltyConfig,
+    RoundsConfig,
+    SyncConfig,
+    check_together,
+)
 from edit.config.validation import build, positive, require, within
 from edit.errors import ConfigError
 
@@ -215,13 +224,10 @@ class RunConfig:
             "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'",
         )
         within("seed", self.seed, 0, 2**63 - 1)
-        _check_eager(self)
-        _check_carried(self)
+        check_together(self.sync, self.rounds, self.outer)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
-        for applies, because in _without_promise(self):
-            require(not (self.sync.strict and applies), "sync.strict", True, f"cannot be kept with {because}: leave it out")
 
     @property
     def kept_updates(self) -> int:
@@ -267,33 +273,6 @@ class RunConfig:
         values = dataclasses.asdict(self)
         del values["server"]
         return json.dumps(values, sort_keys=True)
-
-
-def _check_eager(config: RunConfig) -> None:
-    """Eager foresees an outer step, so that must be linear in the pseudo-gradient, and this peer part of it."""
-    if config.sync.mode != "eager":
-        return
-    with_eager, outer = 'with sync.mode = "eager"', config.outer
-    one_of = ("sgd", "nesterov")
-    require(outer.optimizer in one_of, "outer.optimizer", outer.optimizer, f"must be one of {', '.join(one_of)} {with_eager}")
-    require(outer.direction == "mean", "outer.direction", outer.direction, f"must be mean {with_eager}")
-    require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
-    require(config.rounds.max_staleness == 0, "rounds.max_staleness", config.rounds.max_staleness, f"must be 0 {with_eager}")
-
-
-def _check_carried(config: RunConfig) -> None:
-    """A contribution that counts later finds its own fragments due then only if all of them always are."""
-    if config.rounds.max_staleness:
-        rule = "must be 1 with rounds.max_staleness above 0: a later outer step would exchange other fragments"
-        require(config.sync.groups == 1, "sync.groups", config.sync.groups, rule)
-
-
-def _without_promise(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """What depends on the time that something took, so that a run cannot be repeated to the bit."""
-    yield config.sync.schedule == "time", 'sync.schedule = "time"'
-    yield config.sync.dylu, "sync.dylu = true"
-    yield config.rounds.merging == "arrivals", 'rounds.merging = "arrivals"'
-    yield config.rounds.max_staleness > 0, "rounds.max_staleness above 0"
 
 
 def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Attachment:
 
     def before_forward(self) -> None:
         """What the worker does by itself before a forward of the model; for frameworks that call only parts of it."""
-        if self._config.mode == "blocking":  # with `forward` the parts have hooks of their own, else nothing waits
+        if self._config.sync.mode == "blocking":  # with `forward` the parts have hooks of their own, else nothing waits
             self._take_fresh_outcome()
 
     def count_tokens(self, tokens: int) -> None:
@@ -56,7 +56,7 @@ class Attachment:
     def show_outer(self) -> None:
         """Put the outer parameters into the model until `hide_outer`; takes a fresh outcome first, as a forward would."""
         if not self._showing:
-            if not self._config.overlaps:
+            if not self._config.sync.overlap:
                 self._take_fresh_outcome()
             self._shown.enter_context(self.worker.outer_parameters())
             self._showing = True

@@ -212,7 +212,7 @@ def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int
 
     Raises StorageError when they are damaged.
     """
-    exactly = config.strict or config.max_staleness > 0
+    exactly = config.sync.strict or config.rounds.max_staleness > 0
     return not exactly and _checked(lambda: int(scalars["outer_step"])) < run_step
 
 

@@ -43,7 +43,7 @@ class ContributionMaker:
             self._stage(pending, i, delta, send)
             if self._estimator is not None:
                 self._go_on_from_estimate(self._estimator, pending, i, delta)
-            elif self._config.overlaps:
+            elif self._config.sync.overlap:
                 pending.sent_from[i] = self._replica.local_fragment(i)
 
     def contribute_again(self, pending: Pending, *, send: bool) -> None:
@@ -51,7 +51,7 @@ class ContributionMaker:
         for i in pending.missing:
             delta = pending.deltas[i] if i in pending.deltas else self._replica.pseudo_gradient(i, pending.sent_from.get(i))
             self._stage(pending, i, delta, send)
-            if self._config.overlaps and i not in pending.sent_from:
+            if self._config.sync.overlap and i not in pending.sent_from:
                 pending.sent_from[i] = self._replica.local_fragment(i)
 
     def send_again(self, pending: Pending) -> None:
@@ -64,7 +64,7 @@ class ContributionMaker:
         if layout.owned[i].numel == 0:
             return
         payload = self._feedback.stage(i, layout.own(i, delta))
-        if self._config.strict:
+        if self._config.sync.strict:
             pending.payloads[i] = payload
         if send:
             self._send(pending, i, payload)

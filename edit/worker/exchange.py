@@ -43,9 +43,10 @@ class Exchange:
     ) -> None:
         self.replica = replica
         self.config = config
-        self.schedule = SyncSchedule(config.interval, config.groups, config.interval_s)
-        self.feedback = ErrorFeedback(config.codec, replica.layout.owned)
-        self.estimator = Estimator(config.outer) if config.mode == "eager" and config.outer is not None else None
+        sync = config.sync
+        self.schedule = SyncSchedule(sync.interval, sync.groups, sync.interval_s if sync.schedule == "time" else None)
+        self.feedback = ErrorFeedback(config.codec.up, replica.layout.owned)
+        self.estimator = Estimator(config.outer) if sync.mode == "eager" else None
         self.pending: Pending | None = None
         self.replaying_checkpoint = False
         self.finished = False
@@ -68,7 +69,7 @@ class Exchange:
 
     def _now(self) -> float:
         """Rank 0's clock, at all ranks: they contribute together. Not read where nothing depends on it."""
-        return self.replica.layout.ranks.lead(self._clock) if self.config.schedule == "time" else 0.0
+        return self.replica.layout.ranks.lead(self._clock) if self.config.sync.schedule == "time" else 0.0
 
     def begin(self) -> None:
         """Training begins, from theta or from a checkpoint."""
@@ -82,7 +83,7 @@ class Exchange:
             return True
         self._stepped_at = now = self._now()
         if (pending := self.pending) is not None and self._asks_now(pending):
-            self.resolve(block=self.schedule.at_boundary(now) or (self.config.overlaps and not pending.outcome_overdue))
+            self.resolve(block=self.schedule.at_boundary(now) or (self.config.sync.overlap > 0 and not pending.outcome_overdue))
         return self.finished or self.schedule.due(now)
 
     def contribute_if_due(self) -> bool:
@@ -94,7 +95,12 @@ class Exchange:
 
     def take(self, *, lazily: bool) -> None:
         """Wait for the outcome of a fresh contribution. lazily: its updates are applied by `apply_fragment`."""
-        if self.pending is not None and self._partial is None and not self.pending.outcome_overdue and not self.config.overlaps:
+        if (
+            self.pending is not None
+            and self._partial is None
+            and not self.pending.outcome_overdue
+            and not self.config.sync.overlap
+        ):
             self.resolve(block=True, lazily=lazily)
 
     def settle(self) -> None:
@@ -133,8 +139,8 @@ class Exchange:
             self._resync(_WRONG_DIGEST)
 
     def _asks_now(self, pending: Pending) -> bool:
-        enough = self.schedule.round_inner_steps >= min(self.config.delay, self.schedule.every)
-        return enough or pending.outcome_overdue or not self.config.overlaps
+        enough = self.schedule.round_inner_steps >= min(self.config.sync.delay, self.schedule.every)
+        return enough or pending.outcome_overdue or self.config.sync.overlap == 0
 
     # Contributing.
 
@@ -142,14 +148,16 @@ class Exchange:
         """Contribute what is due. send: False when the run has it already from before this peer was interrupted."""
         outer_step = self.outer_step
         work = self.schedule.contributed(self._group(outer_step), self._now())
-        began = max(self._began, outer_step - self.config.max_staleness // 2)  # half of what is allowed is left for the way
+        began = max(
+            self._began, outer_step - self.config.rounds.max_staleness // 2
+        )  # half of what is allowed is left for the way
         self.pending = Pending(outer_step=outer_step, began=began, fragments=self._receiver.due(outer_step), work=work)
         self._sender.contribute(self.pending, send=send)
 
     def restore(self, pending: Pending) -> None:
         """Go on waiting for a contribution from before this peer was interrupted: stage it again, and send it if need be."""
         self.pending = pending
-        if self.config.max_staleness:
+        if self.config.rounds.max_staleness:
             self._pass_over(pending)
         self._sender.contribute_again(pending, send=not self._made_before())
 
@@ -174,7 +182,7 @@ class Exchange:
                 return
             if self.pending is pending and self.outer_step > outer_step:
                 block = False  # it is carried: train on meanwhile
-            elif not (block and self.config.strict):
+            elif not (block and self.config.sync.strict):
                 self._overlap()
                 return
 
@@ -209,7 +217,7 @@ class Exchange:
         return True
 
     def _aborted(self, pending: Pending) -> bool:
-        if self.config.strict:
+        if self.config.sync.strict:
             self._sender.send_again(pending)
             return False
         self.drop_pending()
@@ -302,7 +310,7 @@ class Exchange:
         commit = outcome.commit
         if pending is not None and self._receiver.takes_part(commit):
             group = self._group(pending.outer_step)
-            replaced = self.config.mode == "delayed" and self.config.mix == "replace" and not pending.outcome_overdue
+            replaced = self.config.sync.mode == "delayed" and self.config.sync.mix == "replace" and not pending.outcome_overdue
             self.schedule.merged(self.schedule.work(group) if replaced else pending.work, group)
             self._began = commit.outer_step
         if outcome.inner_steps:
@@ -348,7 +356,7 @@ class Exchange:
         self.pending = None
 
     def _group(self, outer_step: int) -> int:
-        return outer_step % self.config.groups
+        return outer_step % self.config.sync.groups
 
     # Applying a commit fragment by fragment.
 
@@ -389,7 +397,7 @@ class Exchange:
         self._end_partial()
         self.last_reason = reason
         self._overlap()
-        if self.config.strict:
+        if self.config.sync.strict:
             self.resolve(block=True)
 
     def _end_partial(self) -> None:

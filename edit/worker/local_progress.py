@@ -28,9 +28,9 @@ def kept(
         return unmerged(replica, i, pending)
     if verdict is not Verdict.OK or i not in pending.sent_from:
         return None
-    if config.mode != "delayed" or config.mix == "replay" or pending.outcome_overdue:
+    if config.sync.mode != "delayed" or config.sync.mix == "replay" or pending.outcome_overdue:
         return replica.progress_since(i, pending.sent_from[i])
-    return None if config.mix == "replace" else replica.local_fragment(i).sub_(theta).mul_(config.alpha)
+    return None if config.sync.mix == "replace" else replica.local_fragment(i).sub_(theta).mul_(config.sync.alpha)
 
 
 def unmerged(replica: Replica, i: int, pending: Pending | None) -> Tensor:

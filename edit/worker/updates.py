@@ -35,7 +35,9 @@ class Updates:
 
     def due(self, outer_step: int) -> tuple[int, ...]:
         """The fragments that the advance from `outer_step` exchanges."""
-        return fragments_due(outer_step, len(self._replica.schema.fragments), self._config.groups, self._config.pattern)
+        return fragments_due(
+            outer_step, len(self._replica.schema.fragments), self._config.sync.groups, self._config.sync.pattern
+        )
 
     def waiting(self, outcome: Committed) -> dict[int, Waiting]:
         """The updates of the commit that follows on theta, by fragment, here or still on their way.
@@ -85,7 +87,7 @@ class Updates:
             try:
                 snapshot = ranks.together(self._collective.snapshot)
             except TransportError as error:
-                if self._config.strict:
+                if self._config.sync.strict:
                     continue
                 self.failure = f"no snapshot: {error}"
                 return None

@@ -103,7 +103,7 @@ class EditWorker:
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             self._start(self._join(replicas))
-        forward = self._config.mode == "forward"
+        forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
         self._hooks = [
@@ -146,8 +146,8 @@ class EditWorker:
         self._ranks.same("the worker's configuration", self._config)
         count = len(self._collectives)
         replicas = [Replica(self._model, self._ranks, self._config.buffers, (number, count)) for number in range(count)]
-        refuse_small_parts(replicas, self._config.groups)
-        if self._config.mode == "forward":
+        refuse_small_parts(replicas, self._config.sync.groups)
+        if self._config.sync.mode == "forward":
             replicas[0].modules.refuse_prefetch()
         return replicas
 
@@ -297,7 +297,7 @@ class EditWorker:
         for exchange, update_points in zip(self._exchanges, self._update_points, strict=True):
             if exchange.pending is not None:
                 with _outside_autograd():
-                    exchange.take(lazily=self._config.mode == "forward")
+                    exchange.take(lazily=self._config.sync.mode == "forward")
                     exchange.apply_fragment(update_points.get(module, ()))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

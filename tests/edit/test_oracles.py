@@ -14,9 +14,10 @@ from edit.config.run import OuterConfig, PenaltyConfig, RunConfig
 from edit.local import LocalRun
 from edit.records import Commit, Verdict
 from edit.replica.flat import load_fragment
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
 from tests.support.scripted_peer import flat
+from tests.support.settings import worker_config
 from tests.support.trainee import DILOCO, Trainee, config
 
 # Against plain training.
@@ -35,7 +36,7 @@ def test_one_peer_with_outer_sgd_1_follows_plain_adamw(kind: str, penalty: Penal
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain_batches, own_batches = batches(kind), batches(kind)
     collective = LocalRun(config(penalty=penalty), ["solo"]).collective("solo")
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=7, codec="fp32")) as worker:
+    with EditWorker(model, optimizer, collective, worker_config(every=7, codec="fp32")) as worker:
         for _ in range(42):
             expected = train_step(plain, plain_optimizer, next(plain_batches))
             assert train_step(model, optimizer, next(own_batches)) == pytest.approx(expected, rel=1e-4)

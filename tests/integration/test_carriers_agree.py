@@ -26,6 +26,7 @@ from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
 from tests.support.running import address, running
 from tests.support.served import Served, new_folder
+from tests.support.settings import worker_config
 from tests.support.world import spawn
 
 ROUNDS, EVERY, NAMES = 4, 3, ("a", "b", "c")
@@ -68,9 +69,7 @@ def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
         for name, collective in collectives.items():
             network = model()
             optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
-            worker = stack.enter_context(
-                EditWorker(network, optimizer, collective, WorkerConfig(sync_every=EVERY, codec=codec))
-            )
+            worker = stack.enter_context(EditWorker(network, optimizer, collective, worker_config(every=EVERY, codec=codec)))
             peers.append((network, optimizer, worker, batches(name)))
         for step in range(ROUNDS * EVERY):
             for network, optimizer, _, data in peers:
@@ -177,7 +176,11 @@ def rank_of_a_peer(rank: int, settings: Settings) -> None:
     dial = Channels([settings.endpoint], grpc.ssl_channel_credentials(*settings.pems))
     with IoThread() as bridge:
         collective = HubCollective(
-            bridge, dial, Identity(settings.run_id, "peer", settings.name), ranks=ranks, lazy=settings.worker.mode == "forward"
+            bridge,
+            dial,
+            Identity(settings.run_id, "peer", settings.name),
+            ranks=ranks,
+            lazy=settings.worker.sync.mode == "forward",
         )
         try:
             with EditWorker(network, optimizer, collective, settings.worker, ranks) as worker:
@@ -223,7 +226,7 @@ def _new(folder: Path) -> Path:
 def test_replicas_of_one_two_and_three_ranks_train_in_one_run_as_whole_ones_do(tmp_path: Path) -> None:
     toml = TOML.format(rounds=ROUNDS, penalty="enabled = true", up="fp32", down="fp32")
     folder = new_folder(tmp_path / "run", toml=toml)
-    results = replicas_in_one_run(folder, {"a": 1, "b": 2, "c": 3}, WorkerConfig(sync_every=EVERY, codec="fp32"))
+    results = replicas_in_one_run(folder, {"a": 1, "b": 2, "c": 3}, worker_config(every=EVERY, codec="fp32"))
     flat = [result for ranks in results.values() for result in ranks]
     assert [result.outer_step for result in flat] == [ROUNDS] * 6
     assert len({result.digest for result in flat}) == 1

@@ -7,8 +7,9 @@ import torch
 from edit.config.run import RunConfig, SyncConfig
 from edit.local import LocalRun
 from edit.regional_peer import Below, RegionalPeer, Sent
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
+from tests.support.settings import worker_config
 from tests.support.trainee import config
 
 __all__ = ["ABOVE", "EVERY", "Inner", "Kept", "Site", "upper_config"]
@@ -24,7 +25,7 @@ class Inner:
         self.model = small_mlp(seed=model_seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.worker = EditWorker(
-            self.model, self.optimizer, run.collective(name), WorkerConfig(sync_every=EVERY, codec=run._config.codec.up)
+            self.model, self.optimizer, run.collective(name), worker_config(every=EVERY, codec=run._config.codec.up)
         )
         self.batches = regression_batches(seed)
         self.worker.__enter__()

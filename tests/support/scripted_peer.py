@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from edit.records import Snapshot, Verdict
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps
+from tests.support.settings import worker_config
 
 BOTH_OK = [Verdict.OK, Verdict.OK]
 
@@ -66,7 +67,7 @@ def entered_peer(
     model = small_mlp(dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     collective = ScriptedCollective(theta)
-    worker = EditWorker(model, optimizer, collective, WorkerConfig(sync_every=every, codec=codec))
+    worker = EditWorker(model, optimizer, collective, worker_config(every=every, codec=codec))
     worker.__enter__()
     return Peer(model, optimizer, collective, worker, regression_batches(0, dtype))
 

@@ -6,8 +6,9 @@ import torch
 
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
 from edit.local import LocalRun
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
+from tests.support.settings import worker_config
 
 EXACT = CodecConfig(up="fp32", down="fp32")
 FOLLOW = OuterConfig(optimizer="sgd", lr=1.0)
@@ -20,9 +21,7 @@ class Trainee:
     def __init__(self, run: LocalRun, peer_id: str, seed: int, every: int, codec: str = "fp32", lr: float = 1e-2) -> None:
         self.model = small_mlp(seed=seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.worker = EditWorker(
-            self.model, self.optimizer, run.collective(peer_id), WorkerConfig(sync_every=every, codec=codec)
-        )
+        self.worker = EditWorker(self.model, self.optimizer, run.collective(peer_id), worker_config(every=every, codec=codec))
         self.batches = regression_batches(seed)
 
     def step(self, times: int = 1) -> None:

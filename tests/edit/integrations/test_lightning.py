@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from edit import ConfigError, EvictedError, WorkerConfig
+from edit import ConfigError, EvictedError
 from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
+from tests.support.settings import worker_config
 
 lightning = pytest.importorskip("lightning.pytorch")
 
 from edit.integrations.lightning import EditCallback  # noqa: E402
 
 STEPS, BATCH = 12, 2
-CONFIG = WorkerConfig(sync_every=EVERY, codec="fp32")
+CONFIG = worker_config(every=EVERY, codec="fp32")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from edit import ConfigError, EvictedError, LocalRun, WorkerConfig
+from edit import ConfigError, EvictedError, LocalRun
 from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
+from tests.support.settings import worker_config
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -40,7 +41,7 @@ def rows(count: int = 72) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-CONFIG = WorkerConfig(sync_every=EVERY, codec="fp32")
+CONFIG = worker_config(every=EVERY, codec="fp32")
 
 
 def trainer_of(folder: Path, callbacks: list[Any], steps: int = STEPS, model: nn.Module | None = None, **settings: Any) -> Any:

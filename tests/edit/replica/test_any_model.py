@@ -19,6 +19,7 @@ from edit.records import Commit
 from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
+from tests.support.settings import worker_config
 from tests.support.trainee import config
 
 MODES = ["blocking", "forward", "delayed"]
@@ -34,11 +35,11 @@ def peers_of(
     """Two peers, each with a model of `make` and its own data, after so many rounds of two steps; every outcome is applied."""
     run_config = config(outer=OuterConfig(lr=0.7, momentum=0.3))
     run, models = LocalRun(run_config, ["a", "b"]), [make(), make()]
-    settings: dict[str, Any] = {"sync_every": 2, "codec": "fp32", "mode": mode} | more
+    settings: dict[str, Any] = {"every": 2, "codec": "fp32", "mode": mode} | more
     workers, optimizers = [], []
     for name, model in zip("ab", models, strict=True):
         optimizers.append(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
-        workers.append(EditWorker(model, optimizers[-1], run.collective(name), WorkerConfig(**settings)))
+        workers.append(EditWorker(model, optimizers[-1], run.collective(name), worker_config(**settings)))
         workers[-1].__enter__()
     streams = [data(seed) for seed in range(2)]
     for _ in range(2 * rounds):
@@ -212,7 +213,7 @@ def test_t16_averaged_buffers_are_a_fragment_of_their_own(mode: str) -> None:
 
 def test_averaging_the_buffers_of_a_model_without_any_is_refused() -> None:
     model = small_mlp()
-    settings = WorkerConfig(buffers="average")
+    settings = worker_config(buffers="average")
     worker = EditWorker(model, torch.optim.SGD(model.parameters()), LocalRun(config(), ["a"]).collective("a"), settings)
     with pytest.raises(ConfigError, match='buffers = "average", but the model has no floating-point buffer'):
         worker.__enter__()
@@ -222,7 +223,7 @@ def test_peers_that_disagree_on_buffers_do_not_train_together() -> None:
     run = LocalRun(config(), ["a", "b"])
     for name, buffers, refused in (("a", "average", False), ("b", "local", True)):
         model = normed()
-        worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective(name), WorkerConfig(buffers=buffers))
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective(name), worker_config(buffers=buffers))
         if refused:
             with pytest.raises(RefusedError, match=r"tensor 1\.running_mean of the run is missing at the peer"):
                 worker.__enter__()
@@ -261,7 +262,7 @@ def test_between_rounds_a_worker_keeps_no_more_than_theta_and_the_residual(mode:
     run, model = LocalRun(run_config, ["a"]), TinyTransformer(width=32)
     optimizer, stream = torch.optim.AdamW(model.parameters(), lr=1e-3), token_batches(0)
     collective = run.collective("a")
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=2, codec=codec, mode=mode)) as worker:
+    with EditWorker(model, optimizer, collective, worker_config(every=2, codec=codec, mode=mode)) as worker:
         for _ in range(5):  # two rounds, and into the third
             train_step(model, optimizer, next(stream))
         assert worker.outer_step == 2 and not worker.pending and isinstance(worker.last_commit, Commit)

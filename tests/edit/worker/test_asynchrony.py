@@ -12,10 +12,11 @@ from edit.codecs import decode
 from edit.errors import ConfigError
 from edit.fragments.digest import digest
 from edit.records import Aborted, Committed, Verdict
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps
 from tests.support.scripted_peer import flat
+from tests.support.settings import worker_config
 
 OK = [Verdict.OK, Verdict.OK]
 OTHERS: list[Verdict | None] = [None, None]
@@ -29,7 +30,7 @@ class Peer:
         self.model = small_mlp(0)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.collective = ScriptedCollective()
-        self.config = WorkerConfig(**({"sync_every": 2, "codec": "fp32", "mode": "delayed", "max_staleness": 8} | settings))
+        self.config = worker_config(**({"every": 2, "codec": "fp32", "mode": "delayed", "max_staleness": 8} | settings))
         self.worker = EditWorker(self.model, self.optimizer, self.collective, self.config, clock=lambda: self.now)
         self.batches = regression_batches(0)
         self.worker.__enter__()
@@ -96,7 +97,7 @@ def test_a_carried_contributions_residual_advances_with_its_verdict_only() -> No
 
 @pytest.mark.parametrize("mode", ["blocking", "forward", "delayed"])
 def test_training_goes_on_while_a_contribution_is_carried(mode: str) -> None:
-    peer = Peer(mode=mode, sync_every=3)
+    peer = Peer(mode=mode, every=3)
     for _ in range(3):
         peer.step()
     for seed in range(2):
@@ -197,7 +198,7 @@ def test_a_checkpoint_with_a_carried_contribution_finds_its_verdict() -> None:
 
 
 def test_by_the_clock_a_contribution_comes_with_the_first_step_after_the_deadline() -> None:
-    peer = Peer(schedule="time", time_s=10.0, mode="blocking", max_staleness=0, sync_every=1)
+    peer = Peer(schedule="time", time_s=10.0, mode="blocking", max_staleness=0, every=1)
     for _ in range(3):
         peer.step(3.0)
     assert peer.collective.contributed == []
@@ -218,7 +219,7 @@ def test_the_clock_is_not_read_where_nothing_depends_on_it() -> None:
 
     model = small_mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with EditWorker(model, optimizer, ScriptedCollective(), WorkerConfig(sync_every=5), clock=never):
+    with EditWorker(model, optimizer, ScriptedCollective(), worker_config(every=5), clock=never):
         train_step(model, optimizer, next(regression_batches(0)))
 
 
@@ -240,18 +241,18 @@ def test_the_run_says_how_many_steps_to_take_and_a_peer_adopts_it_with_the_commi
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "clock"}, "schedule = 'clock'"),
-        ({"time_s": 0.0}, "time_s = 0.0"),
-        ({"time_s": float("nan")}, "time_s = nan"),
-        ({"max_staleness": -1}, "max_staleness = -1"),
-        ({"max_staleness": 1, "groups": 2, "sync_every": 4}, "groups = 2: must be 1"),
-        ({"strict": True, "schedule": "time"}, "strict = True: cannot be kept"),
-        ({"strict": True, "max_staleness": 1}, "strict = True: cannot be kept"),
+        ({"schedule": "clock"}, "sync.schedule = 'clock'"),
+        ({"time_s": 0.0}, "sync.time_s = 0.0"),
+        ({"time_s": float("nan")}, "sync.time_s = nan"),
+        ({"max_staleness": -1}, "rounds.max_staleness = -1"),
+        ({"max_staleness": 1, "groups": 2, "every": 4}, "sync.groups = 2: must be 1"),
+        ({"strict": True, "schedule": "time"}, "sync.strict = True: cannot be kept"),
+        ({"strict": True, "max_staleness": 1}, "sync.strict = True: cannot be kept"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        WorkerConfig(**settings)
+        worker_config(**settings)
 
 
 def test_a_commit_of_the_script_is_carried_only_if_it_says_so() -> None:

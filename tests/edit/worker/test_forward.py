@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from edit.errors import RemoteProtocolError, TransportError
 from edit.records import Aborted, Committed, EncodedTensor, NeedsSnapshot, Outcome, Snapshot, Verdict
 from edit.replica.replica import Replica
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import TinyTransformer, token_batches, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
+from tests.support.settings import worker_config
 
 FRAGMENTS = ["embed", "blocks.0", "blocks.1", "norm", "head"]
 
@@ -49,8 +50,8 @@ class Peer:
         self.log: list[str] = []
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.collective = ScriptedCollective()
-        settings = {"sync_every": 1, "codec": "fp32", "mode": "forward"} | self.config
-        self.worker = EditWorker(self.model, self.optimizer, self.collective, WorkerConfig(**settings))
+        settings = {"every": 1, "codec": "fp32", "mode": "forward"} | self.config
+        self.worker = EditWorker(self.model, self.optimizer, self.collective, worker_config(**settings))
         self.worker.__enter__()
         self.batches = token_batches(0)
         for name, module in self.model.named_modules():
@@ -233,7 +234,7 @@ def test_what_no_forward_touches_is_in_before_the_next_step(peer: Callable[..., 
 
     model = Branches()
     optimizer, collective = torch.optim.SGD(model.parameters(), lr=0.1), ScriptedCollective()
-    config = WorkerConfig(sync_every=1, codec="fp32", mode="forward")
+    config = worker_config(every=1, codec="fp32", mode="forward")
     with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, collective, config) as worker:
         inputs = torch.ones(1, 4)
         model(inputs).sum().backward()

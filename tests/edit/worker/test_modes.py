@@ -17,6 +17,7 @@ from edit.local import LocalRun
 from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, token_batches, train_step
+from tests.support.settings import worker_config
 from tests.support.trainee import config
 
 PEERS, EVERY, STEPS = ("a", "b", "c"), 6, 48
@@ -111,35 +112,32 @@ def test_more_groups_than_fragments_is_refused_on_entering() -> None:
     loop = Loop(0)
     run = LocalRun(config(), ["a"])
     with pytest.raises(ConfigError, match="groups = 6: the model has 5 fragments"):
-        EditWorker(loop.model, loop.optimizer, run.collective("a"), WorkerConfig(sync_every=6, groups=6)).__enter__()
+        EditWorker(loop.model, loop.optimizer, run.collective("a"), worker_config(every=6, groups=6)).__enter__()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": 5}, r"groups = 5: must divide sync_every \(6\)"),
-        ({"mode": "sometimes"}, "mode = 'sometimes': must be one of blocking, forward, delayed, eager"),
-        ({"mode": "delayed", "delay": 7}, "delay = 7: must not exceed sync_every / groups"),
-        ({"mode": "delayed", "groups": 2, "delay": 4}, "delay = 4: must not exceed"),
-        ({"delay": 0}, "delay = 0: must be at least 1"),
-        ({"mix": "most"}, "mix = 'most'"),
-        ({"alpha": 1.5}, "alpha = 1.5: must be between 0 and 1"),
-        ({"pattern": "random"}, "pattern = 'random'"),
-        ({"mode": "eager"}, 'outer = None: mode = "eager"'),
+        ({"groups": 5}, r"sync.groups = 5: must divide sync.every \(6\)"),
+        ({"mode": "sometimes"}, "sync.mode = 'sometimes': must be one of blocking, forward, delayed, eager"),
+        ({"mode": "delayed", "delay": 7}, "sync.delay = 7: must not exceed sync.every / sync.groups"),
+        ({"mode": "delayed", "groups": 2, "delay": 4}, "sync.delay = 4: must not exceed"),
+        ({"delay": 0}, "sync.delay = 0: must be between 1"),
+        ({"mix": "most"}, "sync.mix = 'most'"),
+        ({"alpha": 1.5}, "sync.alpha = 1.5: must be between 0 and 1"),
+        ({"pattern": "random"}, "sync.pattern = 'random'"),
         ({"mode": "eager", "outer": OuterConfig(optimizer="adam")}, "outer.optimizer = 'adam': must be one of sgd, nesterov"),
-        ({"mode": "eager", "outer": OuterConfig(), "groups": 2}, 'groups = 2: must be 1 with mode = "eager"'),
+        ({"mode": "eager", "outer": OuterConfig(), "groups": 2}, 'sync.groups = 2: must be 1 with sync.mode = "eager"'),
         ({"buffers": "lowest"}, "buffers = 'lowest': a merge weighs all peers"),
         ({"buffers": "mine"}, "buffers = 'mine': must be one of local, average"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        WorkerConfig(**({"sync_every": 6} | settings))
+        worker_config(**({"every": 6} | settings))
 
 
 def test_a_worker_takes_its_settings_from_the_runs() -> None:
     sync = SyncConfig(every=8, groups=2, pattern="sequential", mode="delayed", delay=3, mix="lerp", alpha=0.25, strict=True)
-    worker = WorkerConfig.of(config(sync=sync))
-    for name in ("groups", "pattern", "mode", "delay", "mix", "alpha", "strict"):
-        assert getattr(worker, name) == getattr(sync, name)
-    assert (worker.sync_every, worker.interval, worker.codec, worker.outer) == (8, 4, "fp32", config().outer)
+    run = config(sync=sync)
+    assert WorkerConfig.of(run) == WorkerConfig(sync=sync, codec=run.codec, rounds=run.rounds, outer=run.outer, buffers="local")

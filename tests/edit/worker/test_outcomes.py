@@ -11,10 +11,11 @@ from torch import Tensor
 from edit.codecs import decode
 from edit.errors import EvictedError, RemoteProtocolError, TransportError
 from edit.records import Aborted, Evicted, Finished, NeedsSnapshot, Snapshot, Verdict
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
 from tests.support.scripted_peer import BOTH_OK, Peer, commit_next, flat, outer_vectors, residuals, same
+from tests.support.settings import worker_config
 
 OK, NONFINITE, ANOMALOUS, IDLE = Verdict.OK, Verdict.NONFINITE, Verdict.ANOMALOUS, Verdict.IDLE
 
@@ -182,7 +183,7 @@ def test_late_the_peer_replays_and_contributes_again_at_once(peer: Callable[...,
 def test_a_late_contribution_on_leaving_is_not_sent_again() -> None:
     model = small_mlp()
     optimizer, collective = torch.optim.SGD(model.parameters(), lr=0.1), ScriptedCollective()
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=1, codec="fp32")) as worker:
+    with EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32")) as worker:
         theta = snapshot_of(0, outer_vectors(worker))
         train_step(model, optimizer, next(regression_batches(0)))
         collective.answers[0].append(committed(theta, random_steps(theta), [None, None])[0])

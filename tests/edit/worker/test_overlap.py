@@ -12,10 +12,11 @@ from torch import Tensor
 from edit.codecs import decode
 from edit.config.run import OuterConfig
 from edit.records import Aborted, NeedsSnapshot, Verdict
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
 from tests.support.scripted_peer import BOTH_OK, Peer, commit_next, flat, residuals, same
+from tests.support.settings import worker_config
 
 EVERY, DELAY = 4, 2
 EAGER = {"mode": "eager", "outer": OuterConfig(optimizer="sgd", lr=0.5)}
@@ -29,8 +30,8 @@ def peer() -> Iterator[Callable[..., Peer]]:
     def make(**settings: Any) -> Peer:
         model = small_mlp()
         optimizer, collective = torch.optim.AdamW(model.parameters(), lr=1e-2), ScriptedCollective()
-        known = {"sync_every": EVERY, "codec": "fp32", "mode": "delayed", "delay": DELAY}
-        worker = EditWorker(model, optimizer, collective, WorkerConfig(**(known | settings)))
+        known = {"every": EVERY, "codec": "fp32", "mode": "delayed", "delay": DELAY}
+        worker = EditWorker(model, optimizer, collective, worker_config(**(known | settings)))
         worker.__enter__()
         peers.append(Peer(model, optimizer, collective, worker, regression_batches(0)))
         return peers[-1]

@@ -35,10 +35,11 @@ from edit.records import (
 )
 from edit.replica.ranks import Ranks
 from edit.replica.replica import Replica
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from tests.support.encoded import cut, encode
 from tests.support.models import TinyTransformer, train_step
 from tests.support.ranks import at_every_rank
+from tests.support.settings import worker_config
 
 ROUNDS, EVERY = 4, 2
 
@@ -140,8 +141,8 @@ def peer(sharded: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimiz
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     breaks_at = settings.pop("breaks_at", None)
-    config = WorkerConfig(**({"sync_every": EVERY, "codec": "fp32"} | settings))
-    oracle = Oracle(Replica(TinyTransformer(seed=5)).local(), lazy=config.mode == "forward", breaks_at=breaks_at)
+    config = worker_config(**({"every": EVERY, "codec": "fp32"} | settings))
+    oracle = Oracle(Replica(TinyTransformer(seed=5)).local(), lazy=config.sync.mode == "forward", breaks_at=breaks_at)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, oracle, EditWorker(model, optimizer, oracle, config)
 
@@ -191,7 +192,7 @@ def refused_prefetch() -> str:
 
 def refused_configuration() -> str:
     model, optimizer, oracle, _ = peer(True)
-    config = WorkerConfig(sync_every=2 + dist.get_rank())
+    config = worker_config(every=2 + dist.get_rank())
     try:
         EditWorker(model, optimizer, oracle, config, Ranks.world()).__enter__()
     except ConfigError as error:

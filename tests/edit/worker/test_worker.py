@@ -16,6 +16,7 @@ from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
 from tests.support.scripted_peer import BOTH_OK, Peer, commit_next, flat, outer_vectors, same
+from tests.support.settings import worker_config
 
 # Entering and leaving.
 
@@ -36,7 +37,7 @@ def test_the_founder_keeps_its_own(peer: Callable[..., Peer]) -> None:
 def test_leaving_waits_for_the_outcome_and_removes_every_hook() -> None:
     model = small_mlp()
     optimizer, collective = torch.optim.SGD(model.parameters(), lr=0.1), ScriptedCollective()
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=1, codec="fp32")) as worker:
+    with EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32")) as worker:
         theta = snapshot_of(0, outer_vectors(worker))
         train_step(model, optimizer, next(regression_batches(0)))
         answer, after = committed(theta, random_steps(theta), BOTH_OK)
@@ -49,7 +50,7 @@ def test_leaving_waits_for_the_outcome_and_removes_every_hook() -> None:
 def test_leaving_by_an_exception_waits_for_nothing() -> None:
     model = small_mlp()
     optimizer, collective = torch.optim.SGD(model.parameters(), lr=0.1), ScriptedCollective()
-    worker = EditWorker(model, optimizer, collective, WorkerConfig(sync_every=1, codec="fp32"))
+    worker = EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32"))
     with pytest.raises(KeyboardInterrupt), worker:
         train_step(model, optimizer, next(regression_batches(0)))
         raise KeyboardInterrupt
@@ -74,10 +75,10 @@ def test_a_snapshot_that_does_not_fit_is_the_other_sides_fault(theta: Snapshot) 
         EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(theta), WorkerConfig()).__enter__()
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"sync_every": 0}, "sync_every"), ({"codec": "zip"}, "codec = 'zip'")])
+@pytest.mark.parametrize(("settings", "message"), [({"every": 0}, "sync.every = 0"), ({"codec": "zip"}, "codec.up = 'zip'")])
 def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        WorkerConfig(**settings)  # type: ignore[arg-type]
+        worker_config(**settings)  # type: ignore[arg-type]
 
 
 # What goes out, and when.
@@ -102,7 +103,7 @@ def test_t20_a_warm_up_before_entering_is_not_in_the_first_pseudo_gradient() -> 
     for _ in range(20):
         train_step(model, optimizer, next(batches))
     warm = flat(model)
-    worker = EditWorker(model, optimizer, collective, WorkerConfig(sync_every=1, codec="fp32"))
+    worker = EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32"))
     with pytest.raises(KeyboardInterrupt), worker:
         train_step(model, optimizer, next(batches))
         for contribution, before, after in zip(collective.contributed, warm, flat(model), strict=True):
@@ -178,7 +179,7 @@ def test_t6_activation_checkpointing_exchanges_once(reentrant: bool) -> None:
     counts = []
     for model in (Checkpointed(), nn.Sequential(TinyTransformer())):
         optimizer, collective = torch.optim.AdamW(model.parameters()), ScriptedCollective()
-        with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=2, codec="fp32")) as worker:
+        with EditWorker(model, optimizer, collective, worker_config(every=2, codec="fp32")) as worker:
             for _, batch in zip(range(4), token_batches(0), strict=False):
                 collective.answers[0] = [Aborted("scripted")] if worker.pending else []
                 train_step(model, optimizer, batch)
@@ -237,7 +238,7 @@ def test_t14_a_frozen_root_with_trainable_adapters_exchanges() -> None:
     model, collective = Adapted(), ScriptedCollective()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     frozen = model.base.weight.clone()
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=1, codec="fp32")) as worker:
+    with EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32")) as worker:
         train_step(model, optimizer, next(regression_batches(0)))
         assert sorted(worker.outer_state_dict()) == ["high.weight", "low.weight"]
         collective.answers[0].append(Aborted("scripted"))
@@ -255,7 +256,7 @@ def test_t21_a_parameter_without_gradient_keeps_its_place() -> None:
 
     model, collective = Experts(), ScriptedCollective()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    with EditWorker(model, optimizer, collective, WorkerConfig(sync_every=1, codec="fp32")):
+    with EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32")):
         train_step(model, optimizer, next(regression_batches(0)))
         moved = [bool(decode(contribution.payload).any()) for contribution in collective.contributed]
         collective.answers[0].append(Aborted("scripted"))

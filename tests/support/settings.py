@@ -1,0 +1,24 @@
+"""A `WorkerConfig` from flat keywords."""
+
+from typing import Any
+
+from edit.config.algorithm import CodecConfig, OuterConfig, RoundsConfig, SyncConfig
+from edit.worker.config import WorkerConfig
+
+
+def worker_config(
+    *,
+    codec: str = "int8",
+    max_staleness: int = 0,
+    outer: OuterConfig | None = None,
+    buffers: str = "local",
+    **sync: Any,
+) -> WorkerConfig:
+    """sync: as `SyncConfig`."""
+    return WorkerConfig(
+        sync=SyncConfig(**sync),
+        codec=CodecConfig(up=codec),
+        rounds=RoundsConfig(max_staleness=max_staleness),
+        outer=outer or OuterConfig(),
+        buffers=buffers,
+    )
