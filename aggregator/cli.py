@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,6 +24,7 @@ from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import RUN_TOML, StateFolder, address_of
 from edit.command_line import run_command
 from edit.errors import ConfigError
+from editpb.run_status import MemberStatus, RunStatus
 
 __all__ = ["app", "main"]
 
@@ -131,46 +135,44 @@ def status(
     Example: edit-coordinator status --state my-run
     """
     answers = call_every(StateFolder(state), read_status)
-    further = [{"aggregator": number, **reply} for number, reply in answers.said.items() if number > 0]
     if 0 not in answers.said:
         answers.check()
-    reply = answers.said[0]
+    further = tuple(replace(one, aggregator=number) for number, one in answers.said.items() if number > 0)
+    run = replace(answers.said[0], aggregators=further)
     if as_json:
-        typer.echo(json.dumps({**reply, "aggregators": further}, indent=2))
+        typer.echo(json.dumps(run.as_json(), indent=2))
     else:
-        _print_status(Console(), reply, further, rounds)
+        _print_status(Console(), run, rounds)
     answers.check()
 
 
-def _print_status(console: Console, reply: dict[str, Any], further: list[dict[str, Any]], rounds: int) -> None:
-    _print_headline(console, f"[bold]{reply['run_id']}[/]", reply)
-    for one in further:
-        _print_headline(console, f"aggregator {one['aggregator']}", one)
-    _print_members(console, reply["members"])
+def _print_status(console: Console, run: RunStatus, rounds: int) -> None:
+    _print_headline(console, f"[bold]{run.run_id}[/]", run)
+    for one in run.aggregators:
+        _print_headline(console, f"aggregator {one.aggregator}", one)
+    _print_members(console, run.members)
     table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
-    for line in reply["rounds"][-rounds:] if rounds else []:
-        result = "[green]committed[/]" if line["committed"] else "[yellow]aborted[/]"
-        size_in, size_out = line["bytes_in"] / 1e6, line["bytes_out"] / 1e6
+    for report in run.rounds[-rounds:] if rounds else ():
         table.add_row(
-            str(line["round_id"]),
-            str(line["outer_step"]),
-            result,
-            line["reason"],
-            f"{line['seconds']:.1f}",
-            f"{size_in:.2f}",
-            f"{size_out:.2f}",
+            str(report.round_id),
+            str(report.outer_step),
+            "[green]committed[/]" if report.committed else "[yellow]aborted[/]",
+            report.reason,
+            f"{report.seconds:.1f}",
+            f"{report.bytes_in / 1e6:.2f}",
+            f"{report.bytes_out / 1e6:.2f}",
         )
     console.print(table)
 
 
-def _print_headline(console: Console, who: str, reply: dict[str, Any]) -> None:
+def _print_headline(console: Console, who: str, run: RunStatus) -> None:
     console.print(
-        f"{who}  {reply['phase']}  outer step {reply['outer_step']} of {reply['outer_steps']}  "
-        f"{reply['parameters']:,} parameters  digest {reply['digest'][:12]}"
-        f"{'  draining' if reply['draining'] and reply['phase'] != 'finished' else ''}"
+        f"{who}  {run.phase}  outer step {run.outer_step} of {run.outer_steps}  "
+        f"{run.parameters:,} parameters  digest {run.digest[:12]}"
+        f"{'  draining' if run.draining and run.phase != 'finished' else ''}"
     )
-    if reply["reason"]:
-        console.print(f"[yellow]{reply['reason']}[/]", highlight=False, soft_wrap=True)
+    if run.reason:
+        console.print(f"[yellow]{run.reason}[/]", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -179,14 +181,14 @@ def members(state: State = Path("edit-run"), as_json: AsJson = False) -> None:
 
     Example: edit-coordinator members --state my-run --json
     """
-    reply = call_operator(StateFolder(state), read_status)
+    rows = call_operator(StateFolder(state), read_status).members
     if as_json:
-        typer.echo(json.dumps(reply["members"], indent=2))
+        typer.echo(json.dumps([row.as_json() for row in rows], indent=2))
     else:
-        _print_members(Console(), reply["members"])
+        _print_members(Console(), rows)
 
 
-def _print_members(console: Console, rows: list[dict[str, object]]) -> None:
+def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
     table = Table(
         "member",
         "role",
@@ -205,18 +207,27 @@ def _print_members(console: Console, rows: list[dict[str, object]]) -> None:
         header_style="dim",
     )
     for row in rows:
-        numbers = [f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in ("loss", "tokens_per_s")]
-        counts = [str(row[key]) for key in ("contributions", "rejections", "absences")]
-        steps = [str(row[key]) for key in ("outer_step", "inner_steps")]
-        words = [str(row[key]) for key in ("peer_id", "role", "state", "reason", "phase")]
-        table.add_row(*words, _uploaded(row), *steps, *numbers, *counts)
+        table.add_row(
+            row.peer_id,
+            row.role,
+            row.state,
+            row.reason,
+            row.phase,
+            _uploaded(row),
+            str(row.outer_step),
+            str(row.inner_steps),
+            f"{row.loss:.3g}" if math.isfinite(row.loss) else "",
+            f"{row.tokens_per_s:.3g}",
+            str(row.contributions),
+            str(row.rejections),
+            str(row.absences),
+        )
     console.print(table)
 
 
-def _uploaded(row: dict[str, object]) -> str:
+def _uploaded(row: MemberStatus) -> str:
     """`3.1 of 12.0 MB`, of the contribution in hand, or nothing."""
-    done, total = row["upload_bytes"], row["upload_total_bytes"]
-    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if isinstance(done, int) and isinstance(total, int) and total else ""
+    return f"{row.upload_bytes / 1e6:.1f} of {row.upload_total_bytes / 1e6:.1f} MB" if row.upload_total_bytes else ""
 
 
 @app.command()

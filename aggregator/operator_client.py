@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,9 @@ from edit.errors import ConfigError, EditError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.channel_options import channel_options
+from editpb.run_status import RunStatus
 from editpb.status import from_status
+from editpb.status_messages import status_from_pb
 
 __all__ = [
     "Answers",
@@ -30,7 +31,6 @@ __all__ = [
     "pause_run",
     "read_status",
     "resume_run",
-    "status_as_json",
 ]
 
 _T = TypeVar("_T")
@@ -114,9 +114,9 @@ def _run(dial: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_
     return asyncio.run(run())
 
 
-async def read_status(stub: Any) -> dict[str, Any]:
-    """StatusReply as plain JSON values."""
-    return status_as_json(await stub.Status(pb.StatusRequest(), timeout=_TIMEOUT_S))
+async def read_status(stub: Any) -> RunStatus:
+    """Return how the run of this aggregator stands."""
+    return status_from_pb(await stub.Status(pb.StatusRequest(), timeout=_TIMEOUT_S))
 
 
 async def pause_run(stub: Any) -> None:
@@ -136,79 +136,3 @@ def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:
         await stub.Evict(pb.EvictRequest(peer_id=peer_id, reason=reason), timeout=_TIMEOUT_S)
 
     return call
-
-
-def status_as_json(reply: pb.StatusReply) -> dict[str, Any]:
-    """Flat, stable names for scripts; enums as their lower-case words; NaN as null."""
-    return {
-        "run_id": reply.run_id,
-        "phase": pb.RunPhase.Name(reply.view.phase).removeprefix("RUN_PHASE_").lower(),
-        "outer_step": reply.view.outer_step,
-        "outer_steps": reply.outer_steps,
-        "round_id": reply.view.round_id,
-        "reason": reply.view.reason,
-        "draining": reply.view.draining,
-        "tokens": reply.tokens,
-        "stop_tokens": reply.stop_tokens,
-        "digest": reply.view.digest,
-        "parameters": reply.parameters,
-        "peak_memory_bytes": reply.peak_memory_bytes,
-        "expected": list(reply.expected),
-        "arrived": list(reply.arrived),
-        "deadline_in_s": reply.deadline_in_s,
-        "members": [_member(member) for member in reply.members],
-        "rounds": [_round(line) for line in reply.rounds],
-    }
-
-
-def _member(member: pb.MemberStatus) -> dict[str, Any]:
-    heartbeat = member.heartbeat
-    return {
-        "peer_id": member.peer_id,
-        "role": member.role,
-        "state": member.state,
-        "reason": member.reason,
-        "silent_s": member.silent_s,
-        "outer_step": heartbeat.outer_step,
-        "inner_steps": heartbeat.inner_steps,
-        "loss": heartbeat.loss if math.isfinite(heartbeat.loss) else None,
-        "tokens_per_s": heartbeat.tokens_per_s,
-        "step_s": heartbeat.step_s,
-        "bytes_sent": heartbeat.bytes_sent,
-        "bytes_received": heartbeat.bytes_received,
-        "contributions": member.contributions,
-        "rejections": member.rejections,
-        "absences": member.absences,
-        "deadline_s": member.deadline_s,
-        "phase": member.phase,
-        "upload_bytes": member.upload_bytes,
-        "upload_total_bytes": member.upload_total_bytes,
-        "download_s": member.download_s,
-        "compute_s": member.compute_s,
-        "upload_s": member.upload_s,
-    }
-
-
-def _round(line: pb.RoundStatus) -> dict[str, Any]:
-    return {
-        "round_id": line.round_id,
-        "outer_step": line.outer_step,
-        "committed": line.committed,
-        "reason": line.reason,
-        "seconds": line.seconds,
-        "bytes_in": line.bytes_in,
-        "bytes_out": line.bytes_out,
-        "missing": list(line.missing),
-        "carried": list(line.carried),
-        "digest": line.digest,
-        "verdicts": [
-            {
-                "fragment_id": fragment.fragment_id,
-                "merged_norm": fragment.merged_norm,
-                "clip": fragment.clip,
-                "peers": {v.peer_id: [v.verdict, v.norm, v.weight] for v in fragment.verdicts},
-                "staleness": {v.peer_id: v.staleness for v in fragment.verdicts if v.staleness},
-            }
-            for fragment in line.fragments
-        ],
-    }

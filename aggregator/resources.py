@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aggregator.metrics import MetricsLog
+from aggregator.run_feed import RunFeed
 from aggregator.security.authority import Members
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.store import Store
@@ -35,6 +35,6 @@ class Resources:
     members: Members
     orders: OperatorFlags
     background: Background
-    metrics: MetricsLog
+    feed: RunFeed
     deadlines: Path | None = None
     clock: Clock = field(default_factory=Clock)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import grpc
 
 from aggregator.control.run import Run
+from aggregator.event_log import log_event
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
+from aggregator.run_feed import RunFeed
 from aggregator.security.authority import Authority, Members, check_equipped
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
@@ -71,13 +73,16 @@ class Coordinator:
         authority = _authority(folder, config, clock.unix())
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         background = Background(worker)
+        feed = RunFeed(clock.unix)
+        feed.subscribe(log_event)
+        feed.subscribe(MetricsLog(folder.metrics).on_event)
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
             intake=UploadBuffer(config.storage.buffer_bytes, folder.spill),
             members=authority.members if authority else Members(folder.path / "members.json", enrols=False),
             orders=OperatorFlags(folder.orders),
             background=background,
-            metrics=MetricsLog(folder.metrics),
+            feed=feed,
             deadlines=folder.deadlines,
             clock=clock,
         )
@@ -88,7 +93,7 @@ class Coordinator:
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(run), coordinator._main)
         if authority and enrol:
-            service = EnrolmentService(authority, clock.unix, coordinator.endpoints)
+            service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
         return coordinator
 
@@ -116,11 +121,11 @@ class Coordinator:
         else:
             _log.info("serving aggregator %d of %s on %s", self.folder.aggregator, self.folder.run_id, self.listen)
 
-    async def close(self) -> None:
-        """Stop listening, checkpoint, end the worker."""
-        self.run.end_streams()
+    async def close(self, *, checkpoint: bool = True) -> None:
+        """Stop listening, checkpoint, end the worker. checkpoint: False ends the run as a kill would (for tests)."""
+        self.run.attendances.end()
         await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in (self._main, self._enrol) if server is not None))
-        await self.run.close()
+        await self.run.close(checkpoint=checkpoint)
         self._worker.shutdown()
 
 

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from aggregator.data.contributions import Contributions
 from aggregator.data.published import Downlink, Head
-from aggregator.metrics import RoundReport
 from aggregator.resources import Resources
+from aggregator.run_feed import ContributionRefused, PeerFaulted, RoundChanged, RoundReport, RunEnded, StepCommitted
 from aggregator.storage.pending_injection import check_bytes
 from aggregator.storage.upload_buffer import Upload
 from edit.config.run import RunConfig
@@ -38,26 +37,10 @@ from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from editpb.messages import ContributionHeader
 
-__all__ = ["Observer", "RoundRunner"]
+__all__ = ["RoundRunner"]
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.25  # at most one word about a transfer in this time
-
-
-class Observer(Protocol):
-    """Who is told what became of the rounds."""
-
-    def round_changed(self) -> None:
-        """The phase or the open round is another one."""
-        ...
-
-    def round_committed(self, commit: Commit, missing: Sequence[str]) -> None:
-        """A commit is on disk; missing: who was expected and is not part of it."""
-        ...
-
-    def run_finished(self) -> None:
-        """The run has ended and is checkpointed."""
-        ...
 
 
 @dataclass(slots=True)
@@ -91,14 +74,13 @@ class RoundRunner:
         outer: OuterState,
         config: RunConfig,
         resources: Resources,
-        downlink: Downlink,
-        observer: Observer,
+        published: Downlink,
         *,
         first_round_id: int,
     ) -> None:
-        self._outer, self._downlink, self._observer = outer, downlink, observer
+        self.outer, self.published = outer, published
         self._store, self._background = resources.store, resources.background
-        self._metrics, self._clock = resources.metrics, resources.clock
+        self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._contributions = Contributions(outer.schema, resources.intake)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
@@ -127,7 +109,7 @@ class RoundRunner:
 
         Raises StaleError, RefusedError, RemoteProtocolError.
         """
-        schema = self._outer.schema
+        schema = self.outer.schema
         if header.schema_hash != schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
         self._offered(events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id))
@@ -173,7 +155,7 @@ class RoundRunner:
 
     def fault(self, peer_id: str, round_id: int, reason: str) -> None:
         """This peer's bytes broke the protocol: it is out of the round, and nothing else happens."""
-        _log.warning("%s: %s", peer_id, reason)
+        self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.Faulted(peer_id, round_id, reason))
 
     # ---- what a run above brings ---------------------------------------------------------------------------------------
@@ -186,14 +168,14 @@ class RoundRunner:
 
     def may_bring(self, brings: Injected, base: Injected | None, replaces: bool) -> None:
         """Whether this run takes it as it stands. Raises as `edit.merging.injection` says."""
-        check_run(self._outer.config)
-        check_order(brings, base, replaces, self._downlink.injected, self._downlink.outer_step)
+        check_run(self.outer.config)
+        check_order(brings, base, replaces, self.published.injected, self.published.outer_step)
 
     async def inject(self, injection: Injection, claimed_digest: str) -> None:
         """It is on disk when this returns, and comes in with the next commit. Raises as `may_bring`, StorageError."""
 
         def work() -> None:
-            check_bytes(injection, self._outer.schema, claimed_digest)
+            check_bytes(injection, self.outer.schema, claimed_digest)
             self._store.injections.save(injection)
 
         await self._background.in_worker(work)
@@ -218,12 +200,12 @@ class RoundRunner:
             if isinstance(effect, events.Refused) and isinstance(event, events.Offered | events.Arrived):
                 refusal = effect
             elif isinstance(effect, events.Refused):
-                _log.info("%s: its contribution is refused: %s", effect.peer_id, effect.reason)
+                self._run_feed.publish(ContributionRefused(effect.peer_id, effect.reason))
                 self._contributions.drop(effect.peer_id, effect.reason)
             else:
                 self._carry_out(effect)
         if (self.machine.phase, self.machine.round_id) != before:
-            self._observer.round_changed()
+            self._run_feed.publish(RoundChanged(self.machine.phase.value, self.machine.round_id))
         return refusal
 
     def _offered(self, event: events.Offered) -> None:
@@ -241,9 +223,8 @@ class RoundRunner:
             case events.RoundClosed():
                 self._close_round(effect)
             case events.RunFinished():
-                _log.info("finished at outer step %d, %d tokens", effect.outer_step, self.machine.tokens)
                 self._contributions.keep((), "the run is finished")
-                self._background.spawn(self._finish())
+                self._background.spawn(self._finish(effect))
 
     async def _reduce(self, effect: events.Reduce) -> None:
         """Merge one fragment and write it to the journal; any exception fails the round."""
@@ -269,7 +250,7 @@ class RoundRunner:
         self, effect: events.Reduce, contributions: Sequence[Measured], injection: Injection | None
     ) -> tuple[Staged, Future[None]]:
         """In the worker thread: reduce, begin to write, stage. Changes nothing but the journal."""
-        outer = self._outer
+        outer = self.outer
         merged = outer.reduce(effect.fragment_id, contributions)
         merged = merged if injection is None else injection.into(merged)
         written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged)
@@ -280,7 +261,7 @@ class RoundRunner:
     async def _commit(self, effect: events.Commit) -> None:
         """Make the commit durable, then apply it. An exception before it is on disk fails the round; one after that ends the
         process, since peers must not hear that a commit failed which a restart replays."""
-        current, outer = self._round, self._outer
+        current, outer = self._round, self.outer
         if current is None or current.round_id != effect.round_id:
             return
         next_step = outer.outer_step + 1
@@ -302,9 +283,9 @@ class RoundRunner:
 
         commit, head = await self._background.in_worker(apply)
         current.commit = commit
-        self._downlink.show(head)
+        self.published.show(head)
         self._store.injections.committed(head.injected)
-        self._observer.round_committed(commit, effect.missing)
+        self._run_feed.publish(StepCommitted(commit, tuple(effect.missing)))
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
         if next_step % self._checkpoint_every == 0:
             await self.checkpoint()
@@ -320,14 +301,14 @@ class RoundRunner:
 
     def _tokens(self, current: _Round) -> int:
         """Behind a commit: with groups each fragment counts for its share of the model, and the others for nothing."""
-        schema = self._outer.schema
+        schema = self.outer.schema
         return sum(tokens * schema.fragments[i].numel for i, tokens in current.tokens.items()) // schema.numel
 
     async def checkpoint(self) -> None:
         """Write the state and the measured times. One that cannot be written loses nothing: the journal before it stays."""
         measured = self.machine.deadlines.to_json().encode()
         try:
-            await self._background.in_worker(self._store.checkpoint, self._outer)
+            await self._background.in_worker(self._store.checkpoint, self.outer)
             if self._deadlines_file is not None:
                 await self._background.in_worker(write_atomic, self._deadlines_file, measured)
         except StorageError as error:
@@ -344,9 +325,9 @@ class RoundRunner:
         except (OSError, ValueError) as error:
             _log.warning("%s: is passed over (%s); the peers' times are measured anew", self._deadlines_file, error)
 
-    async def _finish(self) -> None:
+    async def _finish(self, effect: events.RunFinished) -> None:
         await self.checkpoint()
-        self._observer.run_finished()
+        self._run_feed.publish(RunEnded(effect.outer_step, self.machine.tokens))
 
     def _close_round(self, effect: events.RoundClosed) -> None:
         current, self._round = self._round, None
@@ -366,6 +347,4 @@ class RoundRunner:
             fragments=tuple(replace(fragment, payload=None) for fragment in commit.fragments) if commit else (),
             carried=effect.carried,
         )
-        self._metrics.round_closed(report, self._clock.unix())
-        state = "committed" if effect.committed else "aborted"
-        _log.info("round %d %s: %s (%.2f s)", effect.round_id, state, effect.reason, effect.seconds)
+        self._run_feed.publish(report)

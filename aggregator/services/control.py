@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from aggregator.control.run import Attendance, Run
-from aggregator.control.status import status_reply
+from aggregator.control.attendance import Attendance
+from aggregator.control.run import Run
+from aggregator.control.status import run_status
 from aggregator.services.admission import admit
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 from editpb import control_pb2 as cpb
@@ -15,6 +16,7 @@ from editpb.abort_on_error import abort_on_error
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, Welcome
+from editpb.status_messages import status_to_pb
 
 if TYPE_CHECKING:
     import grpc
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlService"]
 
-_HELLO_S = 30.0  # an Attend stream that says nothing for so long is closed
+_HELLO_S = 30.0  # an Attend stream whose first message takes longer is closed
 
 
 class ControlService:
@@ -36,8 +38,10 @@ class ControlService:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with abort_on_error(context):
             try:
-                hello = await self._hello(messages)  # also of whoever is refused: or its write might fail before it hears why
-                identity = admit(self._run, context, "peer", "region")
+                try:
+                    identity = admit(self._run, context, "peer", "region")
+                finally:  # also of a refused client: its write may fail before it reads the reason
+                    hello = await self._hello(messages)
                 if identity.role == "region" and hello.schema is not None:
                     raise RefusedError(
                         "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
@@ -59,8 +63,7 @@ class ControlService:
         hello = peer_message_from_pb(first)
         if not isinstance(hello, Hello):
             raise RemoteProtocolError("the first message must be Hello")
-        if hello.run_id != self._run.run_id:
-            raise RefusedError(f"this is run {self._run.run_id}, not {hello.run_id}")
+        self._run.check_run_id(hello.run_id)
         return hello
 
     def _attendance(self, identity: Identity, hello: Hello) -> Attendance | None:
@@ -70,32 +73,34 @@ class ControlService:
 
     def _welcome(self, identity: Identity) -> Welcome:
         run = self._run
-        config_json, outer_step = run.config.to_json(), run.published_step
+        config_json, outer_step = run.config.to_json(), run.rounds.published.outer_step if run.founded else 0
         return Welcome(run_id=run.run_id, peer_id=identity.peer_id, config_json=config_json, outer_step=outer_step)
 
     async def _converse(
         self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]
     ) -> AsyncIterator[cpb.CoordinatorMessage]:
-        ears = asyncio.get_running_loop().create_task(self._listen(attendance, messages))
-        ears.add_done_callback(lambda _: attendance.changed.set())
+        """Send a view whenever something changed, until the peer leaves, is expelled, or the coordinator stops."""
+        listening = asyncio.get_running_loop().create_task(self._listen(attendance, messages))
+        listening.add_done_callback(lambda _: attendance.changed.set())
         try:
-            while attendance.expelled is None and not attendance.over and not ears.done():
+            while attendance.expelled is None and not attendance.over and not listening.done():
                 attendance.changed.clear()
                 yield coordinator_message_to_pb(self._run.view(attendance))
                 await attendance.changed.wait()
             if attendance.expelled is not None:
                 yield _expel(attendance.expelled)
         finally:
-            goodbye = ears.result() if ears.done() and not ears.cancelled() and ears.exception() is None else ""
-            fault = ears.exception() if ears.done() and not ears.cancelled() else None
-            ears.cancel()
+            ended = listening.done() and not listening.cancelled()
+            fault = listening.exception() if ended else None
+            goodbye = listening.result() if ended and fault is None else ""
+            listening.cancel()
             reason = goodbye or (str(fault) if isinstance(fault, EditError) else "the connection broke")
             self._run.leave(attendance, reason, polite=bool(goodbye))
         if fault is not None:
             raise fault
 
     async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]) -> str:
-        """Heartbeats, until the stream ends; returns the words of a polite goodbye, or ''. Raises RemoteProtocolError."""
+        """Take heartbeats until the stream ends; return the reason of a goodbye, or ''. Raises RemoteProtocolError."""
         async for message in messages:
             match peer_message_from_pb(message):
                 case Goodbye(reason):
@@ -109,7 +114,7 @@ class ControlService:
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
         async with abort_on_error(context):
             admit(self._run, context, "operator", "observer")
-            return status_reply(self._run, request.rounds_after)
+            return status_to_pb(run_status(self._run, request.rounds_after))
         raise AssertionError("unreachable: abort raises")
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aggregator.control.run import Run
 from aggregator.control.snapshot_donors import donors_of
-from aggregator.control.status import injection_state
+from aggregator.control.views import injection_state
 from aggregator.services.admission import admit
 from edit.errors import EditError, RefusedError, RemoteProtocolError
 from edit.merging.injection import Injection
@@ -66,8 +66,8 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
     def _header(self, identity: Identity, message: dpb.ContributionHeader) -> ContributionHeader:
-        header = contribution_header_from_pb(message, self._run.published.schema)
-        self._run.same_run(header.run_id)
+        header = contribution_header_from_pb(message, self._run.rounds.published.schema)
+        self._run.check_run_id(header.run_id)
         if header.peer_id != identity.peer_id:
             raise RefusedError(f"the certificate is {identity.peer_id}'s, the contribution says {header.peer_id}")
         return header
@@ -79,7 +79,7 @@ class DataService:
                 raise RemoteProtocolError("after the header only chunks follow")
             if upload is not None:
                 upload.write(part.chunk.offset, part.chunk.data, part.chunk.crc32)
-            self._run.progress(header.peer_id)
+            self._run.attendances.progress(header.peer_id)
             self._run.rounds.progress(header)
         if upload is None:
             return dpb.ContributionReceipt(complete=True, received_bytes=header.total_bytes)
@@ -105,9 +105,9 @@ class DataService:
         """One commit, or what of it concerns a rank: the same bytes for whoever asks for the same boxes."""
         async with abort_on_error(context):
             admit(self._run, context, "peer")
-            published = self._run.published
+            published = self._run.rounds.published
             wanted = update_request_from_pb(request, published.schema)
-            self._run.same_run(wanted.run_id)
+            self._run.check_run_id(wanted.run_id)
             commit = published.update(wanted.outer_step)
             yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
             async for fragment_id, payload in published.payloads(commit, wanted):
@@ -117,18 +117,18 @@ class DataService:
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         async with abort_on_error(context):
             identity = admit(self._run, context, "peer", "region", "observer", "operator")
-            self._run.same_run(request.run_id)
-            manifest = self._run.published.describe_snapshot()
-            donors = donors_of(manifest, self._run.membership.members.values(), identity.peer_id)
+            self._run.check_run_id(request.run_id)
+            manifest = self._run.rounds.published.describe_snapshot()
+            donors = donors_of(manifest, self._run.attendances.membership.members.values(), identity.peer_id)
             return snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
         async with abort_on_error(context):
             admit(self._run, context, "peer", "region", "observer", "operator")
-            wanted = snapshot_request_from_pb(request, self._run.published.schema)
-            self._run.same_run(wanted.run_id)
-            fragment = await self._run.published.snapshot_fragment(wanted)
+            wanted = snapshot_request_from_pb(request, self._run.rounds.published.schema)
+            self._run.check_run_id(wanted.run_id)
+            fragment = await self._run.rounds.published.snapshot_fragment(wanted)
             for chunk in make_chunks(fragment.numpy().data, CHUNK_BYTES, start=wanted.offset):
                 yield chunk
 
@@ -146,7 +146,7 @@ class DataService:
                 if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id >= len(buffers):
                     raise RemoteProtocolError("after the header only chunks of the schema's fragments follow")
                 buffers[part.chunk.fragment_id].take(part.chunk.chunk)
-                self._run.progress(identity.peer_id)
+                self._run.attendances.progress(identity.peer_id)
             theta = [_fp32(buffer.finish()) for buffer in buffers]
             await self._run.found(identity.peer_id, schema, theta, header.digest)
         return dpb.FoundReply()
@@ -163,9 +163,9 @@ class DataService:
         first = await anext(parts, None)
         if first is None or first.WhichOneof("kind") != "header":
             raise RemoteProtocolError("an injection begins with its header")
-        rounds, schema = self._run.rounds, self._run.published.schema
+        rounds, schema = self._run.rounds, self._run.rounds.published.schema
         header = inject_header_from_pb(first.header, schema)
-        self._run.same_run(header.run_id)
+        self._run.check_run_id(header.run_id)
         if header.schema_hash != schema.schema_hash:
             raise RefusedError("another model: the injection's schema_hash is not the run's")
         rounds.may_bring(header.brings, header.base, header.replaces)
@@ -183,8 +183,8 @@ class DataService:
         """The run as its regional aggregator sees it. Raises StaleError before the founding."""
         async with abort_on_error(context):
             admit(self._run, context, "region", "observer", "operator")
-            self._run.same_run(request.run_id)
-            return injection_state_to_pb(injection_state(self._run))
+            self._run.check_run_id(request.run_id)
+            return injection_state_to_pb(injection_state(self._run.rounds))
         raise AssertionError("unreachable: abort raises")
 
 

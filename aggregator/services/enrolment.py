@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from aggregator.run_feed import MemberEnrolled, RunFeed
 from aggregator.security.authority import Authority
 from edit.errors import EditError, RemoteProtocolError
 from editpb import enrolment_pb2 as pb
@@ -22,10 +23,17 @@ _log = logging.getLogger(__name__)
 
 
 class EnrolmentService:
-    """clock: unix seconds; endpoints: gives HOST:PORT of control and data, as members dial them."""
+    """Enrolment of enrolment.proto.
 
-    def __init__(self, authority: Authority, clock: Callable[[], float], endpoints: Callable[[], Sequence[str]]) -> None:
-        self._authority, self._clock, self._endpoints = authority, clock, endpoints
+    Args:
+        clock: unix seconds.
+        endpoints: returns HOST:PORT of control and data, as members dial them.
+    """
+
+    def __init__(
+        self, authority: Authority, clock: Callable[[], float], endpoints: Callable[[], Sequence[str]], feed: RunFeed
+    ) -> None:
+        self._authority, self._clock, self._endpoints, self._feed = authority, clock, endpoints, feed
 
     async def Enrol(
         self, request: pb.EnrolRequest, context: grpc.aio.ServicerContext[pb.EnrolRequest, pb.EnrolReply]
@@ -41,7 +49,7 @@ class EnrolmentService:
         if len(request.token) > MAX_TOKEN_CHARS:
             raise RemoteProtocolError(f"a token of {len(request.token)} characters, more than {MAX_TOKEN_CHARS}")
         certificate, identity = self._authority.redeem(request.token, request.csr_der, now=self._clock())
-        _log.info("%s enrolled as %s", identity.peer_id, identity.role)
+        self._feed.publish(MemberEnrolled(identity.peer_id, identity.role))
         return pb.EnrolReply(
             certificate_der=certificate,
             ca_der=self._authority.ca_der,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from edit.records import FragmentCommit, PeerVerdict, Verdict
 from editpb import control_pb2 as cpb
 from editpb import limits as lim
 from editpb import messages as msg
@@ -17,8 +16,6 @@ __all__ = [
     "coordinator_message_from_pb",
     "coordinator_message_to_pb",
     "evict_request_from_pb",
-    "fragment_verdicts_from_pb",
-    "fragment_verdicts_to_pb",
     "heartbeat_from_pb",
     "heartbeat_to_pb",
     "hello_from_pb",
@@ -219,51 +216,6 @@ def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome 
             return msg.Expel(message.expel.evicted, check_text("reason", message.expel.reason))
         case _:
             fail("a coordinator's message without content")
-
-
-def fragment_verdicts_to_pb(fragment: FragmentCommit) -> cpb.FragmentVerdicts:
-    """What became of the contributions to one fragment; the payload is left out."""
-    return cpb.FragmentVerdicts(
-        fragment_id=fragment.fragment_id,
-        verdicts=[
-            cpb.PeerVerdict(peer_id=v.peer_id, verdict=v.verdict.value, norm=v.norm, weight=v.weight, staleness=v.staleness)
-            for v in fragment.verdicts
-        ],
-        merged_norm=fragment.merged_norm,
-        clip=fragment.clip,
-    )
-
-
-def fragment_verdicts_from_pb(message: cpb.FragmentVerdicts) -> FragmentCommit:
-    """What became of the contributions to one fragment; payload None. Norms may be NaN or infinite (verdict NONFINITE)."""
-    lim.at_most("verdicts on a fragment", message.verdicts, lim.MAX_VERDICTS)
-    verdicts = tuple(_verdict_from_pb(verdict) for verdict in message.verdicts)
-    if len({verdict.peer_id for verdict in verdicts}) != len(verdicts):
-        fail("two verdicts on one peer's contribution")
-    return FragmentCommit(
-        fragment_id=within("fragment_id", message.fragment_id, 0, lim.MAX_FRAGMENTS - 1),
-        payload=None,
-        verdicts=verdicts,
-        merged_norm=_norm("merged_norm", message.merged_norm),
-        clip=lim.check_share("clip", message.clip),
-    )
-
-
-def _verdict_from_pb(message: cpb.PeerVerdict) -> PeerVerdict:
-    verdict = next((each for each in Verdict if each.value == message.verdict), None)
-    if verdict is None:
-        fail(f"verdict {message.verdict[:32]!r} is not known")
-    return PeerVerdict(
-        peer_id=check_id("peer_id", message.peer_id),
-        verdict=verdict,
-        norm=_norm("norm", message.norm),
-        weight=lim.check_share("weight", message.weight),
-        staleness=within("staleness", message.staleness, 0, lim.MAX_STEP),
-    )
-
-
-def _norm(field: str, value: float) -> float:
-    return value if not value < 0 else fail(f"{field} is {value}, below 0")
 
 
 def evict_request_from_pb(message: cpb.EvictRequest) -> tuple[str, str]:

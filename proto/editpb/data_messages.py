@@ -16,8 +16,9 @@ from editpb import data_pb2 as dpb
 from editpb import limits as lim
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
-from editpb.control_messages import fragment_verdicts_from_pb, fragment_verdicts_to_pb, serving_from_pb, serving_to_pb
+from editpb.control_messages import serving_from_pb, serving_to_pb
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
+from editpb.status_messages import fragment_verdicts_from_pb, fragment_verdicts_to_pb
 from editpb.tensor_messages import (
     boxes_to_pb,
     check_encoded_size,

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from aggregator.control.pace_advice import dylu_steps, fastest, impossible, too_slow
-from aggregator.operator_client import status_as_json
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
@@ -27,6 +26,7 @@ from editpb.control_messages import peer_message_to_pb
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Heartbeat, PeerState, RunPhase
 from tests.support.encoded import encode
+from editpb.status_messages import status_from_pb
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 PLAIN = "start_peers = {start}\nquorum = {quorum}\nfloor_s = 1000.0\nceiling_s = 1000.0\n"
@@ -66,7 +66,7 @@ async def send_rest(peer: BarePeer, round_id: int, outer_step: int, seed: int) -
 
 async def status(run: Served) -> dict[str, object]:
     async with run.channel("watcher", "observer") as channel:
-        return status_as_json(await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest()))
+        return status_from_pb(await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest())).as_json()
 
 
 async def two_peers(a: BarePeer, b: BarePeer) -> int:
@@ -248,7 +248,7 @@ def test_the_run_stops_at_so_many_tokens_also_over_restarts(tmp_path: Path) -> N
                 else:
                     await a.attend()
                     await a.report(step)
-                assert run.coordinator.run.machine is not None and run.coordinator.run.machine.tokens == 10 * step
+                assert run.coordinator.run.rounds.machine.tokens == 10 * step
                 for now in range(step, until):
                     view = await a.view(lambda v, now=now: v.outer_step == now and v.round_id > 0)
                     await a.contribute(view.round_id, now, delta(now))
@@ -280,12 +280,10 @@ def test_measured_times_survive_a_restart_and_a_damaged_file_is_passed_over(tmp_
         times = {(peer, phase): seconds for peer, phase, seconds in json.loads(folder.deadlines.read_text())}
         assert times["a", "compute"] == [4.0, 4.0, 4.0] and times["a", "upload"] == [0.0, 0.0, 0.0]
         async with served(folder) as run:
-            assert run.coordinator.run.machine is not None
-            assert run.coordinator.run.machine.expected_s("a") == 1000.0  # floor_s, not "unmeasured"
+            assert run.coordinator.run.rounds.machine.expected_s("a") == 1000.0  # floor_s, not "unmeasured"
         folder.deadlines.write_text('[["a", "compute", [')
         async with served(folder) as run:
-            assert run.coordinator.run.machine is not None
-            assert run.coordinator.run.machine.expected_s("a") is None
+            assert run.coordinator.run.rounds.machine.expected_s("a") is None
 
     asyncio.run(scenario())
 
@@ -308,12 +306,12 @@ def test_each_peer_is_told_its_inner_steps_by_its_measured_speed(tmp_path: Path)
 
 
 def _outer_step(run: Served, peer_id: str) -> int:
-    beat = run.coordinator.run.membership.members[peer_id].heartbeat
+    beat = run.coordinator.run.attendances.membership.members[peer_id].heartbeat
     return beat.outer_step if beat is not None else 0
 
 
 def _step_s(run: Served, peer_id: str) -> float:
-    beat = run.coordinator.run.membership.members[peer_id].heartbeat
+    beat = run.coordinator.run.attendances.membership.members[peer_id].heartbeat
     return beat.step_s if beat is not None else 0.0
 
 
@@ -366,8 +364,8 @@ def test_a_deadline_below_one_inner_step_is_one_inner_step(tmp_path: Path, caplo
                 beat = Heartbeat(state=PeerState.TRAINING, outer_step=0, step_s=40.0)
                 await a._call.write(peer_message_to_pb(beat))
             await a.view(lambda view: view.round_id > 0)
-            machine = run.coordinator.run.machine
-            assert machine is not None and machine.deadline == 47.0
+            machine = run.coordinator.run.rounds.machine
+            assert machine.deadline == 47.0
             words = "a: one inner step takes 40 s, but rounds.ceiling_s = 1 s: it is given one step"
             await _until(run, lambda: words in caplog.text)
             assert caplog.text.count(words) == 1

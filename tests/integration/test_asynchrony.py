@@ -177,14 +177,14 @@ def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
             assert bridge.wait(look, timeout=30), "a peer was never told"
 
         def hear() -> None:
-            newest = here.run.published.outer_step
+            newest = here.run.rounds.published.outer_step
             told(lambda view: view.outer_step >= newest)
 
         def over() -> None:
             told(lambda view: view.phase is RunPhase.FINISHED)
 
         def expire(name: str) -> None:
-            here.await_(lambda run: run.machine is not None and run.machine.arrived == {name})
+            here.await_(lambda run: run.founded and run.rounds.machine.arrived == {name})
             now[0] += 100.0
 
         with entered(dict(carriers), RunConfig.from_toml(state.run_toml)) as peers:

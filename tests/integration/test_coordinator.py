@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from aggregator.export import export_parameters
-from aggregator.operator_client import status_as_json
 from aggregator.security.authority import Authority
 from aggregator.server import Coordinator
 from aggregator.storage.operator_flags import OperatorFlags
@@ -27,6 +26,7 @@ from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, RunPhase
 from tests.support.encoded import encode
+from editpb.status_messages import status_from_pb
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 
@@ -102,15 +102,14 @@ def test_a_torn_journal_loses_only_what_was_never_committed(tmp_path: Path) -> N
         async with served(folder, kill=True) as run, run.peer("a") as a:
             await found_run(a)
             await commit_one([a], 0, [1])
-            committed = run.coordinator.run.outer
-            assert committed is None or committed.outer_step == 1
+            assert run.coordinator.run.rounds.outer.outer_step == 1
         before = load_outer(folder)
         journal = folder.outer / "step-00000000.journal"
         journal.write_bytes(journal.read_bytes() + b"torn half of a record")
         async with served(folder) as run:
-            assert run.coordinator.run.outer is not None
-            assert run.coordinator.run.outer.digest == before.digest
-            assert run.coordinator.run.outer.outer_step == 1
+            assert run.coordinator.run.founded
+            assert run.coordinator.run.rounds.outer.digest == before.digest
+            assert run.coordinator.run.rounds.outer.outer_step == 1
 
     asyncio.run(scenario())
 
@@ -374,7 +373,7 @@ async def operate(run: Served, order: str) -> str:
         boss = control_pb2_grpc.ControlStub(channel)
         if order != "status":
             await getattr(boss, order.capitalize())(getattr(control_pb2, f"{order.capitalize()}Request")())
-        seen = status_as_json(await boss.Status(control_pb2.StatusRequest()))
+        seen = status_from_pb(await boss.Status(control_pb2.StatusRequest())).as_json()
         return f"{seen['phase']}: {seen['reason']}"
 
 

@@ -27,7 +27,6 @@ from editpb.control_messages import (
     coordinator_message_from_pb,
     coordinator_message_to_pb,
     evict_request_from_pb,
-    fragment_verdicts_from_pb,
     heartbeat_from_pb,
     heartbeat_to_pb,
     hello_from_pb,
@@ -53,6 +52,7 @@ from editpb.data_messages import (
     update_request_to_pb,
 )
 from editpb.injection_messages import inject_header_from_pb, injection_state_from_pb
+from editpb.status_messages import fragment_verdicts_from_pb
 from editpb.tensor_messages import CODEC_IDS, codec_from_pb, codec_to_pb, schema_from_pb, schema_to_pb
 from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
 

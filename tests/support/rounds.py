@@ -7,15 +7,15 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from aggregator.data.published import Downlink, Head
 from aggregator.data.round_runner import RoundRunner
-from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
+from aggregator.run_feed import RunFeed
 from aggregator.security.authority import Members
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
@@ -25,7 +25,6 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
 from edit.codecs import encode
 from edit.merging.outer_state import OuterState
-from edit.records import Commit
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from editpb.messages import ContributionHeader
@@ -34,7 +33,7 @@ from tests.support.served import SCHEMA, WAIT_S, new_folder, theta
 
 @dataclass
 class Rounds:
-    """The objects of one run, and what its observer heard."""
+    """The objects of one run, and whether its feed said anything."""
 
     folder: StateFolder
     outer: OuterState
@@ -93,26 +92,13 @@ class Rounds:
         return load_outer(self.folder)
 
 
-@dataclass
-class _Observer:
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def round_changed(self) -> None:
-        self.changed.set()
-
-    def round_committed(self, commit: Commit, missing: Sequence[str]) -> None:
-        pass
-
-    def run_finished(self) -> None:
-        self.changed.set()
-
-
 @asynccontextmanager
 async def open_rounds(path: Path, disk: Disk | None = None) -> AsyncIterator[Rounds]:
     """A run that is founded with `theta()`; at the end it is left as a SIGKILL would leave it."""
     folder = new_folder(path / "run")
     config = folder.config()
-    observer = _Observer()
+    changed, feed = asyncio.Event(), RunFeed(lambda: 0.0)
+    feed.subscribe(lambda event, unix: changed.set())
     with ThreadPoolExecutor(1) as worker:
         store, background = Store(folder.outer, config, folder.run_id, disk), Background(worker)
         resources = Resources(
@@ -121,15 +107,15 @@ async def open_rounds(path: Path, disk: Disk | None = None) -> AsyncIterator[Rou
             members=Members(folder.path / "members.json", enrols=False),
             orders=OperatorFlags(folder.orders),
             background=background,
-            metrics=MetricsLog(None),
+            feed=feed,
             clock=Clock(),
         )
         outer = OuterState(SCHEMA, config, theta())
         store.found(outer)
         published = Downlink(Head.of(outer), store, background, resources.clock.monotonic)
-        runner = RoundRunner(outer, config, resources, published, observer, first_round_id=1)
+        runner = RoundRunner(outer, config, resources, published, first_round_id=1)
         try:
-            yield Rounds(folder, outer, runner, published, background, observer.changed)
+            yield Rounds(folder, outer, runner, published, background, changed)
         finally:
             await background.stop()
             store.close()

@@ -195,9 +195,7 @@ async def served(folder: StateFolder, clock: Clock | None = None, *, kill: bool 
     try:
         yield Served(coordinator, folder, disk)
     finally:
-        if kill:
-            coordinator.run.outer = None
-        await coordinator.close()
+        await coordinator.close(checkpoint=not kill)
 
 
 @dataclass

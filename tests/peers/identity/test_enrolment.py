@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from aggregator.run_feed import RunFeed
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import new_key
 from aggregator.services.enrolment import EnrolmentService
@@ -52,7 +53,7 @@ class Run:
         return self.authority.invite(peer_id, role="peer", enrol=enrol, lifetime_s=60, now=NOW)
 
     def service(self, now: float = NOW) -> EnrolmentService:
-        return EnrolmentService(self.authority, lambda: now, lambda: ENDPOINTS)
+        return EnrolmentService(self.authority, lambda: now, lambda: ENDPOINTS, RunFeed(lambda: now))
 
     def issue(self, identity: Identity) -> Pair:
         """A key and certificate (DER) for any identity."""

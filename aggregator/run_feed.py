@@ -1,0 +1,206 @@
+"""What happens in a run, as values, and the feed that tells every subscriber.
+
+event                published when
+-------------------  ---------------------------------------------------------------------------------------------------------
+MemberEnrolled       an invitation was redeemed
+MemberChanged        a member entered another state
+RankLost             the stream of a rank other than 0 broke; without it the replica cannot contribute
+PeerReported         a heartbeat came; at most one a second per stream
+ResyncChanged        a peer's digest began to differ from the run's, or agrees again
+RunFounded           the founder's parameters are on disk
+RoundChanged         the phase or the open round is another one
+ContributionRefused  a contribution that was taken is dropped, with the reason
+PeerFaulted          a peer's bytes broke the protocol
+StepCommitted        a commit is on disk and published
+RoundReport          a round closed, committed or aborted
+RunEnded             the last outer step or token is merged, or the run was drained; the state is checkpointed
+OrderGiven           the operator's order is on disk
+Advised              a setting cannot work, or a member is too slow for it
+
+Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`aggregator.event_log`), the recent rounds that `status` shows
+(`aggregator.control.status`), and the run itself (`aggregator.control.run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edit.records import Commit
+from editpb.run_status import RoundReport
+
+if TYPE_CHECKING:
+    from editpb.messages import Heartbeat
+
+__all__ = [
+    "Advised",
+    "ContributionRefused",
+    "MemberChanged",
+    "MemberEnrolled",
+    "OrderGiven",
+    "PeerFaulted",
+    "PeerReported",
+    "RankLost",
+    "ResyncChanged",
+    "RoundChanged",
+    "RoundReport",
+    "RunEnded",
+    "RunEvent",
+    "RunFeed",
+    "RunFounded",
+    "StepCommitted",
+    "Subscriber",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEnrolled:
+    """A certificate was issued."""
+
+    peer_id: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChanged:
+    """A member entered another state. live: whether it can take part in rounds."""
+
+    peer_id: str
+    state: str
+    reason: str
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The replica is lost to the open round; its lease is rank 0's and goes on."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReported:
+    """What a peer says of itself."""
+
+    peer_id: str
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class ResyncChanged:
+    """reason: why this peer must take a snapshot; empty: its digest agrees again."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFounded:
+    """The run has parameters. parameters: elements of the model; fragments: how many it is cut into."""
+
+    peer_id: str
+    parameters: int
+    fragments: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundChanged:
+    """phase: of the round machine; round_id: the open round, or 0."""
+
+    phase: str
+    round_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionRefused:
+    """Its bytes are dropped."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFaulted:
+    """The peer is out of the round that its contribution names."""
+
+    peer_id: str
+    round_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """The outer step advanced. missing: peers that were expected and are not part of the commit."""
+
+    commit: Commit
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """tokens: merged in all."""
+
+    outer_step: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OrderGiven:
+    """order: paused, resumed, drained or evicted; peer_id, reason: of an eviction."""
+
+    order: str
+    peer_id: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """peer_id: the member that is too slow; empty: it concerns the run."""
+
+    peer_id: str
+    advice: str
+
+
+RunEvent = (
+    MemberEnrolled
+    | MemberChanged
+    | RankLost
+    | PeerReported
+    | ResyncChanged
+    | RunFounded
+    | RoundChanged
+    | ContributionRefused
+    | PeerFaulted
+    | StepCommitted
+    | RoundReport
+    | RunEnded
+    | OrderGiven
+    | Advised
+)
+Subscriber = Callable[[RunEvent, float], None]  # the event, and when it was published (unix seconds)
+
+
+class RunFeed:
+    """Tells every subscriber of every event, at once and in the order of subscription. Used on the event loop only.
+
+    A subscriber may publish while it handles an event; those who subscribed after it see the newer event first.
+
+    Args:
+        unix: the clock, in seconds since 1970.
+    """
+
+    def __init__(self, unix: Callable[[], float]) -> None:
+        self._unix = unix
+        self._subscribers: list[Subscriber] = []
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Tell `subscriber` of everything from now on."""
+        self._subscribers.append(subscriber)
+
+    def publish(self, event: RunEvent) -> None:
+        """Tell everybody."""
+        now = self._unix()
+        for subscriber in self._subscribers:
+            subscriber(event, now)

@@ -1,0 +1,204 @@
+"""Converts StatusReply and the verdicts of control.proto to and from records. Like the records, it needs no torch.
+
+`x_to_pb(record)` never fails; `x_from_pb(message)` raises RemoteProtocolError with one line, and nothing else.
+"""
+
+from __future__ import annotations
+
+from edit.records import FragmentCommit, PeerVerdict, Verdict
+from editpb import control_pb2 as cpb
+from editpb import limits as lim
+from editpb.limits import check_id, fail, within
+from editpb.run_status import MemberStatus, RoundReport, RunStatus
+
+__all__ = ["fragment_verdicts_from_pb", "fragment_verdicts_to_pb", "status_from_pb", "status_to_pb"]
+
+_PHASE = "RUN_PHASE_"
+
+
+def status_to_pb(status: RunStatus) -> cpb.StatusReply:
+    """Return one aggregator's status as a message; `aggregator` and `aggregators` are known to who asks."""
+    return cpb.StatusReply(
+        run_id=status.run_id,
+        view=cpb.View(
+            phase=_PHASE + status.phase.upper(),
+            outer_step=status.outer_step,
+            round_id=status.round_id,
+            digest=status.digest,
+            reason=status.reason,
+            draining=status.draining,
+        ),
+        members=[_member_to_pb(member) for member in status.members],
+        rounds=[_round_to_pb(report) for report in status.rounds],
+        outer_steps=status.outer_steps,
+        parameters=status.parameters,
+        peak_memory_bytes=status.peak_memory_bytes,
+        expected=status.expected,
+        arrived=status.arrived,
+        deadline_in_s=-1.0 if status.deadline_in_s is None else status.deadline_in_s,
+        tokens=status.tokens,
+        stop_tokens=status.stop_tokens,
+    )
+
+
+def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
+    """Return the status that the aggregator of this number answered."""
+    if reply.view.phase not in cpb.RunPhase.values():
+        fail(f"run phase {reply.view.phase} is not known")
+    return RunStatus(
+        run_id=reply.run_id,
+        phase=cpb.RunPhase.Name(reply.view.phase).removeprefix(_PHASE).lower(),
+        outer_step=reply.view.outer_step,
+        outer_steps=reply.outer_steps,
+        round_id=reply.view.round_id,
+        reason=reply.view.reason,
+        draining=reply.view.draining,
+        tokens=reply.tokens,
+        stop_tokens=reply.stop_tokens,
+        digest=reply.view.digest,
+        parameters=reply.parameters,
+        peak_memory_bytes=reply.peak_memory_bytes,
+        expected=tuple(reply.expected),
+        arrived=tuple(reply.arrived),
+        deadline_in_s=reply.deadline_in_s if reply.deadline_in_s >= 0 else None,
+        members=tuple(_member_from_pb(row) for row in reply.members),
+        rounds=tuple(_round_from_pb(row) for row in reply.rounds),
+        aggregator=aggregator,
+    )
+
+
+def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
+    return cpb.MemberStatus(
+        peer_id=member.peer_id,
+        role=member.role,
+        state=member.state,
+        reason=member.reason,
+        silent_s=member.silent_s,
+        heartbeat=cpb.Heartbeat(
+            outer_step=member.outer_step,
+            inner_steps=member.inner_steps,
+            loss=member.loss,
+            tokens_per_s=member.tokens_per_s,
+            step_s=member.step_s,
+            bytes_sent=member.bytes_sent,
+            bytes_received=member.bytes_received,
+        ),
+        contributions=member.contributions,
+        rejections=member.rejections,
+        absences=member.absences,
+        deadline_s=member.deadline_s,
+        phase=member.phase,
+        upload_bytes=member.upload_bytes,
+        upload_total_bytes=member.upload_total_bytes,
+        download_s=member.download_s,
+        compute_s=member.compute_s,
+        upload_s=member.upload_s,
+    )
+
+
+def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
+    heartbeat = row.heartbeat
+    return MemberStatus(
+        peer_id=row.peer_id,
+        role=row.role,
+        state=row.state,
+        reason=row.reason,
+        silent_s=row.silent_s,
+        outer_step=heartbeat.outer_step,
+        inner_steps=heartbeat.inner_steps,
+        loss=heartbeat.loss,
+        tokens_per_s=heartbeat.tokens_per_s,
+        step_s=heartbeat.step_s,
+        bytes_sent=heartbeat.bytes_sent,
+        bytes_received=heartbeat.bytes_received,
+        contributions=row.contributions,
+        rejections=row.rejections,
+        absences=row.absences,
+        deadline_s=row.deadline_s,
+        phase=row.phase,
+        upload_bytes=row.upload_bytes,
+        upload_total_bytes=row.upload_total_bytes,
+        download_s=row.download_s,
+        compute_s=row.compute_s,
+        upload_s=row.upload_s,
+    )
+
+
+def _round_to_pb(report: RoundReport) -> cpb.RoundStatus:
+    return cpb.RoundStatus(
+        round_id=report.round_id,
+        outer_step=report.outer_step,
+        committed=report.committed,
+        reason=report.reason,
+        seconds=report.seconds,
+        bytes_in=report.bytes_in,
+        bytes_out=report.bytes_out,
+        fragments=[fragment_verdicts_to_pb(fragment) for fragment in report.fragments],
+        missing=report.missing,
+        digest=report.digest,
+        carried=report.carried,
+    )
+
+
+def _round_from_pb(row: cpb.RoundStatus) -> RoundReport:
+    return RoundReport(
+        round_id=row.round_id,
+        outer_step=row.outer_step,
+        committed=row.committed,
+        reason=row.reason,
+        seconds=row.seconds,
+        bytes_in=row.bytes_in,
+        bytes_out=row.bytes_out,
+        missing=tuple(row.missing),
+        digest=row.digest,
+        fragments=tuple(fragment_verdicts_from_pb(fragment) for fragment in row.fragments),
+        carried=tuple(row.carried),
+    )
+
+
+def fragment_verdicts_to_pb(fragment: FragmentCommit) -> cpb.FragmentVerdicts:
+    """Return what became of the contributions to one fragment; the payload is left out."""
+    return cpb.FragmentVerdicts(
+        fragment_id=fragment.fragment_id,
+        verdicts=[
+            cpb.PeerVerdict(peer_id=v.peer_id, verdict=v.verdict.value, norm=v.norm, weight=v.weight, staleness=v.staleness)
+            for v in fragment.verdicts
+        ],
+        merged_norm=fragment.merged_norm,
+        clip=fragment.clip,
+    )
+
+
+def fragment_verdicts_from_pb(message: cpb.FragmentVerdicts) -> FragmentCommit:
+    """Return what became of the contributions to one fragment; the payload is None.
+
+    Norms may be NaN or infinite (verdict NONFINITE).
+    """
+    lim.at_most("verdicts on a fragment", message.verdicts, lim.MAX_VERDICTS)
+    verdicts = tuple(_verdict_from_pb(verdict) for verdict in message.verdicts)
+    if len({verdict.peer_id for verdict in verdicts}) != len(verdicts):
+        fail("two verdicts on one peer's contribution")
+    return FragmentCommit(
+        fragment_id=within("fragment_id", message.fragment_id, 0, lim.MAX_FRAGMENTS - 1),
+        payload=None,
+        verdicts=verdicts,
+        merged_norm=_norm("merged_norm", message.merged_norm),
+        clip=lim.check_share("clip", message.clip),
+    )
+
+
+def _verdict_from_pb(message: cpb.PeerVerdict) -> PeerVerdict:
+    verdict = next((each for each in Verdict if each.value == message.verdict), None)
+    if verdict is None:
+        fail(f"verdict {message.verdict[:32]!r} is not known")
+    return PeerVerdict(
+        peer_id=check_id("peer_id", message.peer_id),
+        verdict=verdict,
+        norm=_norm("norm", message.norm),
+        weight=lim.check_share("weight", message.weight),
+        staleness=within("staleness", message.staleness, 0, lim.MAX_STEP),
+    )
+
+
+def _norm(field: str, value: float) -> float:
+    return value if not value < 0 else fail(f"{field} is {value}, below 0")
