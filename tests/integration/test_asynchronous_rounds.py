@@ -25,8 +25,8 @@ from editpb.chunks import make_chunks
 from editpb.control_messages import peer_message_to_pb
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Heartbeat, PeerState, RunPhase
-from tests.support.encoded import encode
 from editpb.status_messages import status_from_pb
+from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 PLAIN = "start_peers = {start}\nquorum = {quorum}\nfloor_s = 1000.0\nceiling_s = 1000.0\n"

@@ -25,8 +25,8 @@ from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, RunPhase
-from tests.support.encoded import encode
 from editpb.status_messages import status_from_pb
+from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 

@@ -23,11 +23,11 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store, load_outer
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
-from edit.codecs import encode
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from editpb.messages import ContributionHeader
+from tests.support.encoded import encode
 from tests.support.served import SCHEMA, WAIT_S, new_folder, theta
 
 
