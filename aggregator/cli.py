@@ -1,4 +1,4 @@
-"""`edit-coordinator`: make a run, serve it, invite peers, look at it, steer it, export its model."""
+"""`edit-coordinator`: create a run, serve it, invite members, show and control it, export its model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from rich.table import Table
 
 from aggregator.operator_client import call_every, call_operator, drain_run, pause_run, read_status, resume_run
 from aggregator.operator_client import evict_peer as evict_remote
+from aggregator.run_template import RUN_TOML
 from aggregator.security.authority import Authority
-from aggregator.storage.state_folder import RUN_TOML, StateFolder, address_of
+from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import run_command
 from edit.errors import ConfigError
 from editpb.run_status import MemberStatus, RunStatus
@@ -32,19 +33,22 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Coordinate one training run. Example: edit-coordinator init && edit-coordinator serve",
+    help="Coordinate a training run: create it, serve it, invite peers, control it, export the model.\n\n"
+    "Exit codes: 0 success, 2 wrong configuration or a file that cannot be used, 3 refused by the other side, "
+    "4 evicted, 69 the coordinator cannot be reached, 70 a bug, 130 Ctrl-C.\n\n"
+    "Example: edit-coordinator init --state my-run && edit-coordinator serve --state my-run",
 )
 
-State = Annotated[Path, typer.Option("--state", help="The run's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+State = Annotated[Path, typer.Option("--state", help="The folder of the run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 @app.command()
 def init(
     state: State = Path("edit-run"),
-    config: Annotated[Path | None, typer.Option(help="A run.toml to copy; without it a commented default is written.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Copy this run.toml. Default: write a commented one.")] = None,
 ) -> None:
-    """Make a run: its folder, run.toml, certificate authority and keys.
+    """Create a run: its folder, run.toml, certificate authority and keys.
 
     Example: edit-coordinator init --state my-run --config run.toml
     """
@@ -62,11 +66,11 @@ def init(
 
 @app.command()
 def new_aggregator(
-    number: Annotated[int, typer.Argument(help="1 for the first of aggregators.addresses in run.toml, 2 for the second, ...")],
-    folder: Annotated[Path, typer.Argument(help="The state folder to make, or to bring up to the present run.toml.")],
+    number: Annotated[int, typer.Argument(help="Position in aggregators.addresses of run.toml, from 1.")],
+    folder: Annotated[Path, typer.Argument(help="The state folder to create, or to update to the present run.toml.")],
     state: State = Path("edit-run"),
 ) -> None:
-    """Make the folder of a further aggregator, with its key and certificate; copy it to its machine and serve it there.
+    """Create the folder of a further aggregator, with its key and certificate. Copy it to its machine and serve it there.
 
     Example: edit-coordinator new-aggregator 1 my-run-1 --state my-run
     """
@@ -75,15 +79,17 @@ def new_aggregator(
     further = StateFolder.create_further(folder, coordinator, number)
     address = address_of(further.config(), number, further.run_toml)
     authority.equip(further.path, number, address.rpartition(":")[0], now=time.time())
-    typer.echo(
-        f"aggregator {number} of run {coordinator.run_id} at {address}: {folder} (it holds a key: copy it by a way you trust)"
-    )
+    typer.echo(f"aggregator {number} of run {coordinator.run_id} at {address}")
+    typer.echo(f"folder      {folder} (contains a key: copy it over a channel you trust)")
     typer.echo(f"next        edit-coordinator serve --state {folder}, on that machine")
 
 
 @app.command()
 def serve(state: State = Path("edit-run")) -> None:
-    """Serve the run until its last outer step or Ctrl-C; after any crash the same command continues it.
+    """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
+
+    Logs to stderr, and writes metrics to metrics.jsonl in the folder. Exit codes: 0 stopped, 2 wrong configuration or a damaged
+    file, 70 a bug.
 
     Example: edit-coordinator serve --state my-run
     """
@@ -97,12 +103,12 @@ def serve(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def invite(
-    name: Annotated[str, typer.Argument(help="The new member's peer_id.")],
+    name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
     state: State = Path("edit-run"),
-    role: Annotated[str, typer.Option(help="peer | region | observer | operator")] = "peer",
-    hours: Annotated[float, typer.Option(help="Valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+    role: Annotated[str, typer.Option(help="peer, region, observer or operator.")] = "peer",
+    hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
-    """Print a single-use invitation (first line of stdout); send it to the member's operator by a channel you trust.
+    """Print a single-use invitation, one line on stdout. Send it to the member's operator over a channel you trust.
 
     Example: edit-coordinator invite --state my-run university-a
     """
@@ -128,9 +134,9 @@ def _enrol_endpoints(folder: StateFolder) -> tuple[str, ...]:
 def status(
     state: State = Path("edit-run"),
     as_json: AsJson = False,
-    rounds: Annotated[int, typer.Option(help="How many of the last rounds to show.", min=0, max=200)] = 8,
+    rounds: Annotated[int, typer.Option(help="Show so many of the last rounds.", min=0, max=200)] = 8,
 ) -> None:
-    """Show the run: phase, members, the last rounds and why each closed.
+    """Show the run: its phase, its members, and the last rounds with the reason why each closed.
 
     Example: edit-coordinator status --state my-run
     """
@@ -177,7 +183,7 @@ def _print_headline(console: Console, who: str, run: RunStatus) -> None:
 
 @app.command()
 def members(state: State = Path("edit-run"), as_json: AsJson = False) -> None:
-    """List everybody who was ever enrolled, with the state and the reason of its last change.
+    """List all members that were ever enrolled, with their state and the reason for its last change.
 
     Example: edit-coordinator members --state my-run --json
     """
@@ -226,17 +232,17 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
 
 
 def _uploaded(row: MemberStatus) -> str:
-    """`3.1 of 12.0 MB`, of the contribution in hand, or nothing."""
+    """Return `3.1 of 12.0 MB` for a contribution that is being uploaded, else nothing."""
     return f"{row.upload_bytes / 1e6:.1f} of {row.upload_total_bytes / 1e6:.1f} MB" if row.upload_total_bytes else ""
 
 
 @app.command()
 def evict(
-    name: Annotated[str, typer.Argument(help="peer_id")],
+    name: Annotated[str, typer.Argument(help="The peer_id of the member.")],
     state: State = Path("edit-run"),
-    reason: Annotated[str, typer.Option(help="Told to the peer's operator and kept.")] = "evicted by the operator",
+    reason: Annotated[str, typer.Option(help="Shown to the member's operator, and kept.")] = "evicted by the operator",
 ) -> None:
-    """Put a member out of the run for good: its certificate no longer opens anything.
+    """Remove a member from the run permanently: its certificate is refused from now on.
 
     Example: edit-coordinator evict --state my-run university-a --reason "key lost"
     """
@@ -246,7 +252,7 @@ def evict(
 
 @app.command()
 def pause(state: State = Path("edit-run")) -> None:
-    """Open no further round until `resume`, also after a restart; an open one is aborted, peers wait at their next exchange.
+    """Pause the run until `resume`, also over a restart: abort the open round and open no other. Peers wait at their exchange.
 
     Example: edit-coordinator pause --state my-run
     """
@@ -256,7 +262,7 @@ def pause(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def resume(state: State = Path("edit-run")) -> None:
-    """Go on after `pause`, or after `drain` with outer steps left; then peers that have ended are to be started again.
+    """Continue after `pause`, or after `drain` if outer steps are left (then start the peers again).
 
     Example: edit-coordinator resume --state my-run
     """
@@ -266,26 +272,27 @@ def resume(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def drain(state: State = Path("edit-run")) -> None:
-    """End the run early: the open round comes to its end and is checkpointed, then every peer is told that it is finished.
+    """End the run early: finish the open round, write a checkpoint, then let every peer save and exit.
 
     Example: edit-coordinator drain --state my-run
     """
     call_every(StateFolder(state), drain_run).check()
-    typer.echo("draining; `status` says finished when it is done")
+    typer.echo("draining; `status` shows finished when it is done")
 
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write, or with --format hf the folder.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write; with --format hf, the folder.")],
     state: Annotated[
         list[Path] | None,
-        typer.Option("--state", help="The run's folder; of several aggregators each one's, one after the other."),
+        typer.Option("--state", help="The folder of the run; with several aggregators, repeat it for each."),
     ] = None,
     form: Annotated[
-        str, typer.Option("--format", help="safetensors: by tensor name | hf: a folder for from_pretrained, of an hf: model.")
+        str,
+        typer.Option("--format", help="safetensors: one file; hf: a folder for from_pretrained, of an hf: model."),
     ] = "safetensors",
 ) -> None:
-    """Write the outer parameters of the last committed step; works while the run is served.
+    """Write the outer parameters of the last commit to a file, also while the run is served.
 
     Example: edit-coordinator export --state my-run --out model.safetensors
     """

@@ -1,4 +1,4 @@
-"""How every command of this project ends: one line and the error's own exit code, or a traceback and 70 for a bug."""
+"""How every command ends: an error is one line and its own exit code; a bug is a traceback and exit code 70."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["run_command"]
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:
-    """Run a command line to its end and exit: 0 ok, 2 configuration, 3 refused, 4 evicted, 70 bug, 130 Ctrl-C."""
+    """Run a command line and exit.
+
+    Exit codes: 0 success, 2 configuration, 3 refused, 4 evicted, 69 not reachable, 70 bug, 130 Ctrl-C.
+    """
     try:
         command()
     except EditError as error:
@@ -20,6 +23,6 @@ def run_command(program: str, command: Callable[[], object]) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:  # the outermost frame: whatever arrives here is a bug, and says so with its exit code
+    except Exception:  # the outermost frame: any other exception is a bug
         traceback.print_exc()
         sys.exit(70)

@@ -10,7 +10,7 @@ EditError
  │   └─ GoneError         no longer kept (an old update, an old snapshot)
  ├─ StorageError          the disk under the state folder failed or lies (full, torn, flipped); nothing is lost
  ├─ FormatError           a file is of another format than this software reads; exit code 2
- └─ TransportError        the link broke; the same call may be tried again
+ └─ TransportError        the link broke; the same call may be tried again; exit code 69
 """
 
 from __future__ import annotations
@@ -84,3 +84,5 @@ class FormatError(EditError):
 
 class TransportError(EditError):
     """The connection failed or timed out; the same call may be tried again."""
+
+    exit_code = 69

@@ -1,4 +1,4 @@
-"""`edit-peer`: join a run, train in it, or train alone for comparison."""
+"""`edit-peer`: join a run, train in it, connect a site's run to a run above, or train alone for comparison."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="One peer of a training run. Example: edit-peer join INVITATION && edit-peer run --data my-text",
+    help="Take part in a training run: join it with an invitation, then train.\n\n"
+    "Exit codes: 0 finished or stopped, 2 wrong configuration or a file that cannot be used, 3 refused by the coordinator, "
+    "4 evicted, 69 the coordinator cannot be reached, 70 a bug, 130 Ctrl-C.\n\n"
+    "Example: edit-peer join INVITATION --home my-peer && edit-peer run --home my-peer --data ~/books",
 )
 
-HomeOption = Annotated[Path, typer.Option("--home", help="This peer's folder: key, certificate, address.")]
+HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this peer: key, certificate, addresses.")]
 DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; by itself: CUDA where there is one.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch; by itself: torch's choice.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: CUDA if available.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch. Default: chosen by torch.")]
 ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="Allow entry:NAME, code of an installed package; may be repeated.")
+    list[str] | None, typer.Option(help="Allow the model entry:NAME, which is code of an installed package. Repeatable.")
 ]
 FolderOption = Annotated[
     Path | None,
-    typer.Option(help="For an hf: model: a folder with config.json; weights in it found the run if this peer does."),
+    typer.Option(help="For an hf: model: a folder with config.json; if this peer founds the run, also the initial weights."),
 ]
 
 
@@ -40,7 +43,7 @@ def join(
     invitation: Annotated[str, typer.Argument(help="The line that `edit-coordinator invite` printed.")],
     home: HomeOption = Path("edit-peer"),
 ) -> None:
-    """Redeem an invitation: makes a key and stores the certificate. May be repeated if the answer was lost.
+    """Redeem an invitation: create a key, and store the certificate in --home. Repeat it if the answer was lost.
 
     Example: edit-peer join edit1.eyJ2Ijox... --home my-peer
     """
@@ -60,36 +63,36 @@ def run(
     home: HomeOption = Path("edit-peer"),
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    metrics: Annotated[Path | None, typer.Option(help="Append JSON lines about the training to this file.")] = None,
-    throttle: Annotated[float, typer.Option(help="For trials: a step takes so many times as long.")] = 1.0,
-    fault: Annotated[str, typer.Option(help="For trials: nan@K,huge@L damages the exchange of outer step K, L.")] = "",
+    metrics: Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")] = None,
+    throttle: Annotated[float, typer.Option(help="For tests: make each inner step take so many times as long.")] = 1.0,
+    fault: Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")] = "",
     allow_model: ModelsOption = None,
     model_folder: FolderOption = None,
     tensor_parallel: Annotated[
-        int, typer.Option(help="Ranks that share each matrix product; the others split batch and parameters (FSDP2).")
+        int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
     ] = 1,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder of this peer's checkpoints, shared by its machines; by itself: in --home.")
+        Path | None, typer.Option(help="Folder of checkpoints, visible to all machines of this peer. Default: in --home.")
     ] = None,
     checkpoint_every: Annotated[
-        int, typer.Option(help="Outer steps between checkpoints, at least; 0 neither keeps nor takes any.")
+        int, typer.Option(help="Minimum outer steps between two checkpoints; 0 writes and reads none.")
     ] = 1,
-    keep_checkpoints: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 2,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; leave the checkpoints that are there aside.")] = False,
-    serve_snapshots: Annotated[
-        str | None, typer.Option(help="HOST:PORT at which members that join may take snapshots from this peer.")
+    keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
+    serve_snapshots: Annotated[str | None, typer.Option(help="Serve snapshots to joining members at this HOST:PORT.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
     ] = None,
-    advertise: Annotated[str | None, typer.Option(help="The host that they dial, where it is not that HOST.")] = None,
 ) -> None:
-    """Train in the run until it finishes. Ctrl-C finishes the step, saves and says goodbye; twice: at once.
+    """Train in the run until it finishes.
 
-    Goes on from its newest checkpoint. Waits for a coordinator that is not there, now or later. When it exchanges (by steps, by
-    time, at its own speed) and when it ends is the run's to say; drained, it saves and exits 0. Exit codes: 0 finished, drained
-    or stopped, 2 configuration, 3 refused, 4 evicted.
+    Resumes from the newest checkpoint. Waits while the coordinator cannot be reached. The run's configuration decides when it
+    exchanges and when it ends. Ctrl-C or SIGTERM finishes the inner step, saves and leaves the run; a second one ends the
+    process at once. Exit codes: 0 finished, drained or stopped, 2 wrong configuration, 3 refused, 4 evicted.
 
     Example: edit-peer run --home my-peer --data ~/books --metrics metrics.jsonl
 
-    One peer on eight GPUs, started again when a rank dies:
+    One peer on eight GPUs, restarted when a rank dies:
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers run --home my-peer --data ~/books
     """
     from peers.daemon import PeerOptions, run_peer
@@ -120,15 +123,15 @@ def run(
 
 @app.command()
 def region(
-    below: Annotated[Path, typer.Option(help="Folder of this region's identity in the run below it (--role region).")],
+    below: Annotated[Path, typer.Option(help="Folder of this region's identity in the run below.")],
     home: HomeOption = Path("edit-peer"),
 ) -> None:
-    """Let a whole run, of one model, be one peer of a run above it: the second level between sites.
+    """Connect a site's run to a run above it, in which the whole site is one peer.
 
-    --home is this region's peer of the run above. The run below is served and joined as any other; what it reaches goes up as
-    one contribution, what the run above decides comes down with its next commit. A run below that is new takes the parameters
-    of the run above. Started again at any time it goes on. Exit codes: 0 one of the runs has finished, or stopped, 2
-    configuration, 3 refused, 4 evicted.
+    --home is the identity in the run above, --below the one in the site's run. The progress of the site's run is contributed to
+    the run above; what the run above commits is added to the site's parameters with its next commit. A new site's run starts
+    from the parameters of the run above. Restart the command at any time. Exit codes: 0 one of the runs has finished, or
+    stopped, 2 wrong configuration, 3 refused, 4 evicted.
 
     Example: edit-peer region --home europe-above --below europe-below
     """
@@ -140,17 +143,17 @@ def region(
 
 @app.command()
 def alone(
-    run: Annotated[Path, typer.Option(help="The run.toml whose model and inner optimizer are used.")],
+    run: Annotated[Path, typer.Option(help="The run.toml with the model and the inner optimizer.")],
     data: DataOption,
-    steps: Annotated[int, typer.Option(help="Inner steps to take.", min=1)],
-    out: Annotated[Path, typer.Option(help="Folder for alone.jsonl and model.safetensors.")],
-    validation: Annotated[Path | None, typer.Option(help="Held-out data; its loss is measured at the end.")] = None,
+    steps: Annotated[int, typer.Option(help="Train for so many inner steps.", min=1)],
+    out: Annotated[Path, typer.Option(help="Write alone.jsonl and model.safetensors to this folder.")],
+    validation: Annotated[Path | None, typer.Option(help="Measure the loss on this held-out data at the end.")] = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     allow_model: ModelsOption = None,
     model_folder: FolderOption = None,
 ) -> None:
-    """Train by itself, without any exchange: what a peer of the run is compared with.
+    """Train without any exchange, as a baseline for the peers of a run.
 
     Example: edit-peer alone --run run.toml --data ~/books --steps 1500 --out lone
     """
@@ -178,7 +181,7 @@ def alone(
 
 
 def _log_lines() -> None:
-    """Rank 0 speaks for its replica; the others only warn."""
+    """Log to stderr: everything at rank 0, only warnings at the other ranks of a replica."""
     from peers.training.torchrun import launched
 
     launch = launched()

@@ -18,54 +18,9 @@ from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 
-__all__ = ["RUN_TOML", "StateFolder", "address_of"]
+__all__ = ["StateFolder", "address_of"]
 
 FORMAT = 1  # of run.json
-
-RUN_TOML = """\
-# One run. Peers receive these settings when they join. Every key is optional; `edit-coordinator serve --help` says more.
-name = "run"
-seed = 0
-
-[model]
-name = "builtin:gpt"        # or entry:NAME, an entry point that each peer's operator allows
-layers = 4
-heads = 4
-width = 128
-context = 128
-vocabulary = 256            # 256: bytes
-
-[inner]                     # AdamW of every peer
-lr = 2e-3
-warmup_steps = 50
-batch_size = 4
-
-[sync]
-every = 30                  # H: inner steps between exchanges
-outer_steps = 50            # the run ends after so many
-
-[penalty]                   # EDiT: anomaly elimination, weighted averaging, clipping
-enabled = true
-
-[outer]
-optimizer = "nesterov"      # sgd | nesterov | adam | yogi
-lr = 0.7                    # long runs: 0.8 / 0.85 (EDiT) or 0.7 / 0.9 (DiLoCo)
-momentum = 0.6
-
-[codec]
-up = "int8"                 # fp32 | bf16 | fp16 | int8
-down = "bf16"
-
-[rounds]
-start_peers = 1             # live peers before the first round
-quorum = 1                  # contributors without which a round never commits
-ceiling_s = 600.0           # the longest a round waits for anybody
-
-[server]
-listen = "127.0.0.1:7700"        # control and data, mutual TLS
-enrol_listen = "127.0.0.1:7701"  # invitations
-advertise = ["127.0.0.1", "localhost"]  # the names that peers dial; they stand in the server's certificate
-"""
 
 
 def address_of(config: RunConfig, aggregator: int, run_toml: Path) -> str:

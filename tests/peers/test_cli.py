@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edit.errors import EvictedError, RefusedError
+from edit.errors import EvictedError, RefusedError, TransportError
 from peers import cli
 
 
@@ -87,8 +87,11 @@ def test_user_mistakes_are_one_line_and_exit_code_2(
         assert word in one_line(capsys)
 
 
-@pytest.mark.parametrize(("error", "code"), [(RefusedError("another model"), 3), (EvictedError("key lost"), 4)])
-def test_refusal_and_eviction_have_their_exit_codes(
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RefusedError("another model"), 3), (EvictedError("key lost"), 4), (TransportError("no answer from host:7701"), 69)],
+)
+def test_refusal_eviction_and_no_answer_have_their_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, code: int
 ) -> None:
     def refuse(options: object) -> None:

@@ -17,23 +17,9 @@ from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.simulate import simulate
 from edit.lab.units import duration_text
 
-__all__ = ["EXAMPLE", "run_simulation"]
+__all__ = ["run_simulation"]
 
 LINES = 10  # of progress, where there is no terminal
-EXAMPLE = """Example: edit-lab simulate --peers 500 --rounds 200 --set compute.sigma=0.3 --set faults.failures_per_hour=0.05
-
-The same and more as a file for --scenario (edit/lab/simulation/scenario.py says what each key means):
-
-\b
-peers = 500
-compute.sigma = 0.3                              # lognormal spread of the peers' speeds
-classes = [{ share = 0.1, slower = 4.0 }]        # a tenth of them is four times slower
-link.up_mbit = 100.0
-faults.failures_per_hour = 0.05
-size.parameters = 50e6
-sync = { every = 100, outer_steps = 200, mode = "delayed", delay = 20 }      # as in run.toml, and so is
-rounds.quorum = 300
-"""
 
 
 def run_simulation(scenario: Path | None, settings: list[str], as_json: bool, console: Console) -> None:

@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from edit.errors import ConfigError
-from edit.lab.cli import app
-from edit.lab.simulation.command import EXAMPLE
+from edit.lab.cli import SIMULATE_EXAMPLE, app
 from edit.lab.simulation.scenario import Scenario
 
 SMALL = ["--peers", "5", "--rounds", "10", "--set", "sync.every=10", "--set", "size.parameters=1e6"]
@@ -37,7 +36,7 @@ def test_json_is_one_object_and_the_same_each_time_but_for_the_seconds_it_took()
 
 def test_the_files_keys_hold_and_options_come_on_top(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
-    file.write_text(EXAMPLE.split("\b\n")[1], encoding="utf-8")
+    file.write_text(SIMULATE_EXAMPLE.split("\b\n")[1], encoding="utf-8")
     scenario = Scenario.read(file, ["peers=400", "sync.mode=eager", "rounds.quorum=7"])
     assert (scenario.peers, scenario.run.sync.mode, scenario.run.rounds.quorum) == (400, "eager", 7)
     assert (scenario.compute.sigma, scenario.classes[0].slower, scenario.run.sync.every) == (0.3, 4.0, 100)

@@ -1,0 +1,105 @@
+"""The run.toml that `edit-coordinator init` writes: every setting with its meaning; what is commented out has its default."""
+
+__all__ = ["RUN_TOML"]
+
+RUN_TOML = """\
+# The settings of one run. Peers receive all of them but [server] when they join.
+# A line that begins with "#key = " shows a default: remove the "#" to change it. An unknown key, a wrong value, or a key that
+# the other settings would make ineffective is an error that names it.
+name = "run"                    # The beginning of the run's id.
+seed = 0                        # Seeds the initial parameters and each peer's order of the data.
+
+[model]
+name = "builtin:gpt"            # builtin:gpt, hf:MODEL_TYPE (transformers) or entry:NAME (an entry point that peers allow).
+layers = 4                      # Transformer blocks; layers, heads and width are for builtin:gpt.
+heads = 4                       # Attention heads; must divide width.
+width = 128                     # Size of the hidden state.
+context = 128                   # Tokens in a sequence.
+vocabulary = 256                # Number of different tokens; 256 for bytes.
+#options = {}                   # Fields of the transformers configuration, or options for the entry point.
+
+[inner]                         # The inner optimizer of every peer: AdamW with warm-up and cosine decay.
+lr = 2e-3                       # The highest learning rate.
+#final_lr_ratio = 0.1           # The last learning rate, as a share of lr.
+warmup_steps = 50               # Inner steps until the learning rate is lr.
+#weight_decay = 0.1             # AdamW's weight decay.
+#beta1 = 0.9                    # AdamW's first beta.
+#beta2 = 0.95                   # AdamW's second beta.
+batch_size = 4                  # Sequences in a micro-batch of one peer.
+#accumulation = 1               # Micro-batches in an inner step.
+#clip_norm = 1.0                # Clips the gradient to this norm; 0 turns clipping off.
+#autocast = true                # Computes in bf16 where the device can.
+
+[sync]                          # When peers exchange, and how they apply an update.
+every = 30                      # H: inner steps between two exchanges of the same fragment.
+outer_steps = 50                # The run ends after so many outer steps.
+#tokens = 0                     # The run ends once so many tokens are merged, if that is earlier; 0 for no bound.
+#groups = 1                     # P: exchanges one of P groups of fragments every H / P inner steps (streaming).
+#pattern = "strided"            # How fragments are grouped: strided (every P-th) or sequential (neighbours).
+#mode = "blocking"              # What a peer does during an exchange: blocking, forward, delayed or eager.
+#delay = 1                      # Inner steps from a contribution to applying its update, with delayed and eager.
+#mix = "replay"                 # With delayed, what becomes of the progress meanwhile: replay, replace or lerp.
+#alpha = 0.5                    # With lerp, the share of the local parameters that is kept.
+#strict = false                 # Never trains on without an outcome, so that an interrupted run ends with the same bits.
+#schedule = "steps"             # When a peer contributes: every H inner steps (steps), or every time_s seconds (time).
+#time_s = 600.0                 # Seconds from an applied update to the next contribution, with schedule = "time".
+#dylu = false                   # Scales each peer's H by its measured speed, so that all contribute together.
+
+[penalty]                       # Judges contributions: anomaly elimination, weighted averaging, clipping (EDiT).
+enabled = true                  # false: a plain mean of all contributions that are finite.
+#alpha = 0.02                   # Rate of the moving mean and variance of each peer's norm.
+#delta = 3.0                    # A norm so many standard deviations above the mean is anomalous.
+#observations = 10              # W: norms of a peer before its contributions are judged.
+#temperature = 1.0              # Temperature of the softmax that turns norms into weights.
+#clip = 10.0                    # The largest norm of a merged fragment; 0 turns clipping off.
+#norm = "relative"              # The norm in the softmax: relative (to the round's median), raw or per_sqrt_step.
+#idle_ratio = 0.01              # A norm below this share of the round's median gets weight 0; 0 turns it off.
+#weighting = "uniform"          # Weights with enabled = false: uniform, tokens or tokens2_per_step.
+#staleness = 0.5                # A contribution s outer steps old has its weight multiplied by (1 + s) ** -staleness.
+#damping = 0.0                  # That exponent with rounds.merging = "arrivals".
+
+[outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
+optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov.
+lr = 0.7                        # Outer learning rate; long runs: 0.8 with momentum 0.85 (EDiT), 0.7 with 0.9 (DiLoCo).
+momentum = 0.6                  # Outer momentum, for nesterov and delayed_nesterov.
+#beta1 = 0.9                    # First beta of adam and yogi.
+#beta2 = 0.99                   # Second beta of adam and yogi.
+#eps = 1e-3                     # Epsilon of adam and yogi.
+#period = 4                     # Outer steps between two changes of delayed_nesterov's momentum.
+#c = 0.0                        # Share of the momentum that delayed_nesterov applies in between.
+#direction = "mean"             # How contributions are averaged: mean, or rda (directions and lengths separately).
+#correct = "none"               # heloco shrinks or turns what goes against the momentum.
+
+[codec]                         # How vectors are encoded: fp32, bf16, fp16 or int8.
+up = "int8"                     # For contributions.
+down = "bf16"                   # For updates.
+
+[rounds]                        # When a round opens and closes.
+start_peers = 1                 # Live peers before the first round opens.
+quorum = 1                      # A round with fewer contributions never commits.
+#floor_s = 5.0                  # The shortest deadline of a round, in seconds.
+ceiling_s = 600.0               # The longest deadline of a round, in seconds.
+#spread = 6.0                   # A peer may take its median time plus so many times the median absolute deviation.
+#wait = "times"                 # With the quorum in, waits for each peer's own deadline (times), or only grace_s (slack).
+#grace_s = 2.0                  # How much longer a round waits then, in seconds.
+#merging = "rounds"             # arrivals merges each contribution as soon as it is complete.
+#max_staleness = 0              # A contribution may be merged up to so many outer steps late; 0: only in its own round.
+
+[membership]
+#heartbeat_s = 2.0              # Seconds between two reports of a peer.
+#lease_s = 6.0                  # A peer that is silent for so many seconds is lost.
+
+[storage]
+#buffer_bytes = 268435456       # Contributions above this size in memory are written to disk until they are merged.
+#checkpoint_every = 20          # Outer steps between two checkpoints of the coordinator.
+#keep_checkpoints = 2           # How many checkpoints are kept.
+#keep_updates = 4               # How many updates are kept for peers that missed a commit (of each group).
+
+[aggregators]
+#addresses = []                 # HOST:PORT of each further aggregator that has a share of the fragments.
+
+[server]                        # Of the coordinator itself; never sent to peers.
+listen = "127.0.0.1:7700"       # HOST:PORT for members: control and data, mutual TLS.
+enrol_listen = "127.0.0.1:7701" # HOST:PORT where invitations are redeemed.
+advertise = ["127.0.0.1", "localhost"]  # The names or addresses that peers connect to; the certificate names them.
+"""

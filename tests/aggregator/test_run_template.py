@@ -1,0 +1,55 @@
+"""The run.toml of `edit-coordinator init` names every setting, each with a sentence, and changes no default silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+
+from aggregator.run_template import RUN_TOML
+from edit.config.run import RunConfig
+
+LINE = re.compile(r"(?P<off>#?)(?P<key>\w+) = (?P<value>.*?) +# (?P<meaning>[A-Za-z].*\.)")
+
+
+def lines_by_section() -> dict[str, dict[str, re.Match[str]]]:
+    found: dict[str, dict[str, re.Match[str]]] = {"": {}}
+    section = ""
+    for line in RUN_TOML.splitlines():
+        if line.startswith("["):
+            section = line[1 : line.index("]")]
+            found[section] = {}
+        elif line and not line.startswith("# "):
+            match = LINE.fullmatch(line)
+            assert match is not None, line
+            assert match["key"] not in found[section], line
+            found[section][match["key"]] = match
+    return found
+
+
+def test_every_key_of_every_section_is_there_with_a_sentence() -> None:
+    config, found = RunConfig(), lines_by_section()
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    sections = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+    assert set(found) == {"", *sections}
+    for name, section in sections.items():
+        assert set(found[name]) == {field.name for field in dataclasses.fields(section)}, name
+    assert set(found[""]) == {"name", "seed"}
+
+
+def test_what_is_commented_out_has_its_default() -> None:
+    defaults = dataclasses.asdict(RunConfig())
+    for section, keys in lines_by_section().items():
+        for key, line in keys.items():
+            if line["off"]:
+                value = tomllib.loads(f"{key} = {line['value']}")[key]
+                assert value == (list(default) if isinstance(default := defaults[section][key], tuple) else default), line[0]
+
+
+def test_the_template_is_a_configuration() -> None:
+    config = RunConfig.from_mapping(tomllib.loads(RUN_TOML))
+    changed = {"every": 30, "outer_steps": 50}
+    assert config.sync == dataclasses.replace(RunConfig().sync, **changed)
+    assert (config.outer.lr, config.outer.momentum) == (0.7, 0.6)
+    for section in ("model", "inner", "penalty", "codec", "rounds", "membership", "storage", "aggregators", "server"):
+        assert getattr(config, section) == getattr(RunConfig(), section), section
