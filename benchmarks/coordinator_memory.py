@@ -79,13 +79,13 @@ def status(folder: StateFolder) -> dict[str, object]:
 def exchange(folder: StateFolder, schema: Schema, peers: int) -> None:
     address = json.loads(folder.addresses.read_text())["listen"]
     generator = torch.Generator().manual_seed(0)
-    with IoThread() as bridge:
+    with IoThread() as io:
         collectives = []
         for i in range(peers):
             name = f"p{i:02d}"
             files = (folder.path / each for each in ("ca.pem", f"{name}.key", f"{name}.pem"))
-            dial = Channels([address], grpc.ssl_channel_credentials(*(file.read_bytes() for file in files)))
-            collectives.append(HubCollective(bridge, dial, Identity(folder.run_id, "peer", name)))
+            channels = Channels([address], grpc.ssl_channel_credentials(*(file.read_bytes() for file in files)))
+            collectives.append(HubCollective(io, channels, Identity(folder.run_id, "peer", name)))
         for collective in collectives:
             snapshot = collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
         for step in range(snapshot.outer_step, snapshot.outer_step + ROUNDS):

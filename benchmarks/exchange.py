@@ -76,8 +76,8 @@ def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None
     enrolled = Home(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))
     feedback = ErrorFeedback(codec_name, [fragment.numel for fragment in replica.schema.fragments])
-    with IoThread() as bridge:
-        collective = HubCollective(bridge, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+    with IoThread() as io:
+        collective = HubCollective(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
         replica.start(collective.join(replica.schema, replica.local))
         generator = torch.Generator().manual_seed(os.getpid())
         while pipe.recv() != "end":

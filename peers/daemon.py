@@ -1,8 +1,7 @@
-"""The peer daemon: attends a run, trains, exchanges, until the run has finished or a signal says stop.
+"""The peer daemon: starts and ends what one rank of a peer needs, in order, until the run has finished or a signal says stop.
 
-Owns: the order of starting and ending, signals. One process is one rank of the peer's replica; all ranks run this code in step,
-and what one of them is told (a signal, an eviction) ends all at the same point. Must not know: how anything is sent, what a
-round computes, the training loop.
+One process is one rank of the peer's replica. All ranks run this code in step, and what one of them is told (a signal, an
+eviction) ends all at the same point.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 
 from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
-from peers.carriers.hub.all_aggregators import AllAggregators, agreed_configuration
+from peers.carriers.hub.all_aggregators import connect_hub
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.snapshot_server import SnapshotServer
-from peers.carriers.io_thread import Interrupted, IoThread
+from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Interrupted
 from peers.identity.peer_folder import Enrolled, Home
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
@@ -32,10 +30,9 @@ from peers.training.sharding import lay_out, process_group
 from peers.training.torchrun import ALONE, Launch, launched
 from peers.training.trainer import choose_device, use_threads
 
-__all__ = ["PeerOptions", "attend", "leaving", "run_peer", "server_of", "stopping"]
+__all__ = ["PeerOptions", "attend", "run_peer", "server_of", "stopping"]
 
 _log = logging.getLogger("peers")
-_Connected = TypeVar("_Connected", HubCollective, AllAggregators)
 
 
 def run_peer(options: PeerOptions) -> None:
@@ -55,7 +52,7 @@ def run_peer(options: PeerOptions) -> None:
 
 
 def server_of(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> SnapshotServer | None:
-    """The server of snapshots, where the operator wants one. Raises ConfigError where there can be none."""
+    """Return the server of this peer's snapshots, where the operator wants one. Raises ConfigError where there can be none."""
     if (listen := options.serve_snapshots) is None:
         return None
     if launch.size > 1:
@@ -70,77 +67,38 @@ def server_of(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> Snaps
 
 def attend(
     options: PeerOptions,
-    dial: Channels,
+    channels: Channels,
     identity: Identity,
     device: torch.device,
     launch: Launch = ALONE,
     server: SnapshotServer | None = None,
 ) -> None:
-    """Train as `identity` in the run at the other end of `dial`; as `run_peer`, which looks these up in the peer's folder.
+    """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
     """
     ranks = Ranks.world()
     ranks.same("the identity in --home", identity.uri)
-    with (
-        IoThread() as bridge,
-        Metrics(options.metrics if ranks.leads else None) as metrics,
-        stopping(bridge),
-        _serving(bridge, server),
-    ):
+    with IoThread() as io, Metrics(options.metrics if ranks.leads else None) as metrics, stopping(io):
         try:
-            config, run_step = agreed_configuration(bridge, dial, identity, ranks)
-            _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
-            layout = lay_out(launch, options.tensor_parallel, config.inner.batch_size, device)
-            place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
-            if server is not None and config.aggregators.addresses:
-                count = config.aggregators.count
-                raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
-            with leaving(AllAggregators(bridge, dial, identity, config, ranks)) as collectives:
-                if server is not None:
-                    collectives[0].serves(server)
+            with connect_hub(io, channels, identity, ranks, server) as (connection, config, run_step):
+                _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
+                layout = lay_out(launch, options.tensor_parallel, config.inner.batch_size, device)
+                place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
                 if run_step > 0:
-                    collectives.prefetch()
-                Training(options, config, place, collectives, bridge, metrics, server).run(run_step)
+                    connection.prefetch()
+                Training(options, config, place, connection, metrics).run(run_step)
         except Interrupted:
             _log.info("stopping as told")
 
 
 @contextlib.contextmanager
-def leaving(collectives: _Connected) -> Iterator[_Connected]:
-    """Says goodbye at the end, and why."""
-    goodbye = "the peer failed"
-    try:
-        yield collectives
-        goodbye = "the run has finished"
-    except Interrupted:
-        goodbye = "the peer was told to stop"
-        raise
-    finally:
-        collectives.close(goodbye)
-
-
-@contextlib.contextmanager
-def _serving(bridge: IoThread, server: SnapshotServer | None) -> Iterator[None]:
-    """Listens for those who read snapshots."""
-    if server is None:
-        yield
-        return
-    _log.info("serving snapshots at %s", bridge.call(server.start()))
-    try:
-        yield
-    finally:
-        bridge.resume()
-        bridge.call(server.close())
-
-
-@contextlib.contextmanager
-def stopping(bridge: IoThread) -> Iterator[None]:
-    """The first signal ends waits and, after it, the loop; then the default action is back, so a second one kills."""
+def stopping(io: IoThread) -> Iterator[None]:
+    """End waits, and with them the loop, at the first SIGINT or SIGTERM; a second one ends the process at once."""
 
     def stop(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        bridge.interrupt()
+        io.interrupt()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,10 +1,9 @@
-"""The one bridge between the main thread (torch) and the one asyncio loop of this process (all I/O).
+"""The I/O thread: the one asyncio loop of this process, and how the main thread (torch) and the loop exchange state.
 
-Owns: the loop's thread, the lock under which shared state changes, the waits of the main thread and their interruption, and a
-clean end that cancels every task. Must not know: gRPC, rounds, torch.
-
-Shared state is changed on the loop's thread with `change` and read on the main thread with `read` or inside `wait`; both hold
-the lock. Waits sleep in slices, so that a signal handler, which runs between slices, ends them within a quarter of a second.
+- State is changed only on the loop's thread, with `change`; both threads read it under the lock, with `read` or inside `wait`.
+- The main thread may call `change`, too: the function then runs on the loop's thread, and the call returns when it has.
+- Waits sleep in slices of `SLICE_S`, so that a signal handler, which runs between two slices, ends them within a quarter of a
+  second.
 """
 
 from __future__ import annotations
@@ -18,29 +17,26 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from edit.errors import LocalProtocolError, TransportError
+from peers.carriers.run_connection import Interrupted
 
-__all__ = ["SLICE_S", "Interrupted", "IoThread"]
+__all__ = ["SLICE_S", "IoThread"]
 
 _T = TypeVar("_T")
 
 SLICE_S = 0.25
-CLOSE_S = 5.0
-
-
-class Interrupted(Exception):
-    """The main thread's wait was ended by `IoThread.interrupt` (a signal): the process is asked to stop."""
+CLOSE_S = 5.0  # how long tasks may take to end once they are cancelled
 
 
 class IoThread:
-    """Context manager: the loop runs from __enter__ to __exit__. One main thread calls; one loop thread does the I/O."""
+    """A context manager: the loop runs from __enter__ to __exit__. One main thread calls; the loop's thread does the I/O."""
 
     def __init__(self, name: str = "peer-io") -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._changed = threading.Condition()
-        self._interrupted = False
-        self._failure: BaseException | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = threading.Condition()  # its lock guards the shared state; notified after each change
+        self._interrupted = False  # set by a signal handler, so without the lock
+        self._failure: BaseException | None = None  # of the first background task that failed
+        self._tasks: set[asyncio.Task[Any]] = set()  # background tasks; the loop itself holds them only weakly
 
     def __enter__(self) -> IoThread:
         self._loop = asyncio.new_event_loop()
@@ -54,11 +50,14 @@ class IoThread:
             self._thread.join(2 * CLOSE_S)
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        """Run on the loop; the main thread waits for the result when it likes, or cancels it."""
+        """Start `coroutine` on the loop; the main thread may wait for the future's result, or cancel it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._open_loop())
 
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
-        """Run on the loop and wait for the result. Raises what it raises, TransportError after `timeout` s, Interrupted."""
+        """Run `coroutine` on the loop and return its result.
+
+        Raises what it raises, TransportError after `timeout` seconds, Interrupted.
+        """
         future = self.begin(coroutine)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -73,12 +72,12 @@ class IoThread:
             future.cancel()
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run `callback` on the loop's thread, soon; returns at once. Nothing happens once the bridge is closed."""
+        """Run `callback` on the loop's thread, soon, and return at once. Does nothing once the loop is closed."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(callback)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start a background task. Should it fail, every later wait of the main thread raises its exception."""
+        """Start a background task. If it fails, every later wait of the main thread raises its exception."""
         self._open_loop().call_soon_threadsafe(self.start, coroutine)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -89,21 +88,26 @@ class IoThread:
         return task
 
     def change(self, mutate: Callable[[], _T]) -> _T:
-        """Change shared state under the lock, then wake the main thread's wait."""
-        with self._changed:
-            result = mutate()
-            self._changed.notify_all()
-            return result
+        """Run `mutate` on the loop's thread, under the lock, then wake the main thread's wait; return its result.
+
+        From the main thread the call blocks until that is done. It must not be called there inside `read` or `wait`.
+        """
+        if threading.current_thread() is self._thread:
+            return self._mutate(mutate)
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        self._open_loop().call_soon_threadsafe(self._mutate_for, mutate, done)
+        return done.result()
 
     def read(self, look: Callable[[], _T]) -> _T:
-        """Look at shared state under the lock."""
+        """Return what `look` sees of the shared state, under the lock. It changes nothing."""
         with self._changed:
             return look()
 
     def wait(self, look: Callable[[], _T | None], timeout: float | None = None) -> _T | None:
-        """Wait until `look` (called under the lock, at each change and four times a second) gives a value; None: timed out.
+        """Wait until `look` returns a value; return None after `timeout` seconds.
 
-        Raises Interrupted, or the exception of a background task that failed.
+        `look` is called under the lock, after each change and four times a second; it changes nothing. Raises Interrupted, or
+        the exception of a background task that failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -127,6 +131,18 @@ class IoThread:
         """What ends every wait of the main thread: `interrupt`, or the exception of a background task that failed."""
         return Interrupted("asked to stop") if self._interrupted else self._failure
 
+    def _mutate(self, mutate: Callable[[], _T]) -> _T:
+        with self._changed:
+            result = mutate()
+            self._changed.notify_all()
+            return result
+
+    def _mutate_for(self, mutate: Callable[[], _T], done: concurrent.futures.Future[_T]) -> None:
+        try:
+            done.set_result(self._mutate(mutate))
+        except BaseException as error:
+            done.set_exception(error)
+
     def _raise_if_stopped(self) -> None:
         self._open_loop()
         if (trouble := self.trouble) is not None:
@@ -134,14 +150,14 @@ class IoThread:
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            raise LocalProtocolError("the bridge is not open")
+            raise LocalProtocolError("the I/O thread does not run")
         return self._loop
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.change(lambda: self._fail(error))
+            self._mutate(lambda: self._fail(error))
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -1,8 +1,8 @@
-"""What the ranks of one replica decide together, so that they never disagree: rank 0's word, and what all must have.
+"""What the ranks of one replica decide together, so that they never disagree.
 
-Owns: the waits of the main thread in which the ranks talk to each other. They are cut in slices, so that a rank that is asked
-to stop, or that the coordinator has expelled, ends all of them at the same point, and so that no wait outlasts the patience of
-torch.distributed. Every method is called by all ranks, in the same order. Must not know: rounds, streams, tensors.
+Every method is called by all ranks, in the same order; with one rank none of them communicates. Waits are cut into slices of
+`SLICE_S`. So a rank that is asked to stop, or that the coordinator has expelled, ends the wait of all ranks at the same point,
+and no wait outlasts the timeout of torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,65 +21,68 @@ _T = TypeVar("_T")
 
 
 class RankAgreement:
-    """`trouble`: why this rank can take no further part, or None; whatever it is, every rank raises it.
+    """Rank 0's decisions and every rank's transfers, with the same result or the same exception at all ranks.
 
-    With one rank the same calls need no communication.
+    Args:
+        io: this rank's I/O thread.
+        ranks: the ranks of the replica.
+        trouble: returns why this rank cannot go on, or None. Every rank raises it.
     """
 
-    def __init__(self, bridge: IoThread, ranks: Ranks, trouble: Callable[[], BaseException | None]) -> None:
-        self._bridge = bridge
+    def __init__(self, io: IoThread, ranks: Ranks, trouble: Callable[[], BaseException | None]) -> None:
+        self._io = io
         self._ranks = ranks
         self._trouble = trouble
 
     def decide(self, look: Callable[[], _T | None]) -> _T:
-        """Wait until `look` gives rank 0 a value (see `IoThread.wait`), and hand it to every rank. So with its exceptions."""
-        while (answer := self.soon(look)) is None:
+        """Wait until `look` gives rank 0 a value (see `IoThread.wait`) and return it at every rank."""
+        while (answer := self.poll(look)) is None:
             pass
         return answer
 
-    def soon(self, look: Callable[[], _T | None]) -> _T | None:
-        """As `decide`, but after a slice without a value None."""
-        answer = self._ranks.lead(lambda: self._bridge.wait(look, timeout=SLICE_S))
+    def poll(self, look: Callable[[], _T | None]) -> _T | None:
+        """As `decide`, but return None after a slice without a value."""
+        answer = self._ranks.lead(lambda: self._io.wait(look, timeout=SLICE_S))
         self.check()
         return answer
 
-    def rest(self, look: Callable[[], object | None]) -> None:
-        """Let a slice pass, or as much of it as it takes until `look` gives rank 0 a value."""
-        self.soon(lambda: look() is not None or None)
+    def pause(self, look: Callable[[], object | None]) -> None:
+        """Wait one slice, or until `look` gives rank 0 a value, if that is sooner."""
+        self.poll(lambda: look() is not None or None)
 
     def ask(self, look: Callable[[], _T]) -> _T:
-        """What `look` gives rank 0 at present, at every rank. So with its exceptions."""
-        answer = self._ranks.lead(lambda: self._bridge.read(look))
+        """Return what `look` gives rank 0 now, at every rank."""
+        answer = self._ranks.lead(lambda: self._io.read(look))
         self.check()
         return answer
 
     def flag(self, look: Callable[[], bool]) -> bool:
-        """As `ask`, for yes or no: cheap enough for every inner step."""
-        answer = self._bridge.read(look) if self._ranks.leads else True
+        """As `ask`, for a yes or no: cheap enough for every inner step."""
+        answer = self._io.read(look) if self._ranks.leads else True
         return self._ranks.all([answer])[0]
 
     def together(self, own: Coroutine[Any, Any, _T]) -> _T:
-        """Run `own` on the loop at every rank, and return its result once all ranks have theirs.
+        """Run `own` on the loop of every rank; return its result once all ranks have theirs.
 
-        When one fails, the others are cancelled and all raise the same: the error that most ends what they were at.
+        When one rank fails, the others are cancelled, and all ranks raise the `worst_error`.
         """
-        future = self._bridge.begin(own)
+        future = self._io.begin(own)
         try:
             while True:
                 done, _ = concurrent.futures.wait([future], timeout=SLICE_S)
                 error = future.exception() if done else None
-                everyone, fine, calm = self._ranks.all([bool(done), error is None, self._trouble() is None])
-                if not calm:
+                all_done, no_error, no_trouble = self._ranks.all([bool(done), error is None, self._trouble() is None])
+                if not no_trouble:
                     self.check()
-                if not fine:
+                if not no_error:
                     raise worst_error(self._ranks.collect(error))
-                if everyone:
+                if all_done:
                     return future.result()
         finally:
             future.cancel()
 
-    def led(self, own: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Run `own` on rank 0's loop; its result, or its exception, at every rank."""
+    def on_leader(self, own: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Run `own` on rank 0's loop; return its result, or raise its exception, at every rank."""
         result = self.together(own() if self._ranks.leads else _nothing())
         return self._ranks.lead(lambda: result)  # type: ignore[return-value]
 
@@ -95,8 +98,11 @@ async def _nothing() -> None:
 
 
 def worst_error(errors: Sequence[BaseException | None]) -> BaseException:
-    """Of the ranks' errors the one that ends most: a broken link may mend, stale or damaged bytes need another
-    way, anything else is final."""
+    """Return the most final of the ranks' errors.
+
+    A broken link may mend (TransportError); stale or damaged bytes need another source (StaleError, RemoteProtocolError); any
+    other error is final.
+    """
     known = [error for error in errors if error is not None]
     return max(
         known, key=lambda e: 0 if isinstance(e, TransportError) else 1 if isinstance(e, StaleError | RemoteProtocolError) else 2

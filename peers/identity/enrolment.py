@@ -21,14 +21,13 @@ from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
 from editpb.status import from_rpc
-from peers.carriers.hub.channels import handshake_refusal
+from peers.carriers.hub.channels import enrolment_channel, handshake_refusal
 from peers.identity.peer_folder import Home, certificate_fault
 
 __all__ = ["join"]
 
 TIMEOUT_S = 15.0  # of each address
 MAX_CERTIFICATE_BYTES = 16_384
-_OPTIONS = (("grpc.max_receive_message_length", 1 << 20), ("grpc.use_local_subchannel_pool", 1))
 
 
 def join(invitation_text: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_S) -> Identity:
@@ -88,8 +87,7 @@ def _first_answer(invitation: Invitation, call: Callable[[str], pb.EnrolReply]) 
 
 
 def _call(endpoint: str, authority: x509.Certificate, request: pb.EnrolRequest, timeout_s: float) -> pb.EnrolReply:
-    credentials = grpc.ssl_channel_credentials(authority.public_bytes(serialization.Encoding.PEM))
-    with grpc.secure_channel(endpoint, credentials, options=_OPTIONS) as channel:
+    with enrolment_channel(endpoint, authority.public_bytes(serialization.Encoding.PEM)) as channel:
         stub: Any = enrolment_pb2_grpc.EnrolmentStub(channel)
         try:
             reply: pb.EnrolReply = stub.Enrol(request, timeout=timeout_s)

@@ -1,7 +1,6 @@
 """The regional daemon: a run below, as one peer of a run above.
 
-Owns: the order of starting and ending, the loop that looks at both runs, what is reported and said. Must not know: what is
-computed (`edit.regional_peer`), how anything is sent.
+It starts and ends both connections, looks at both runs in a loop, reports and logs. What is computed is `edit.regional_peer`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from edit.regional_peer import Below, Memory, RegionalPeer
 from editpb.messages import Heartbeat, InjectionState, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.io_thread import Interrupted, IoThread
-from peers.daemon import leaving, stopping
+from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Interrupted, leaving
+from peers.daemon import stopping
 from peers.identity.peer_folder import Enrolled, Home
 from peers.regions.last_contribution import SentFile
 from peers.regions.lower_run import RunBelow
@@ -32,17 +32,17 @@ _log = logging.getLogger("peers")
 
 
 def run_region(home: Path, below: Path) -> None:
-    """Be the peer that `home` is enrolled as, with the run that `below` is enrolled in behind it, until one of the runs has
-    finished, or the first SIGINT or SIGTERM.
+    """Be the peer that `home` is enrolled as, on behalf of the run that `below` is enrolled in.
 
-    Raises ConfigError, RefusedError, EvictedError.
+    Returns when one of the runs has finished, or at the first SIGINT or SIGTERM. Raises ConfigError, RefusedError,
+    EvictedError.
     """
     upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
     if upper.run_id == lower.run_id:
         raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
-    with IoThread() as bridge, stopping(bridge):
+    with IoThread() as io, stopping(io):
         try:
-            _Regional(bridge, upper, lower, SentFile(home / "sent.safetensors", upper.run_id)).run()
+            _Regional(io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id)).run()
         except Interrupted:
             _log.info("stopping as told")
 
@@ -59,20 +59,20 @@ class _Regional:
 
     def __init__(
         self,
-        bridge: IoThread,
+        io: IoThread,
         upper: Enrolled,
         lower: Enrolled,
         memory: Memory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bridge, self._upper, self._lower, self._memory, self._clock = bridge, upper, lower, memory, clock
-        self._below = RunBelow(bridge, Channels(lower.endpoints, lower.credentials), lower.run_id)
+        self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
+        self._below = RunBelow(io, Channels(lower.endpoints, lower.credentials), lower.run_id)
         self._step_s = 0.0
         self._moved_at = clock()
         self._told = ""
 
     def run(self) -> None:
-        """Until one of the runs has finished. Raises Interrupted, ConfigError, RefusedError, EvictedError."""
+        """Run until one of the runs has finished. Raises Interrupted, ConfigError, RefusedError, EvictedError."""
         with closing(self._below):
             lower, upper = self._configuration(self._lower), self._configuration(self._upper)
             schema, below = self._founded()
@@ -84,7 +84,7 @@ class _Regional:
             self._say_ended(region)
 
     def _collective(self, enrolled: Enrolled) -> HubCollective:
-        return HubCollective(self._bridge, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+        return HubCollective(self._io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
 
     def _configuration(self, enrolled: Enrolled) -> RunConfig:
         with leaving(self._collective(enrolled)) as reader:
@@ -97,7 +97,7 @@ class _Regional:
         return config
 
     def _founded(self) -> tuple[Schema, Below]:
-        """The run below, once it has parameters and all in them that was promised to an earlier life of this process."""
+        """Return the run below, once it has parameters, and in them all that an earlier life of this process injected."""
         _log.info("waiting for the parameters of run %s below", self._lower.run_id)
         while True:
             state = self._look()
@@ -107,16 +107,16 @@ class _Regional:
                 return found
 
     def _look(self) -> InjectionState:
-        """How the run below stands, as soon as it says so, but not at once."""
+        """Return the state of the run below, as soon as it says so, after a pause."""
         while True:
-            self._bridge.wait(lambda: None, timeout=LOOK_S)
+            self._io.wait(lambda: None, timeout=LOOK_S)
             if (state := self._below.look()) is not None:
                 return state
 
     def _loop(self, region: RegionalPeer, schema: Schema, collective: HubCollective, interval: int) -> None:
-        """Until the run below has finished, or the one above has and all of it is below."""
+        """Look at both runs until the one below has finished, or the one above has and all of it is below."""
         while True:
-            self._bridge.wait(lambda: None, timeout=LOOK_S)
+            self._io.wait(lambda: None, timeout=LOOK_S)
             collective.check()
             state = self._below.look()
             if state is not None and state.outer_step != region.below.outer_step:
@@ -139,7 +139,7 @@ class _Regional:
         self._moved_at = now
 
     def _bring(self, region: RegionalPeer, schema: Schema, state: InjectionState) -> bool:
-        """Hand down what is new above. True when there is nothing (more) to bring."""
+        """Inject below what is new above. Return True when there is nothing (more) to inject."""
         injection = region.injection()
         if injection is None or injection.brings in (state.accepted, state.injected):
             return True
@@ -149,7 +149,7 @@ class _Regional:
         _log.info("outer step %d of the run above goes below%s", injection.brings.upper_step, whole)
         return True
 
-    # ---- what is said ------------------------------------------------------------------------------------------------------
+    # ---- reports and log lines ---------------------------------------------------------------------------------------------
 
     def _report(self, region: RegionalPeer, collective: HubCollective) -> None:
         worker = region.worker

@@ -1,6 +1,6 @@
-"""What a region contributed last, on disk, so that what its run did after it can be told from it after a kill.
+"""What a region contributed last, on disk: after a kill it tells what the run below has done since.
 
-Owns: the file, written whole or not at all, and whether it can be trusted. Must not know: what is done with it.
+The file is written whole or not at all, and carries a digest, so that a damaged one is noticed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class SentFile:
         self._path, self._run_id = path, run_id
 
     def sent(self) -> Sent | None:
-        """What was kept last; None, with a line in the log, for a file that is damaged."""
+        """Return what was kept last; None, with a line in the log, for a file that is damaged."""
         if not self._path.exists():
             return None
         try:
             return self._read()
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            _log.warning("%s: is damaged and passed over (%s)", self._path, error)
+            _log.warning("%s: is damaged and ignored (%s)", self._path, error)
             return None
 
     def keep(self, sent: Sent) -> None:
-        """Durable when this returns. Raises StorageError."""
+        """Keep it; durable when this returns. Raises StorageError."""
         place = json.dumps([self._run_id, sent.upper_step, sent.lower_step, digest(sent.parameters)])
         tensors = {f"{i}": part for i, part in enumerate(sent.parameters)}
         about = {"format": str(FORMAT), "sent": place}

@@ -1,7 +1,6 @@
-"""The connection of a regional aggregator to the run below it: how it stands, its outer parameters, what is injected into it.
+"""The connection of a region to the run below it: its state, its outer parameters, what is injected into it.
 
-Owns: these calls, each tried once (whoever asks looks again soon), and what a failed one means: nothing for now, or the end.
-Must not know: the run above, what is computed.
+Each call is tried once, since the region's loop looks again soon; a failed one means nothing for now, or the end.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from editpb.chunks import make_chunks
 from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
 from editpb.messages import InjectHeader, InjectionState
 from editpb.status import from_rpc
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.data_calls import DataPlane
-from peers.carriers.hub.stall_timeout import StallTimeout
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.data_calls import DataCalls, StallTimeout
 from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Traffic
 
 __all__ = ["RunBelow"]
 
@@ -37,26 +36,24 @@ _T = TypeVar("_T")
 
 
 class RunBelow:
-    """A broken link, and a run that is not (or no longer) where it was thought to be, are None or False.
+    """The calls of the main thread to the run below. A broken link, and a run that has moved on, are answered None or False.
 
     All methods raise RefusedError, EvictedError, Interrupted, and RemoteProtocolError when what came was wrong three times.
     """
 
-    def __init__(self, bridge: IoThread, dial: Channels, run_id: str) -> None:
-        self._bridge, self._dial, self._run_id = bridge, dial, run_id
-        self._data = DataPlane(dial, run_id, Traffic())
-        self._channel: grpc.aio.Channel | None = None
-        self._said = ""
-        self._damaged = 0
+    def __init__(self, io: IoThread, channels: Channels, run_id: str) -> None:
+        self._io, self._channels, self._run_id = io, channels, run_id
+        self._data = DataCalls(channels, run_id, Traffic())
+        self._said = ""  # the reason logged last
+        self._damaged = 0  # wrong answers in a row
 
     def close(self) -> None:
         """Close the connections."""
-        self._bridge.resume()
-        self._bridge.call(self._hang_up())
-        self._bridge.call(self._data.close())
+        self._io.resume()
+        self._io.call(self._channels.close())
 
     def look(self) -> InjectionState | None:
-        """The run as it stands; None: not known, or it has no parameters yet."""
+        """Return the run's state; None: not known, or it has no parameters yet."""
 
         async def ask() -> InjectionState:
             request = data_pb2.InjectionStateRequest(run_id=self._run_id)
@@ -65,20 +62,20 @@ class RunBelow:
         return self._tried(ask)
 
     def parameters(self, state: InjectionState, schema: Schema | None = None) -> tuple[Schema, Below] | None:
-        """The outer parameters that `state` is about; None when the run has moved on. schema: known from before."""
+        """Return the outer parameters that `state` is about; None when the run has moved on. schema: if it is known already."""
 
         async def fetch() -> tuple[Schema, Below] | None:
             manifest = await self._data.describe(schema, lambda: False)
             if manifest.outer_step != state.outer_step:
                 return None
-            regions = [Shard(fragment) for fragment in manifest.schema.fragments]
-            snapshot = await self._data.snapshot(manifest, regions, lambda: False)
+            shards = [Shard(fragment) for fragment in manifest.schema.fragments]
+            snapshot = await self._data.snapshot(manifest, shards, lambda: False)
             return manifest.schema, Below(state.outer_step, state.tokens, state.injected, snapshot.fragments)
 
         return self._tried(fetch)
 
     def inject(self, injection: Injection, schema: Schema) -> bool:
-        """Hand it down; True once it is on disk there."""
+        """Send it to the run below; return True once it is on disk there."""
         fragments = sorted(injection.fragments.items())
         header = InjectHeader(
             run_id=self._run_id,
@@ -104,9 +101,9 @@ class RunBelow:
         return self._tried(send) or False
 
     def _tried(self, attempt: Callable[[], Coroutine[Any, Any, _T | None]]) -> _T | None:
-        """What the attempt gives; None where it may give more later."""
+        """Return what the attempt gives; None where it failed and may succeed later."""
         try:
-            answer = self._bridge.call(_with_blame(attempt))
+            answer = self._io.call(_with_blame(attempt))
         except (StaleError, TransportError) as error:
             self._say(error)
         except RemoteProtocolError as error:
@@ -120,23 +117,16 @@ class RunBelow:
         return None
 
     def _say(self, error: EditError) -> None:
-        """Each reason once in a row; a link that is broken is dialled anew, the next endpoint first."""
+        """Log each reason once in a row. After a broken link, connect anew, to the next endpoint."""
         if str(error) != self._said:
             self._said = str(error)
-            _log.info("run below, %s: %s; trying again", self._dial.endpoint, error)
+            _log.info("run below, %s: %s; trying again", self._channels.endpoint, error)
         if isinstance(error, TransportError):
-            self._dial.rotate()
-            self._bridge.call(self._hang_up())
+            self._channels.rotate()
+            self._io.call(self._channels.close())
 
     def _stub(self) -> data_pb2_grpc.DataStub:
-        if self._channel is None:
-            self._channel = self._dial.channel()
-        return data_pb2_grpc.DataStub(self._channel)
-
-    async def _hang_up(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        return data_pb2_grpc.DataStub(self._channels.data())
 
 
 async def _with_blame(attempt: Callable[[], Coroutine[Any, Any, _T]]) -> _T:

@@ -1,7 +1,6 @@
-"""The training loop of one rank, once the run's configuration is known.
+"""The training loop of one rank, once the run's configuration is known: trainer, worker, data and checkpoints together.
 
-Owns: what belongs together (trainer, worker, data, checkpoints), the loop, what is reported, when the peer is done. Must not
-know: connections, signals, the environment.
+It says what is reported and when the peer is done. Of the carrier it knows `RunConnection` only.
 """
 
 from __future__ import annotations
@@ -18,14 +17,10 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import plan_fragments
 from edit.replica.ranks import Ranks
-from edit.replica.replica import Outer
 from edit.worker.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState
-from peers.carriers.hub.all_aggregators import AllAggregators
-from peers.carriers.hub.snapshot_donors import Origin
-from peers.carriers.hub.snapshot_server import SnapshotServer
-from peers.carriers.io_thread import Interrupted, IoThread
+from peers.carriers.run_connection import Interrupted, Origin, RunConnection
 from peers.models.registry import build
 from peers.training.checkpoint import Autosave, Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
@@ -44,13 +39,13 @@ _log = logging.getLogger("peers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Who and where this process is: which peer, which rank of it, on what. restarts: how often torchrun started it again."""
+    """Who and where this process is."""
 
-    identity: Identity
+    identity: Identity  # of the peer
     device: torch.device
-    layout: Layout
-    ranks: Ranks
-    restarts: int = 0
+    layout: Layout  # how the replica is divided over its ranks
+    ranks: Ranks  # of the replica, and which of them this is
+    restarts: int = 0  # how often torchrun started it again
 
 
 class Training:
@@ -61,25 +56,20 @@ class Training:
         options: PeerOptions,
         config: RunConfig,
         place: Place,
-        collectives: AllAggregators,
-        bridge: IoThread,
+        connection: RunConnection,
         metrics: Metrics,
-        server: SnapshotServer | None = None,
     ) -> None:
         self._options = options
         self._config = config
         self._place = place
-        self._collectives = collectives
-        self._bridge = bridge
+        self._connection = connection
         self._metrics = metrics
-        self._server = server
-        self._shown: Outer | None = None
-        self._origins: dict[int, Origin] = {}  # by aggregator
         self._pace = Pace(options.throttle)
-        self._told: dict[int, tuple[int, str]] = {}  # by aggregator: its part's outer step and reason
+        self._origins: dict[int, Origin] = {}  # by aggregator: of the last snapshot that metrics tell of
+        self._told: dict[int, tuple[int, str]] = {}  # by aggregator: the outer step and reason logged last
 
     def run(self, run_step: int) -> None:
-        """Train until the run is over. run_step: an outer step that the run has reached.
+        """Train until the run is over. run_step: an outer step that every aggregator has reached.
 
         Raises Interrupted, EvictedError, RefusedError, ConfigError.
         """
@@ -87,7 +77,7 @@ class Training:
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = WorkerConfig.of(config)
-        worker = EditWorker(trainer.model, trainer.optimizer, self._collectives, settings, place.ranks, time.monotonic)
+        worker = EditWorker(trainer.model, trainer.optimizer, self._connection.parts, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         trainer.position = lambda: self._position(worker)
@@ -111,17 +101,17 @@ class Training:
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
 
     def _batches(self) -> Batches:
-        """The same rows in the same order at every rank."""
+        """Return the data: the same rows in the same order at every rank."""
         config = self._config
         tokens = open_tokens(self._options.data, context=config.model.context, vocabulary=config.model.vocabulary)
         self._place.ranks.same("the data in --data", _fingerprint(tokens))
-        seed = stream_seed(config.seed, self._collectives.peer_id)
+        seed = stream_seed(config.seed, self._connection.peer_id)
         return Batches(tokens, config.model.context, config.inner.batch_size, seed)
 
     def _trainer(self, batches: Batches, *, founded: bool) -> Trainer:
         config, layout = self._config, self._place.layout
         # ranks that compute the same rows draw the same random numbers
-        torch.manual_seed(stream_seed(config.seed, f"{self._collectives.peer_id} {layout.data_rank}"))
+        torch.manual_seed(stream_seed(config.seed, f"{self._connection.peer_id} {layout.data_rank}"))
         allowed, folder = self._options.allowed_models, self._options.model_folder
         model = build(config.model, config.seed, allowed, folder=folder, replaced=founded)
         return Trainer(
@@ -146,9 +136,9 @@ class Training:
         return Autosave(resumable, checkpoints, options.checkpoint_every, patient=self._config.sync.strict)
 
     def _position(self, worker: EditWorker) -> int:
-        """The run's global inner step; what is contributed counts as exchanged, and an outer step as `interval` inner ones.
+        """Return the run's global inner step; what is contributed counts as exchanged, an outer step as `interval` inner ones.
 
-        Of several parts the furthest counts: the others lack outer steps, not training.
+        Of several aggregators the furthest counts: the others lack outer steps, not training.
         """
         interval = self._config.sync.interval
         return max((part.outer_step + part.pending) * interval + min(part.round_inner_steps, interval) for part in worker.parts)
@@ -156,7 +146,7 @@ class Training:
     def _loop(self, trainer: Trainer, worker: EditWorker, saving: Autosave) -> None:
         while not self._over(worker):
             try:
-                self._collectives.check()
+                self._connection.check()
             except Interrupted:
                 saving.last()
                 raise
@@ -166,19 +156,19 @@ class Training:
             saving.stepped(worker.outer_step)
 
     def _over(self, worker: EditWorker) -> bool:
-        """Whether there is nothing more to do; a run that has ended is caught up with first, unless cut off."""
+        """Return whether training is over. Catch up with a run that has ended first, unless cut off from it."""
         last = self._config.sync.outer_steps
         if all(part.finished or part.outer_step >= last for part in worker.parts):
             return True
-        if not self._collectives.ended:
+        if not self._connection.ended:
             return False
-        cut_off = [collective.cut_off for collective in self._collectives]
+        cut_off = [part.cut_off for part in self._connection.parts]
         if not all(cut_off):
             worker.synchronize()
         return all(part.finished or cut for part, cut in zip(worker.parts, cut_off, strict=True))
 
     def _ending(self) -> str:
-        sync, views = self._config.sync, [collective.last_view for collective in self._collectives]
+        sync, views = self._config.sync, [part.last_view for part in self._connection.parts]
         view = next((view for view in views if view is not None and view.outer_step < sync.outer_steps), None)
         if view is None:
             return f"all {sync.outer_steps} outer steps are taken"
@@ -195,23 +185,19 @@ class Training:
         self._metrics.step(worker.inner_steps, result.loss, self._pace.tokens_per_s, worker.outer_step)
         if self._options.throttle > 1:
             with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
-                self._bridge.wait(lambda: None, timeout=self._pace.rest_s)
+                self._connection.pause(self._pace.rest_s)
 
     def _show(self, worker: EditWorker) -> None:
-        """Where the outer parameters came from, and that others may have them."""
-        for number, collective in enumerate(self._collectives):
-            if (origin := collective.origin) is not None and origin is not self._origins.get(number):
+        """Tell metrics where the outer parameters came from, and offer them to members that join."""
+        for number, connection in enumerate(self._connection.parts):
+            if (origin := connection.origin) is not None and origin is not self._origins.get(number):
                 self._origins[number] = origin
                 self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
-        if (server := self._server) is not None:
-            schema, outer = worker.outer_of()
-            if outer is not self._shown:
-                self._shown = outer
-                self._bridge.post(lambda: server.show(schema, outer))
+        self._connection.show(*worker.outer_of())
 
     def _report(self, worker: EditWorker) -> None:
-        for part, collective in zip(worker.parts, self._collectives, strict=True):
-            collective.report(
+        for part, connection in zip(worker.parts, self._connection.parts, strict=True):
+            connection.report(
                 Heartbeat(
                     state=PeerState.EXCHANGING if part.pending else PeerState.TRAINING,
                     outer_step=part.outer_step,
@@ -225,18 +211,18 @@ class Training:
             )
 
     def _tell(self, worker: EditWorker) -> None:
-        """Say of each part whose outer step or reason has changed where it is, and why."""
+        """Log, for each aggregator, a change of its outer step or reason."""
         for number, part in enumerate(worker.parts):
             if self._told.get(number) == (part.outer_step, part.reason):
                 continue
             self._told[number] = part.outer_step, part.reason
-            of = f"aggregator {number}: " if len(self._collectives) > 1 else ""
+            of = f"aggregator {number}: " if len(worker.parts) > 1 else ""
             _log.info("%souter step %d, loss %.4f: %s", of, part.outer_step, self._pace.loss, part.reason)
             self._metrics.outer(part.outer_step, part.digest, part.reason, number)
 
 
 def _fingerprint(tokens: Tokens) -> str:
-    """Length and the first and last windows: enough to tell another file or another version."""
+    """Return the length and a hash of the first and last windows: enough to tell another file or another version."""
     edge = 1 << 16
     sample = blake3(tokens.array[:edge].tobytes()).update(tokens.array[-edge:].tobytes())
     return f"{len(tokens)} tokens, {sample.hexdigest()[:12]}"

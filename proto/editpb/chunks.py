@@ -8,6 +8,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
+from blake3 import blake3
+
 from editpb import tensors_pb2 as pb
 from editpb.limits import MAX_CHUNK_BYTES, fail
 
@@ -35,16 +37,23 @@ def checked(chunk: pb.Chunk) -> tuple[int, bytes]:
 
 
 class Reassembly:
-    """Puts `total` bytes together that must come in order, without gap, overlap or surplus.
+    """Puts `total` bytes together that must come in order, without gap, overlap or surplus, over as many streams as it takes.
 
-    name: what they are, for messages; cap: the most bytes the receiver is willing to hold. Memory grows with what has really
-    arrived, never with what was announced. Raises RemoteProtocolError; a chunk that is refused changes nothing.
+    Memory grows with what has really arrived, never with what was announced. Raises RemoteProtocolError; a chunk that is
+    refused changes nothing.
+
+    Args:
+        name: what the bytes are, for messages.
+        total: how many are announced.
+        cap: the most bytes that the receiver is willing to hold.
+        digest: BLAKE3 of all bytes, checked at the end; None: it is not known.
     """
 
-    def __init__(self, name: str, total: int, cap: int) -> None:
+    def __init__(self, name: str, total: int, cap: int, digest: bytes | None = None) -> None:
         if not 0 <= total <= cap:
             fail(f"{name}: {total} bytes announced, {cap} are allowed")
-        self._name, self._total, self._data = name, total, bytearray()
+        self._name, self._total, self._digest = name, total, digest
+        self.clear()
 
     @property
     def received(self) -> int:
@@ -53,7 +62,12 @@ class Reassembly:
 
     @property
     def complete(self) -> bool:
+        """Whether all bytes are here."""
         return len(self._data) == self._total
+
+    def clear(self) -> None:
+        """Throw away what has arrived."""
+        self._data, self._hash = bytearray(), blake3()
 
     def take(self, chunk: pb.Chunk) -> None:
         """Append the next chunk."""
@@ -63,9 +77,13 @@ class Reassembly:
         if offset + len(data) > self._total:
             fail(f"{self._name}: more than the announced {self._total} bytes")
         self._data += data
+        if self._digest is not None:
+            self._hash.update(data)
 
     def finish(self) -> bytearray:
-        """All bytes, once complete."""
+        """Return all bytes, once complete."""
         if not self.complete:
             fail(f"{self._name}: {len(self._data)} of {self._total} bytes arrived")
+        if self._digest is not None and self._hash.digest() != self._digest:
+            fail(f"{self._name}: its BLAKE3 is not the manifest's")
         return self._data

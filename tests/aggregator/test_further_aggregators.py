@@ -157,9 +157,9 @@ def test_a_peer_cannot_pose_as_an_aggregator(coordinator: StateFolder) -> None:
     )
     server.start()
     try:
-        dial = Channels((f"127.0.0.1:{port}",), grpc.ssl_channel_credentials(ca, key_pem(key), pem))
-        with IoThread() as bridge, pytest.raises(RefusedError, match="does not name the address dialled"):
-            agreed_configuration(bridge, dial, mallory, ALONE)
+        channels = Channels((f"127.0.0.1:{port}",), grpc.ssl_channel_credentials(ca, key_pem(key), pem))
+        with IoThread() as io, pytest.raises(RefusedError, match="does not name the address dialled"):
+            agreed_configuration(io, channels, mallory, ALONE)
     finally:
         server.stop(None)
 
@@ -170,21 +170,21 @@ def test_a_peer_enters_only_when_all_aggregators_have_the_coordinators_settings(
 
     me = Identity(RUN_ID, "peer", "a")
     values = {"sync": {"every": 8}, "name": "test"}
-    with IoThread() as bridge, faked(RunConfig.from_mapping(values)) as second:
+    with IoThread() as io, faked(RunConfig.from_mapping(values)) as second:
         address = f"127.0.0.1:{second.port}"
         config = RunConfig.from_mapping({**values, "aggregators": {"addresses": [address]}})
         second.config = config
         with faked(config) as first:
-            dial = Channels((f"127.0.0.1:{first.port}",))
-            assert agreed_configuration(bridge, dial, me, ALONE) == (dataclasses.replace(config, server=RunConfig().server), 0)
+            channels = Channels((f"127.0.0.1:{first.port}",))
+            assert agreed_configuration(io, channels, me, ALONE) == (dataclasses.replace(config, server=RunConfig().server), 0)
             second.config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, every=16))
             with pytest.raises(
                 ConfigError, match=rf"aggregator 1 \({address}\) has other .*: sync.every is 16, not 8; give it"
             ):
-                agreed_configuration(bridge, dial, me, ALONE)
+                agreed_configuration(io, channels, me, ALONE)
             second.config = dataclasses.replace(config, seed=5)
             with pytest.raises(ConfigError, match="seed is 5, not 0; give it"):
-                agreed_configuration(bridge, dial, me, ALONE)
+                agreed_configuration(io, channels, me, ALONE)
 
 
 class TestExport:

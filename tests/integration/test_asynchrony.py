@@ -162,11 +162,11 @@ def entered(collectives: dict[str, Collective], config: RunConfig) -> Iterator[d
 @contextmanager
 def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
     state, now = new_folder(folder / "run", toml=toml), [0.0]
-    with running(state, lambda: now[0]) as here, IoThread() as bridge, ExitStack() as stack:
+    with running(state, lambda: now[0]) as here, IoThread() as io, ExitStack() as stack:
         carriers: dict[str, HubCollective] = {}
         for name in NAMES:
-            dial = Channels([address(state)], here.served.credentials(name))
-            carriers[name] = HubCollective(bridge, dial, Identity(state.run_id, "peer", name))
+            channels = Channels([address(state)], here.served.credentials(name))
+            carriers[name] = HubCollective(io, channels, Identity(state.run_id, "peer", name))
             stack.callback(carriers[name].close)
 
         def told(what: Callable[[View], bool]) -> None:
@@ -174,7 +174,7 @@ def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
                 views = [carrier._session.view for carrier in carriers.values()]
                 return all(view is not None and what(view) for view in views) or None
 
-            assert bridge.wait(look, timeout=30), "a peer was never told"
+            assert io.wait(look, timeout=30), "a peer was never told"
 
         def hear() -> None:
             newest = here.run.rounds.published.outer_step

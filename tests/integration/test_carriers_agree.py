@@ -85,10 +85,10 @@ def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
 
 
 def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
-    with running(folder) as here, IoThread() as bridge:
+    with running(folder) as here, IoThread() as io:
         collectives = {
             name: HubCollective(
-                bridge, Channels([address(folder)], here.served.credentials(name)), Identity(folder.run_id, "peer", name)
+                io, Channels([address(folder)], here.served.credentials(name)), Identity(folder.run_id, "peer", name)
             )
             for name in NAMES
         }
@@ -173,11 +173,11 @@ def rank_of_a_peer(rank: int, settings: Settings) -> None:
         for module in (network[0], network[2], network):
             fully_shard(module)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
-    dial = Channels([settings.endpoint], grpc.ssl_channel_credentials(*settings.pems))
-    with IoThread() as bridge:
+    channels = Channels([settings.endpoint], grpc.ssl_channel_credentials(*settings.pems))
+    with IoThread() as io:
         collective = HubCollective(
-            bridge,
-            dial,
+            io,
+            channels,
             Identity(settings.run_id, "peer", settings.name),
             ranks=ranks,
             lazy=settings.worker.sync.mode == "forward",

@@ -23,9 +23,10 @@ from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.messages import Serving, SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.data_calls import DataPlane
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.snapshot_server import MAX_PAST, MAX_READERS, SnapshotServer
+from peers.carriers.run_connection import Traffic
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served, theta
 
 WHOLE = [Shard(fragment) for fragment in SCHEMA.fragments]
@@ -49,13 +50,13 @@ async def serving(run: Served, peer_id: str, **options: object) -> AsyncIterator
 
 
 @asynccontextmanager
-async def reading(run: Served, peer_id: str) -> AsyncIterator[DataPlane]:
-    dial = Channels([run.coordinator.listen], run.credentials(peer_id))
-    data = DataPlane(dial, run.folder.run_id, Traffic(), lambda: 0.0)
+async def reading(run: Served, peer_id: str) -> AsyncIterator[DataCalls]:
+    channels = Channels([run.coordinator.listen], run.credentials(peer_id))
+    data = DataCalls(channels, run.folder.run_id, Traffic(), lambda: 0.0)
     try:
         yield data
     finally:
-        await data.close()
+        await channels.close()
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from editpb.identity import Identity
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.io_thread import Interrupted
+from peers.carriers.run_connection import Interrupted
 from peers.daemon import PeerOptions, attend, run_peer, server_of
 from peers.identity.peer_folder import Enrolled
 from peers.models.registry import build

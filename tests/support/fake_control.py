@@ -31,7 +31,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         assert isinstance(hello, Hello)
         if fake.refuse_attendance:
             await context.abort(*fake.refuse_attendance.pop(0))
-        fake.bridge.change(lambda: fake.hellos.append(hello))
+        fake.io.change(lambda: fake.hellos.append(hello))
         welcome = Welcome(
             run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), outer_step=fake.view.outer_step
         )
@@ -46,7 +46,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
                 if fake.expel is not None:
                     yield coordinator_message_to_pb(fake.expel)
                     return
-                yield coordinator_message_to_pb(fake.bridge.read(lambda: fake.view))
+                yield coordinator_message_to_pb(fake.io.read(lambda: fake.view))
                 await changed.wait()
                 changed.clear()
         finally:
@@ -56,7 +56,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     async def _listen(self, requests: AsyncIterator[control_pb2.PeerMessage], changed: asyncio.Event) -> None:
         try:
             async for message in requests:
-                self._fake.bridge.change(partial(self._heard, peer_message_from_pb(message)))
+                self._fake.io.change(partial(self._heard, peer_message_from_pb(message)))
         finally:
             changed.set()
 

@@ -44,7 +44,7 @@ class FakeCoordinator:
     """Context manager. `script`: called under the lock, on the loop, when a peer has delivered every fragment of a round."""
 
     def __init__(self, config: RunConfig, schema: Schema, theta: Sequence[Tensor] | None, *, peer_id: str = "a") -> None:
-        self.bridge = IoThread("fake-coordinator")
+        self.io = IoThread("fake-coordinator")
         self.config = config
         self.schema = schema
         self.peer_id = peer_id
@@ -84,31 +84,31 @@ class FakeCoordinator:
         self._changed: set[asyncio.Event] = set()
 
     def __enter__(self) -> FakeCoordinator:
-        self.bridge.__enter__()
+        self.io.__enter__()
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
-        self.bridge.__exit__(kind, error, trace)
+        self.io.__exit__(kind, error, trace)
 
     # ---- what a test's thread does ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Listen on 127.0.0.1, on the same port as before when it was stopped."""
-        self.port = self.bridge.call(self._start(), timeout=10)
+        self.port = self.io.call(self._start(), timeout=10)
 
     def stop(self) -> None:
         """Stop at once, as a killed process would."""
-        self.bridge.call(self._stop(), timeout=10)
+        self.io.call(self._stop(), timeout=10)
 
     def show(self, **changes: object) -> None:
         """Change the view and send it to whoever attends."""
-        self.bridge.change(lambda: self.change_view(**changes))
+        self.io.change(lambda: self.change_view(**changes))
 
     def await_(self, look: Callable[[FakeCoordinator], object]) -> None:
         """Wait until `look(self)` is true. Fails the test after ten seconds."""
-        assert self.bridge.wait(lambda: look(self) or None, timeout=10) is not None, "the fake coordinator waited in vain"
+        assert self.io.wait(lambda: look(self) or None, timeout=10) is not None, "the fake coordinator waited in vain"
 
     def hold_update(self, fragment_id: int) -> None:
         """Updates stop before this fragment until it is released; `await_held` waits for the first that has."""
@@ -122,17 +122,17 @@ class FakeCoordinator:
         """Let the held updates go on, or their streams break."""
         if broken:
             self.broken_gates.add(fragment_id)
-        self.bridge.post(self._gates.pop(fragment_id).set)
+        self.io.post(self._gates.pop(fragment_id).set)
 
     async def gate(self, fragment_id: int) -> bool:
         """Wait while this fragment is held (loop's thread); returns whether the stream shall break here, once."""
         if fragment_id in self._gates:
             gate = self._gates[fragment_id]
-            self.bridge.change(lambda: self.calls.update(held=self.calls["held"] + 1))
+            self.io.change(lambda: self.calls.update(held=self.calls["held"] + 1))
             try:
                 await gate.wait()
             except asyncio.CancelledError:
-                self.bridge.change(lambda: self.calls.update(abandoned=self.calls["abandoned"] + 1))
+                self.io.change(lambda: self.calls.update(abandoned=self.calls["abandoned"] + 1))
                 raise
         broken = fragment_id in self.broken_gates
         self.broken_gates.discard(fragment_id)
@@ -205,7 +205,7 @@ class FakeCoordinator:
     def change_view(self, **changes: object) -> None:
         """Change the view and send it (under the lock; `show` is for a test's thread)."""
         self.view = dataclasses.replace(self.view, **{"sequence": self.view.sequence + 1, **changes})  # type: ignore[arg-type]
-        self.bridge.post(self._wake)
+        self.io.post(self._wake)
 
     def _wake(self) -> None:
         for event in self._changed:

@@ -46,16 +46,16 @@ class FakeData(data_pb2_grpc.DataServicer):
         slot = header.round_id, header.fragment_id, header.rank
         if late := fake.refusal(header):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, late)
-        if not fake.bridge.change(lambda: self._offer(slot, header)):
+        if not fake.io.change(lambda: self._offer(slot, header)):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer attempt is on its way")
         into, limit = fake.received[slot], fake.break_contribution_after.pop(0) if fake.break_contribution_after else None
-        fake.bridge.change(lambda: fake.starts.append(len(into)))
+        fake.io.change(lambda: fake.starts.append(len(into)))
         async for part in requests:
             assert part.chunk.offset == len(into)
             into += part.chunk.data
             if limit is not None and len(into) >= limit:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-        fake.bridge.change(lambda: self._contributed(slot, header))
+        fake.io.change(lambda: self._contributed(slot, header))
         return data_pb2.ContributionReceipt(complete=len(into) == header.total_bytes, received_bytes=len(into))
 
     def _offer(self, slot: Slot, header: ContributionHeader) -> bool:
@@ -155,7 +155,7 @@ class FakeData(data_pb2_grpc.DataServicer):
         data = [bytearray() for _ in fake.schema.fragments]
         async for part in requests:
             data[part.chunk.fragment_id] += part.chunk.chunk.data
-        fake.bridge.change(lambda: self._founded(header.digest, data))
+        fake.io.change(lambda: self._founded(header.digest, data))
         return data_pb2.FoundReply()
 
     def _founded(self, claimed: str, data: Sequence[bytearray]) -> None:

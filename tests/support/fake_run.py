@@ -16,6 +16,7 @@ from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.uplink import Stage, as_it_is
 from peers.carriers.io_thread import IoThread
 from tests.support.encoded import encode
 from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
@@ -55,11 +56,11 @@ def vectors(sizes: Sequence[int], seed: int) -> list[Tensor]:
 class Peer:
     """A peer without a model: it contributes vectors and asks."""
 
-    def __init__(self, bridge: IoThread, fake: FakeCoordinator, lazy: bool = False) -> None:
-        self.bridge = bridge
+    def __init__(self, io: IoThread, fake: FakeCoordinator, lazy: bool = False, stage: Stage = as_it_is) -> None:
+        self.io = io
         self.schema = fake.schema
         self.collective = HubCollective(
-            bridge, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, draw=lambda: 0.0
+            io, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, stage=stage, draw=lambda: 0.0
         )
 
     def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
@@ -78,7 +79,7 @@ class Peer:
 
     def await_link(self, up: bool) -> None:
         """Wait until the coordinator is heard, or no longer heard."""
-        assert self.bridge.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
+        assert self.io.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
 
 
 @contextmanager
@@ -90,13 +91,14 @@ def run_of(
     lazy: bool = False,
     groups: int = 1,
     max_staleness: int = 0,
+    stage: Stage = as_it_is,
 ) -> Iterator[tuple[FakeCoordinator, Peer]]:
     theta = vectors(sizes, seed=0)
     with (
         FakeCoordinator(config(groups, max_staleness), schema_of(sizes), theta if founded else None) as fake,
-        IoThread() as bridge,
+        IoThread() as io,
     ):
-        peer = Peer(bridge, fake, lazy)
+        peer = Peer(io, fake, lazy, stage)
         try:
             if join:
                 snapshot = peer.collective.join(peer.schema, lambda: theta)

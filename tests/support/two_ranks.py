@@ -1,4 +1,4 @@
-"""A peer of two ranks in the run of a scripted coordinator: threads, each with a bridge, a connection and a session."""
+"""A peer of two ranks in the run of a scripted coordinator: threads, each with a io, a connection and a session."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from edit.replica.ranks import Ranks
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.uplink import Stage, as_it_is
 from peers.carriers.io_thread import IoThread
 from tests.support.encoded import encode
 from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
@@ -47,7 +48,7 @@ def shards(rank: int) -> list[Shard]:
 @dataclass
 class Rank:
     ranks: Ranks
-    bridge: IoThread
+    io: IoThread
     collective: HubCollective
     shards: Sequence[Shard]
     gate: threading.Barrier
@@ -67,7 +68,7 @@ class Rank:
 
     def await_link(self, up: bool) -> None:
         """Wait until this rank hears the coordinator, or no longer hears it."""
-        assert self.bridge.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
+        assert self.io.wait(lambda: self.collective.connected is up or None, timeout=10) is not None
 
     def only(self, rank: int, call: Callable[[], object]) -> None:
         """Let one rank do something while the others wait."""
@@ -84,16 +85,17 @@ def with_two_ranks(
     lazy: bool = False,
     join: bool = True,
     max_staleness: int = 0,
+    stage: Stage = as_it_is,
 ) -> list[T]:
     """What `work` returns at each rank of a peer in the run of a scripted coordinator."""
     gate = threading.Barrier(2, timeout=30)
     with FakeCoordinator(config(max_staleness=max_staleness), SCHEMA, vectors(SIZES, 0) if founded else None) as fake:
 
         def one(ranks: Ranks) -> T:
-            with IoThread() as bridge:
-                dial, identity = Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
-                collective = HubCollective(bridge, dial, identity, ranks=ranks, lazy=lazy, draw=lambda: 0.0)
-                rank = Rank(ranks, bridge, collective, shards(ranks.rank), gate)
+            with IoThread() as io:
+                channels, identity = Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
+                collective = HubCollective(io, channels, identity, ranks=ranks, lazy=lazy, stage=stage, draw=lambda: 0.0)
+                rank = Rank(ranks, io, collective, shards(ranks.rank), gate)
                 try:
                     if join:
                         rank.join()

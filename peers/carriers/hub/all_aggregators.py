@@ -1,39 +1,81 @@
-"""One peer's connections to all aggregators of its run; where the coordinator is the only one, that one.
-
-Owns: who is dialled, and that a peer enters only when every aggregator is there and has the coordinator's settings. Must not
-know: models, fragments, what is exchanged.
-"""
+"""One peer's connections to all aggregators of its run; where the coordinator is the only one, to that one."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import overload
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
+from edit.fragments.schema import Schema
 from edit.replica.ranks import Ranks
+from edit.replica.replica import Outer
 from editpb.identity import Identity
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective, JointStart
+from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Traffic, leaving
 
-__all__ = ["AllAggregators", "agreed_configuration"]
+__all__ = ["AllAggregators", "agreed_configuration", "connect_hub"]
+
+_log = logging.getLogger("peers")
 
 
-def agreed_configuration(bridge: IoThread, dial: Channels, identity: Identity, ranks: Ranks) -> tuple[RunConfig, int]:
-    """The run's configuration, once the coordinator and every further aggregator have said the same, and the least of their
-    outer steps: none of them is behind it from now on. Waits for ever.
+@contextmanager
+def connect_hub(
+    io: IoThread,
+    channels: Channels,
+    identity: Identity,
+    ranks: Ranks,
+    server: SnapshotServer | None = None,
+    *,
+    ended: str = "the run has finished",
+    failed: str = "the peer failed",
+) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
+    """Connect one rank of a peer to its run; all ranks of the replica call it together.
 
-    A peer that entered while one of them is away would keep the others waiting for it. Raises ConfigError, RefusedError,
-    EvictedError, Interrupted; all ranks of a replica call it together.
+    Yields the connection, the run's configuration and an outer step that every aggregator has reached. Waits for aggregators
+    that are not there yet. Leaving says goodbye and closes everything. Raises ConfigError, RefusedError, EvictedError,
+    Interrupted.
+
+    Args:
+        io: the I/O thread.
+        channels: to the coordinator.
+        identity: this peer's.
+        ranks: of the replica.
+        server: serves this peer's snapshots while the context is open.
+        ended, failed: what the goodbye says.
     """
-    config, outer_step = _configuration(bridge, dial, identity, ranks)
+    with _serving(io, server):
+        parser = ConfigParser()
+        config, run_step = agreed_configuration(io, channels, identity, ranks, parser)
+        if server is not None and config.aggregators.addresses:
+            count = config.aggregators.count
+            raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
+        with leaving(AllAggregators(io, channels, identity, config, ranks, parser, server), ended, failed) as connection:
+            yield connection, config, run_step
+
+
+def agreed_configuration(
+    io: IoThread, channels: Channels, identity: Identity, ranks: Ranks, parser: ConfigParser | None = None
+) -> tuple[RunConfig, int]:
+    """Return the run's configuration, once the coordinator and every further aggregator have said the same.
+
+    Returns it with the least of their outer steps: none of them is behind it from now on. Waits for ever: a peer that entered
+    while an aggregator is away would keep the others waiting for it. All ranks of a replica call it together. Raises
+    ConfigError, RefusedError, EvictedError, Interrupted.
+    """
+    parser = parser or ConfigParser()
+    config, outer_step = _configuration(io, channels, identity, ranks, parser)
     for number, address in enumerate(config.aggregators.addresses, start=1):
-        theirs, reached = _configuration(bridge, Channels((address,), dial.credentials), identity, ranks)
+        theirs, reached = _configuration(io, Channels((address,), channels.credentials), identity, ranks, parser)
         outer_step = min(outer_step, reached)
-        if (difference := _first_difference(config, theirs)) is not None:
+        if theirs is not config and (difference := _first_difference(config, theirs)) is not None:
             raise ConfigError(
                 f"aggregator {number} ({address}) has other settings than the coordinator: {difference}; give it the same "
                 "run.toml with `edit-coordinator new-aggregator`, and start it again"
@@ -41,13 +83,15 @@ def agreed_configuration(bridge: IoThread, dial: Channels, identity: Identity, r
     return config, outer_step
 
 
-def _configuration(bridge: IoThread, dial: Channels, identity: Identity, ranks: Ranks) -> tuple[RunConfig, int]:
-    with closing(HubCollective(bridge, dial, identity, ranks=ranks)) as reader:
+def _configuration(
+    io: IoThread, channels: Channels, identity: Identity, ranks: Ranks, parser: ConfigParser
+) -> tuple[RunConfig, int]:
+    with closing(HubCollective(io, channels, identity, ranks=ranks, parser=parser)) as reader:
         return reader.configuration()
 
 
 def _first_difference(config: RunConfig, other: RunConfig) -> str | None:
-    """`sync.every is 8, not 16`: the first setting in which `other` differs, or None."""
+    """Return the first setting in which `other` differs, as in `sync.every is 8, not 16`; None: there is none."""
     ours, theirs = json.loads(config.to_json()), json.loads(other.to_json())
     for name in sorted(ours):
         if not isinstance(ours[name], dict):
@@ -58,66 +102,124 @@ def _first_difference(config: RunConfig, other: RunConfig) -> str | None:
     return None
 
 
-class AllAggregators(Sequence[HubCollective]):
-    """In the order of the aggregators, the coordinator's first; what `EditWorker` takes. Close it before the bridge ends."""
+@contextmanager
+def _serving(io: IoThread, server: SnapshotServer | None) -> Iterator[None]:
+    if server is None:
+        yield
+        return
+    _log.info("serving snapshots at %s", io.call(server.start()))
+    try:
+        yield
+    finally:
+        io.resume()
+        io.call(server.close())
 
-    def __init__(self, bridge: IoThread, dial: Channels, identity: Identity, config: RunConfig, ranks: Ranks) -> None:
-        lazy = config.sync.mode == "forward"
-        dials = [dial, *(Channels((address,), dial.credentials) for address in config.aggregators.addresses)]
-        self._each = tuple(HubCollective(bridge, one, identity, ranks=ranks, lazy=lazy) for one in dials)
-        for one in self._each:
-            one.together = ()
-        self._each[-1].together = self._each  # no aggregator waits for this peer while it still reads the others' snapshots
+
+class AllAggregators(Sequence[HubCollective]):
+    """A `peers.carriers.run_connection.RunConnection`: one `HubCollective` for each aggregator, the coordinator's first.
+
+    Close it before the I/O thread ends.
+
+    Args:
+        io: the I/O thread.
+        channels: to the coordinator; its credentials serve for the further aggregators, too.
+        identity: this peer's.
+        config: the run's; names the further aggregators.
+        ranks: of the replica.
+        parser: of the configuration, with what it has parsed.
+        server: serves this peer's snapshots.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        channels: Channels,
+        identity: Identity,
+        config: RunConfig,
+        ranks: Ranks,
+        parser: ConfigParser | None = None,
+        server: SnapshotServer | None = None,
+    ) -> None:
+        self._io = io
+        self._server = server
+        self._shown: Outer | None = None
+        addresses = config.aggregators.addresses
+        start, parser = JointStart(1 + len(addresses)), parser or ConfigParser()
+        self.parts = tuple(
+            HubCollective(
+                io,
+                each,
+                identity,
+                ranks=ranks,
+                lazy=config.sync.mode == "forward",
+                start=start,
+                parser=parser,
+                server=server,
+            )
+            for each in (channels, *(Channels((address,), channels.credentials) for address in addresses))
+        )
 
     @property
     def peer_id(self) -> str:
         """This peer's identity in verdicts."""
-        return self._each[0].peer_id
+        return self.parts[0].peer_id
 
     @property
     def connected(self) -> bool:
         """Whether every aggregator is heard at present."""
-        return all(one.connected for one in self._each)
+        return all(part.connected for part in self.parts)
 
     @property
     def traffic(self) -> Traffic:
         """Bytes sent and received on the data plane since the process started."""
-        return Traffic(sum(one.traffic.sent for one in self._each), sum(one.traffic.received for one in self._each))
+        return Traffic(sum(part.traffic.sent for part in self.parts), sum(part.traffic.received for part in self.parts))
 
     @property
     def ended(self) -> bool:
         """Whether all aggregators' runs have finished, at whatever outer step; all ranks ask together."""
-        return all(one.ended for one in self._each)
+        return all(part.ended for part in self.parts)
 
     def prefetch(self) -> None:
         """Begin to fetch the snapshots that joining will return, from a run that has parameters."""
-        for one in self._each:
-            one.ahead.begin()
+        for part in self.parts:
+            part.prefetch()
+
+    def show(self, schema: Schema, outer: Outer) -> None:
+        """Offer these outer parameters to members that join, where this peer serves snapshots."""
+        if (server := self._server) is not None and outer is not self._shown:
+            self._shown = outer
+            self._io.post(lambda: server.show(schema, outer))
 
     def check(self) -> None:
-        """Raises EvictedError or RefusedError when one of them has expelled this peer, Interrupted when asked to stop: so for
-        any rank, at every rank."""
-        for one in self._each:
-            one.check()
+        """Raise EvictedError or RefusedError when an aggregator has expelled this peer, Interrupted when asked to stop.
+
+        What is raised at one rank is raised at all.
+        """
+        for part in self.parts:
+            part.check()
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises Interrupted as soon as this process is asked to stop."""
+        self._io.wait(lambda: None, timeout=seconds)
 
     def interrupt(self) -> None:
-        """End the main thread's waits with Interrupted; for signal handlers."""
-        self._each[0].interrupt()
+        """End the main thread's waits with Interrupted; safe in a signal handler."""
+        self._io.interrupt()
 
     def close(self, reason: str = "the peer stopped") -> None:
         """Say goodbye to each, within two seconds, and close the connections. reason: told to the run's operator."""
-        for one in self._each:
-            one.close(reason)
+        for part in self.parts:
+            part.close(reason)
 
     def __len__(self) -> int:
-        return len(self._each)
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[HubCollective]:
-        return iter(self._each)
+        return iter(self.parts)
 
     @overload
     def __getitem__(self, index: int) -> HubCollective: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[HubCollective]: ...
     def __getitem__(self, index: int | slice) -> HubCollective | Sequence[HubCollective]:
-        return self._each[index]
+        return self.parts[index]

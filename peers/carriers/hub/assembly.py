@@ -1,7 +1,7 @@
-"""Putting the fragments of an update or a snapshot back together from the chunks of a stream. Pure: messages in, bytes out.
+"""Putting an update back together from the messages of its streams: messages in, payloads out, no I/O.
 
-Owns: whose turn it is, what is still to be asked for, and that what arrived is what the manifest announced. Must not know:
-connections, retries.
+The bytes of one fragment are put together by `editpb.chunks.Reassembly`; here is the order of the fragments, what is still to
+be asked for, and the check that what arrived is what the manifest announced.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-from blake3 import blake3
-from torch import Tensor
-
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor
-from editpb import data_pb2, tensors_pb2
+from editpb import data_pb2
 from editpb.chunks import Reassembly
 from editpb.data_messages import commit_from_parts, update_manifest_from_pb
 from editpb.messages import FragmentUpdate, UpdateManifest
 
-__all__ = ["SnapshotFragment", "UpdateAssembly"]
+__all__ = ["UpdateAssembly"]
 
 
 class UpdateAssembly:
-    """The part of one update that concerns this rank, over as many streams as it takes.
+    """This rank's shards of one update, over as many streams as it takes.
 
-    A stream begins with its manifest, then come the bytes of each fragment that was not rolled back, one after the other. The
-    next stream need not repeat fragments that are complete (see `missing`).
-    due: the fragments that the update is of, ascending; shards: what this rank holds, one per fragment of the schema.
-    Raises RemoteProtocolError for whatever does not fit `schema`, `outer_step`, `due` or the manifest.
+    A stream begins with its manifest; then come the bytes of each fragment that was not rolled back, one after the other. The
+    next stream need not repeat fragments that are complete (see `missing`). Raises RemoteProtocolError for whatever does not
+    fit `schema`, `outer_step`, `due` or the manifest.
+
+    Args:
+        schema: of the model.
+        outer_step: the one that the update leads to.
+        due: the fragments that the update is of, ascending.
+        shards: what this rank holds, one per fragment of the schema.
     """
 
     def __init__(self, schema: Schema, outer_step: int, due: Sequence[int], shards: Sequence[Shard]) -> None:
@@ -40,13 +41,13 @@ class UpdateAssembly:
         self._due = tuple(due)
         self._shards = tuple(shards)
         self._manifest: UpdateManifest | None = None
-        self._updates: list[FragmentUpdate] = []  # of the first stream's manifest: what there is to have
+        self._updates: list[FragmentUpdate] = []  # of the first stream's manifest, which lists all fragments
         self._data: dict[int, bytearray] = {}  # by position in the manifest; whole ones only
         self._arriving: list[tuple[int, Reassembly]] = []  # of the present stream, in their order
 
     @property
     def missing(self) -> tuple[Shard, ...]:
-        """What to ask for: this rank's shards, less those that are here."""
+        """What to ask for: this rank's shards, empty for the fragments that are here."""
         here = {self._due[position] for position in self._data}
         return tuple(Shard(shard.fragment, ()) if i in here else shard for i, shard in enumerate(self._shards))
 
@@ -66,11 +67,11 @@ class UpdateAssembly:
         )
 
     def rolled_back(self, position: int) -> bool:
-        """Whether the fragment at this position of the manifest comes without a payload."""
+        """Return whether the fragment at this position of the manifest comes without a payload."""
         return self._updates[position].codec is None
 
     def payload(self, position: int) -> EncodedTensor | None:
-        """The fragment at this position of the manifest; None while bytes are missing."""
+        """Return the fragment at this position of the manifest; None while bytes are missing."""
         update, data = self._updates[position], self._data.get(position)
         return None if update.codec is None or data is None else EncodedTensor(update.codec, update.numel, data)
 
@@ -98,7 +99,7 @@ class UpdateAssembly:
         self._settle()
 
     def take(self, part: data_pb2.UpdatePart) -> bool:
-        """Append one chunk to the fragment whose turn it is; returns whether that is complete now."""
+        """Append one chunk to the fragment whose turn it is; return whether that is complete now."""
         if part.WhichOneof("kind") != "chunk":
             raise RemoteProtocolError("an update has a second manifest")
         if not self._arriving or part.chunk.fragment_id != self._due[self._arriving[0][0]]:
@@ -107,7 +108,7 @@ class UpdateAssembly:
         return self._settle()
 
     def finish(self) -> Commit:
-        """The commit with its payloads, once all bytes are there."""
+        """Return the commit with its payloads, once all bytes are here."""
         if self._manifest is None:
             raise RemoteProtocolError("an empty update")
         if self._arriving:
@@ -124,44 +125,3 @@ class UpdateAssembly:
             position, payload = self._arriving.pop(0)
             self._data[position] = payload.finish()
         return len(self._arriving) < before
-
-
-class SnapshotFragment:
-    """This rank's shard of one fragment of a snapshot, over as many streams as it takes.
-
-    digest: BLAKE3 of the whole fragment; a part of it can only be held against its size and the checksums of its chunks.
-    Raises RemoteProtocolError for what does not fit.
-    """
-
-    def __init__(self, shard: Shard, digest: bytes) -> None:
-        self._name = f"snapshot of fragment {shard.fragment.name}"
-        self._total = 4 * shard.numel
-        self._digest = digest if shard.is_whole else None
-        self.clear()
-
-    @property
-    def received(self) -> int:
-        """Bytes so far: the offset from which to ask for more."""
-        return self._bytes.received
-
-    @property
-    def complete(self) -> bool:
-        return self._bytes.complete
-
-    def clear(self) -> None:
-        """Trust nothing that arrived."""
-        self._bytes = Reassembly(self._name, self._total, self._total)
-        self._hash = blake3()
-
-    def take(self, chunk: tensors_pb2.Chunk) -> None:
-        """Append one chunk."""
-        self._bytes.take(chunk)
-        if self._digest is not None:
-            self._hash.update(chunk.data)
-
-    def finish(self) -> Tensor:
-        """The region's flat fp32 tensor, once all bytes are there and, of a whole fragment, their BLAKE3 is right."""
-        data = self._bytes.finish()
-        if self._digest is not None and self._hash.digest() != self._digest:
-            raise RemoteProtocolError(f"{self._name}: its BLAKE3 is not the manifest's")
-        return torch.frombuffer(data, dtype=torch.float32)

@@ -1,29 +1,20 @@
-"""Connections to the coordinator, one per plane, never shared, and to other members; mutual TLS unless a test says otherwise.
+"""The gRPC channels of one peer: who opens them, with which credentials, and what a failed handshake means.
 
-Owns: channel options (size limit, keepalive, reconnection), the choice among several endpoints, and what a failed handshake
-means. Must not know: what is said on a channel.
+`Channels` owns every channel to a coordinator, an aggregator or another member; mutual TLS unless a test says otherwise.
+Control and data never share a connection. `enrolment_channel` is the one channel of a process that is not a member yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import grpc
 
-__all__ = ["MESSAGE_BYTES", "Channels", "Traffic", "handshake_refusal"]
+from editpb.channel_options import channel_options
 
-MESSAGE_BYTES = 8 << 20
-OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.use_local_subchannel_pool", 1),  # control and data never share a connection
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
+__all__ = ["Channels", "enrolment_channel", "handshake_refusal"]
+
+ENROLMENT_BYTES = 1 << 20  # the largest answer to an enrolment
 HANDSHAKE_WORDS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from this run's authority (is another run served there?)",
     "UNKNOWN_CA": "the coordinator does not accept this peer's certificate",
@@ -32,48 +23,71 @@ HANDSHAKE_WORDS = {
 }
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of the data plane since the process started: the lengths of the serialized messages, counted, never computed."""
-
-    sent: int = 0
-    received: int = 0
-
-
-@dataclass(slots=True)
 class Channels:
-    """Where the coordinator is, and how to reach it.
+    """Opens, keeps and closes the channels to one aggregator, and those to other members. Its methods run on the loop's thread.
 
-    endpoints: HOST:PORT, tried in turn; credentials None: plaintext, for tests.
+    Args:
+        endpoints: HOST:PORT of the aggregator, tried in turn.
+        credentials: of this peer; None: plaintext, for tests.
     """
 
-    endpoints: Sequence[str]
-    credentials: grpc.ChannelCredentials | None = None
-    _turn: int = field(default=0, init=False)
+    def __init__(self, endpoints: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
+        self.credentials = credentials
+        self._endpoints = tuple(endpoints)
+        self._turn = 0
+        self._data: tuple[str, grpc.aio.Channel] | None = None  # its endpoint, and the data plane's present channel
+        self._open: set[grpc.aio.Channel] = set()  # also the data channels to earlier endpoints: calls may still use them
 
     @property
     def endpoint(self) -> str:
-        """The endpoint whose turn it is."""
-        return self.endpoints[self._turn % len(self.endpoints)]
+        """The endpoint whose turn it is; may be read on any thread."""
+        return self._endpoints[self._turn % len(self._endpoints)]
 
     def rotate(self) -> None:
         """Let the next channel go to the next endpoint."""
         self._turn += 1
 
-    def channel(self) -> grpc.aio.Channel:
-        """A new connection of its own; must be called on the loop's thread."""
-        if self.credentials is None:
-            return grpc.aio.insecure_channel(self.endpoint, options=OPTIONS)
-        return grpc.aio.secure_channel(self.endpoint, self.credentials, options=OPTIONS)
+    def control(self) -> grpc.aio.Channel:
+        """Open a channel for one attempt of the control connection; `release` it afterwards."""
+        return self._channel(self.endpoint)
 
-    def member(self, endpoint: str, server_name: str) -> grpc.aio.Channel:
-        """As `channel`, to another member, whose certificate must say `server_name` (see `editpb.identity.Identity`)."""
+    def data(self) -> grpc.aio.Channel:
+        """Return the data plane's channel: the same one until the endpoint changes."""
+        if self._data is None or self._data[0] != self.endpoint:
+            self._data = self.endpoint, self._channel(self.endpoint)
+        return self._data[1]
+
+    def member(self, address: str, server_name: str) -> grpc.aio.Channel:
+        """Open a channel to another member, whose certificate must say `server_name` (`editpb.identity.Identity`)."""
+        return self._channel(address, server_name)
+
+    async def release(self, channel: grpc.aio.Channel) -> None:
+        """Close one channel."""
+        self._open.discard(channel)
+        if self._data is not None and self._data[1] is channel:
+            self._data = None
+        await channel.close()
+
+    async def close(self) -> None:
+        """Close all channels; a later call opens a new one."""
+        for channel in tuple(self._open):
+            await self.release(channel)
+
+    def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
         if self.credentials is None:
-            return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
-        options = [*OPTIONS, ("grpc.ssl_target_name_override", server_name)]
-        return grpc.aio.secure_channel(endpoint, self.credentials, options=options)
+            channel = grpc.aio.insecure_channel(address, options=channel_options())
+        else:
+            channel = grpc.aio.secure_channel(address, self.credentials, options=channel_options(server_name=server_name))
+        self._open.add(channel)
+        return channel
+
+
+def enrolment_channel(endpoint: str, authority: bytes) -> grpc.Channel:
+    """Open a blocking channel to a server whose certificate `authority` (PEM) has signed; a context manager that closes it."""
+    credentials = grpc.ssl_channel_credentials(authority)
+    return grpc.secure_channel(endpoint, credentials, options=channel_options(ENROLMENT_BYTES))
 
 
 def handshake_refusal(details: str) -> str | None:
-    """One line that says which certificate was refused, or None when `details` of a failed call tell of something else."""
+    """Return in one line which certificate was refused; None when the `details` of a failed call are about something else."""
     return next((meaning for word, meaning in HANDSHAKE_WORDS.items() if word in details), None)

@@ -1,23 +1,26 @@
-"""`edit.Collective` over gRPC: one rank's connection to a coordinator. A peer of several ranks has one at each.
+"""`edit.Collective` over gRPC: one rank's connection to one aggregator. A peer of several ranks has one at each rank.
 
-Owns: how the parts (session, bridge, control and data connections, uplink, downlink, agreement) answer the five questions of
-the seam, and when the main thread waits. The main thread calls; the loop's thread does the I/O. Must not know: models,
-optimizers, files.
+It puts the parts together (session, control stream, data calls, uplink, downlink, the ranks' agreement) and says when the main
+thread waits. The main thread calls; the loop's thread does the I/O.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import dataclasses
 import logging
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from edit.config.run import RunConfig
 from edit.errors import (
+    EditError,
     EvictedError,
     LocalProtocolError,
     RefusedError,
@@ -25,87 +28,112 @@ from edit.errors import (
     StaleError,
     TransportError,
 )
+from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
 from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.control_stream import Attendance, Report, understood
-from peers.carriers.hub.data_calls import DataPlane
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
+from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.downlink import Downlink
-from peers.carriers.hub.founding import found_or_wait
-from peers.carriers.hub.session import Decision, Session
-from peers.carriers.hub.snapshot_donors import Origin
-from peers.carriers.hub.snapshot_prefetch import SnapshotPrefetch
+from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Decision, Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
-from peers.carriers.hub.uplink import ATTEMPTS, Uplink, headers
+from peers.carriers.hub.uplink import ATTEMPTS, Stage, Uplink, as_it_is
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
+from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["HubCollective"]
+__all__ = ["HubCollective", "JointStart"]
 
 SOFTWARE = "edit-localsgd 0.1.0"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Entered:
-    """What exists once `join` was called."""
-
-    attendance: Attendance
-    uplink: Uplink
-    downlink: Downlink
-
-
 @dataclass(frozen=True, slots=True)
 class LeaderDecision:
-    """What rank 0 says of an outer step. round_id: the one that its contribution names, or 0; carried: a contribution that the
-    commit does not have may be part of a later one; inner_steps: until the next contribution, 0: no word."""
+    """What rank 0 says of an outer step, at all ranks."""
 
     decision: Decision
     reason: str
-    round_id: int = 0
-    carried: bool = False
-    inner_steps: int = 0
+    round_id: int = 0  # the round that its contribution names, or 0
+    carried: bool = False  # a contribution that the commit does not have may be part of a later one
+    inner_steps: int = 0  # until the next contribution; 0: as before
+
+
+class JointStart:
+    """Lets the connections of one peer begin to train together.
+
+    No aggregator waits for this peer while it still reads the snapshots of the others.
+
+    connections: how many there are.
+    """
+
+    def __init__(self, connections: int = 1) -> None:
+        self._connections = connections
+        self._joined: list[HubCollective] = []
+
+    def joined(self, connection: HubCollective) -> Sequence[HubCollective]:
+        """Note that `connection` has joined; return all of them once the last has, else none."""
+        self._joined.append(connection)
+        return tuple(self._joined) if len(self._joined) == self._connections else ()
 
 
 class HubCollective:
-    """One rank's side of a run. Use inside an open `IoThread`; call `close` before the bridge ends, to say goodbye.
+    """One rank's side of a run at one aggregator; a `peers.carriers.run_connection.AggregatorConnection`.
 
-    All ranks of a replica make the same calls in the same order, but for `report`, `traffic`, `connected`, `interrupt` and
-    `close`. What rank 0 hears decides; what every rank must have is taken by all or by none.
-    lazy: commits come with their payloads still arriving; clock: monotonic seconds; draw: random numbers in [0, 1). ahead: may
-    fetch what `join` will return. together: those of this peer that train once this one has joined; only then they are awaited.
+    Use it inside an open `IoThread`, and call `close` before that ends. All ranks of a replica make the same calls in the same
+    order, but for `report`, `traffic`, `connected`, `interrupt` and `close`. What rank 0 hears decides; what every rank must
+    have is taken by all or by none.
+
+    Args:
+        io: the I/O thread.
+        channels: to the aggregator, and to other members.
+        identity: this peer's.
+        ranks: of this replica.
+        lazy: commits are returned with their payloads still arriving.
+        start: of the connections of this peer, when there are several.
+        parser: of the configuration; shared by the connections of one peer.
+        server: of this peer's snapshots; heartbeats tell of it.
+        stage: applied to each contribution once its round is known.
+        clock: monotonic seconds.
+        draw: random numbers in [0, 1).
     """
 
     def __init__(
         self,
-        bridge: IoThread,
-        dial: Channels,
+        io: IoThread,
+        channels: Channels,
         identity: Identity,
         *,
         ranks: Ranks = ALONE,
         lazy: bool = False,
+        start: JointStart | None = None,
+        parser: ConfigParser | None = None,
+        server: SnapshotServer | None = None,
+        stage: Stage = as_it_is,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        self._bridge = bridge
-        self._dial = dial
+        self._io = io
+        self._channels = channels
         self._identity = identity
         self._ranks = ranks
         self._lazy = lazy
+        self._start = start or JointStart()
+        self._parser = parser or ConfigParser()
+        self._stage = stage
         self._clock, self._draw = clock, draw
         self._session = Session(draw, clock())
-        self._agreement = RankAgreement(bridge, ranks, lambda: bridge.read(self._trouble))
-        self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic())
-        self._data = DataPlane(dial, identity.run_id, self._report.traffic, draw)
-        self.ahead = SnapshotPrefetch(bridge, self._data, ranks)
-        self.together: Sequence[HubCollective] = (self,)
-        self._entered: _Entered | None = None
-        self._carries = False  # whether contributions outlive their rounds
-        self._position = 0  # the outer step that the caller last asked about
+        self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
+        self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic(), server)
+        self._data = DataCalls(channels, identity.run_id, self._report.traffic, draw)
+        self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None
+        self._attendance: Attendance | None = None  # from the beginning of `join`
+        self._links: tuple[Uplink, Downlink] | None = None  # once `join` knows the configuration
+        self._position = 0  # the outer step that the caller last asked about; written by the main thread only
 
     @property
     def peer_id(self) -> str:
@@ -115,85 +143,107 @@ class HubCollective:
     # ---- entering --------------------------------------------------------------------------------------------------------
 
     def configuration(self) -> tuple[RunConfig, int]:
-        """The run's configuration and outer step: attends without a schema until told, then leaves. Interrupted ends the wait.
+        """Return the run's configuration and outer step: attend without a schema until told, then leave.
 
-        Raises RefusedError, EvictedError, ConfigError when this software does not understand the configuration.
+        Raises RefusedError, EvictedError, Interrupted, and ConfigError when this software does not understand the
+        configuration.
         """
         session = Session(self._draw, self._clock())
-        agreement = RankAgreement(self._bridge, self._ranks, lambda: self._bridge.trouble or session.expulsion)
+        agreement = RankAgreement(self._io, self._ranks, lambda: self._io.trouble or session.expulsion)
+        attendance = self._new_attendance(session, None, lambda: None)
         if self._ranks.leads:
-            attendance = self._attend(session, None, lambda: None)
-        welcome = agreement.decide(lambda: session.welcome)
-        agreement.led(lambda: attendance.goodbye("the configuration is read"))
-        return understood(welcome.config_json), welcome.outer_step
+            self._io.spawn(attendance.run())
+        agreement.decide(lambda: session.welcome)
+        agreement.on_leader(lambda: attendance.goodbye("the configuration is read"))
+        return agreement.decide(lambda: attendance.welcome)
 
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.
 
         Raises ConfigError when the ranks of this replica have different models.
         """
-        if self._entered is not None:
+        if self._attendance is not None:
             raise LocalProtocolError("joined twice")
         self._ranks.same("the model (its schema)", schema.schema_hash)
-        uplink, held = self._new_uplink(schema), [Shard(each) for each in schema.fragments] if shards is None else shards
-        downlink = Downlink(self._bridge, self._data, self._agreement, schema, held, self._online)
-        attendance = self._attend(self._session, schema, lambda: self._heard(uplink, downlink))
-        self._entered = _Entered(attendance=attendance, uplink=uplink, downlink=downlink)
-        found_or_wait(self._agreement, self._session, self._data, schema, found, self._online)
-        welcome = self._agreement.decide(lambda: self._session.welcome)
-        self._configure(self._entered, understood(welcome.config_json))
-        snapshot = self._agreement.together(self.ahead.of(schema)) or self._first_snapshot()
+        attendance = self._attendance = self._new_attendance(self._session, schema, self._advance)
+        self._io.spawn(attendance.run())
+        self._found_or_wait(schema, found)
+        config, _ = self._agreement.decide(lambda: attendance.welcome)
+        held = [Shard(each) for each in schema.fragments] if shards is None else shards
+        self._io.change(partial(self._configure, config, schema, held, self._ranks.lead(lambda: time.time_ns() // 10**6)))
+        snapshot = self._take_prefetched(schema) or self._first_snapshot()
         self.report(Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest))
-        for one in self.together:
-            one._set_state(PeerState.TRAINING)
-        for one in self.together:
-            one._agreement.decide(one._under_way)
+        together = self._start.joined(self)
+        for one in together:
+            one._io.post(partial(one._set_state, PeerState.TRAINING))
+        for one in together:
+            one._agreement.decide(lambda one=one: one._session.under_way or None)  # type: ignore[misc]
         return snapshot
 
-    def _under_way(self) -> bool | None:
-        return self._session.under_way or None
+    def prefetch(self) -> None:
+        """Begin to fetch the snapshot that `join` will return, from a run that has parameters, while the model is built.
 
-    def _configure(self, entered: _Entered, config: RunConfig) -> None:
-        entered.downlink.configure(config.sync)
-        self._carries = config.rounds.max_staleness > 0
-        heartbeat_s, staleness = config.membership.heartbeat_s, config.rounds.max_staleness
-        self._bridge.change(lambda: self._session.configure(heartbeat_s, staleness))
+        A peer of one rank holds all of it; what the ranks of a larger one hold only their model can tell, so they do nothing.
+        What does not work out is fetched anew when it is needed.
+        """
+        if self._ranks.size == 1:
+            self._prefetched = self._io.begin(self._fetch_ahead())
 
-    def _attend(self, session: Session, schema: Schema | None, changed: Callable[[], None]) -> Attendance:
+    def _new_attendance(self, session: Session, schema: Schema | None, changed: Callable[[], None]) -> Attendance:
         identity, ranks = self._identity, self._ranks
-        attendance = Attendance(
-            dial=self._dial,
+        return Attendance(
+            channels=self._channels,
             session=session,
-            bridge=self._bridge,
+            io=self._io,
             hello=Hello(run_id=identity.run_id, schema=schema, software=SOFTWARE, rank=ranks.rank, ranks=ranks.size),
             report=self._report,
+            parser=self._parser,
             changed=changed,
             clock=self._clock,
         )
-        self._bridge.spawn(attendance.run())
-        return attendance
 
-    def _heard(self, uplink: Uplink, downlink: Downlink) -> None:
-        """News (loop's thread): send what can be sent; fetch an update that will be asked for while training goes on."""
-        self._bridge.change(uplink.advance)
-        step = self._position
-        if (sent := self._bridge.read(lambda: uplink.sent_to(step))) is None:
-            return
-        decision, _ = self._bridge.read(lambda: self._session.decide(step, sent, self._clock()))
-        if decision is Decision.COMMITTED:
-            downlink.foresee(step + 1)
+    def _found_or_wait(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> None:
+        """Wait until the run has parameters. Send those that `found` gives each time this peer is newly asked to found it."""
+        answered = NEVER
+        while (asked := self._agreement.decide(partial(self._session.founding, answered))) != HAS_PARAMETERS:
+            theta = list(found())
+            send = partial(self._data.found, schema, theta)
+            try:
+                self._agreement.on_leader(lambda: send(digest(theta), self._online))  # noqa: B023
+                answered = asked.settled()
+            except (StaleError, TransportError, RefusedError) as error:
+                _log.info("founding: %s", error)  # a view will tell who founds the run now
+                answered = asked
 
-    def _new_uplink(self, schema: Schema) -> Uplink:
-        started_ms = self._ranks.lead(lambda: time.time_ns() // 10**6)
-        return Uplink(
-            self._bridge,
+    def _configure(self, config: RunConfig, schema: Schema, shards: Sequence[Shard], started_ms: int) -> None:
+        """Make the links (loop's thread). started_ms: of rank 0, so that a later life's attempts have greater numbers."""
+        self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
+        uplink = Uplink(
+            self._io,
             self._session,
             self._data,
-            headers(self._identity, schema, self._ranks.rank),
-            lambda wanted: self._data.latest(schema, wanted),
+            self._identity,
+            schema,
+            rank=self._ranks.rank,
             attempt=started_ms * ATTEMPTS,
-            follows=not self._ranks.leads,
+            stage=self._stage,
         )
+        downlink = Downlink(
+            self._io, self._data, self._agreement, schema, shards, config.sync, lazy=self._lazy, wanted=self._online
+        )
+        self._links = uplink, downlink
+
+    def _advance(self) -> None:
+        """Loop's thread, at each news: send what can be sent; fetch an update that will be asked for while training goes on."""
+        if self._links is None:
+            return
+        uplink, downlink = self._links
+        self._io.change(uplink.advance)
+        step = self._position
+        if (sent := uplink.sent_to(step)) is None:
+            return
+        if self._session.decide(step, sent, self._clock())[0] is Decision.COMMITTED:
+            downlink.foresee(step + 1)
 
     def _first_snapshot(self) -> Snapshot:
         while True:
@@ -203,135 +253,163 @@ class HubCollective:
                 _log.info("%s; waiting for the coordinator", error)
                 self._agreement.decide(lambda: self._session.view)
 
+    async def _fetch_ahead(self) -> tuple[Schema, Snapshot]:
+        manifest = await self._data.describe(None, _once)
+        shards = [Shard(fragment) for fragment in manifest.schema.fragments]
+        return manifest.schema, await self._data.snapshot(manifest, shards, _once)
+
+    def _take_prefetched(self, schema: Schema) -> Snapshot | None:
+        """Return what `prefetch` has begun, once it is here; None: nothing was begun, or it came to nothing."""
+        coming, self._prefetched = self._prefetched, None
+        return None if coming is None else self._agreement.together(_arrived(coming, schema))
+
     # ---- the rounds ------------------------------------------------------------------------------------------------------
 
     def contribute(self, contribution: Contribution) -> None:
-        """See `Collective.contribute`: queued, sent once a round for its outer step is open. Not agreed on: a rank that owns
-        nothing of a fragment need not call it."""
-        uplink = self._inside().uplink
+        """See `Collective.contribute`: queued, sent once a round for its outer step is open.
+
+        The ranks do not agree on it: a rank that owns nothing of a fragment need not call it.
+        """
+        uplink, _ = self._joined()
         self._position = max(self._position, contribution.outer_step)
-        self._stands_at(self._position)
-        self._bridge.change(lambda: uplink.add(contribution))
-        self._bridge.post(lambda: self._bridge.change(uplink.advance))
-        self._set_state(PeerState.EXCHANGING)
+        self._io.change(partial(self._send, uplink, contribution, self._position))
+
+    def _send(self, uplink: Uplink, contribution: Contribution, position: int) -> None:
+        """Loop's thread. A caller that reports nothing itself is where it contributes, or no round would wait for it."""
+        uplink.add(contribution)
+        uplink.advance()
+        heartbeat = dataclasses.replace(self._report.heartbeat, state=PeerState.EXCHANGING)
+        if position > heartbeat.outer_step:
+            heartbeat = dataclasses.replace(heartbeat, outer_step=position, digest="")
+        self._say(heartbeat)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
         """See `Collective.outcome`. None although block: in doubt, the control connection has been down for two heartbeats.
 
         What was never sent is not in doubt: cut off, it is withdrawn and Aborted. Raises RefusedError, Interrupted.
         """
-        word = LeaderDecision(Decision.EVICTED, "")
+        leader = LeaderDecision(Decision.EVICTED, "")
         self._position = outer_step
         try:
-            word = self._decision(outer_step, block)
-            outcome = self._act(word, outer_step)
+            leader = self._decision(outer_step, block)
+            outcome = self._act(leader, outer_step)
         except EvictedError as error:
             outcome = Evicted(str(error))
         if outcome is not None:
-            carried = isinstance(outcome, Committed) and outcome.carried
-            self._settle(word, fetched=isinstance(outcome, Committed), carried=carried)
+            self._settle(leader, outcome)
         return outcome
 
     def snapshot(self) -> Snapshot:
         """See `Collective.snapshot`. Raises TransportError also when what arrived was damaged again and again."""
+        _, downlink = self._joined()
         try:
-            snapshot = self._inside().downlink.snapshot()
+            snapshot = downlink.snapshot()
         except TransportError:
-            self._agreement.rest(lambda: self._session.view)  # or who asks again and again would do nothing else
+            self._agreement.pause(lambda: self._session.view)  # else a caller that asks again and again would do nothing else
             raise
-        self._bridge.change(self._session.resynced)
+        self._io.change(self._session.resynced)
         return snapshot
 
     def _decision(self, outer_step: int, block: bool) -> LeaderDecision:
+        """Return rank 0's decision, at every rank. block: wait until it is another one than WAIT."""
+
         def look() -> LeaderDecision | None:
-            word = self._word(outer_step)
-            return None if word.decision is Decision.WAIT else word
+            leader = self._view_of(outer_step)
+            return None if leader.decision is Decision.WAIT else leader
 
         self._share(outer_step)
-        if not block:
-            return self._agreement.ask(lambda: self._word(outer_step))
-        while (word := self._agreement.soon(look)) is None:
-            self._share(outer_step)
-        if word.decision is Decision.CUT_OFF:  # as in `snapshot`
-            self._agreement.rest(lambda: self._session.view)
-        return word
+        if block:
+            while (leader := self._agreement.poll(look)) is None:
+                self._share(outer_step)
+        else:
+            leader = self._agreement.ask(lambda: self._view_of(outer_step))
+        if leader.decision is not Decision.CUT_OFF:
+            return leader
+        if self._agreement.on_leader(lambda: self._withdraw(outer_step)):
+            return LeaderDecision(Decision.ABORTED, f"{leader.reason}; nothing was sent")
+        if block:
+            self._agreement.pause(lambda: self._session.view)  # as in `snapshot`
+        return leader
 
-    def _share(self, outer_step: int) -> None:
-        """All ranks name the same round, and know when the coordinator has refused the part of one of them."""
-        if self._ranks.size == 1 or not self._carries:
-            return
-        uplink = self._inside().uplink
-        known = self._ranks.collect(self._bridge.read(lambda: (uplink.proposal(outer_step), uplink.sent)))
-        refused = next((sent for _, sent in known if sent is not None and sent.refused_at is not None), None)
-        self._bridge.change(lambda: uplink.follow(known[0][0], refused))
-        self._bridge.post(lambda: self._bridge.change(uplink.advance))
-
-    def _word(self, outer_step: int) -> LeaderDecision:
-        """Rank 0's own view of the matter (under the lock)."""
-        session, uplink = self._session, self._inside().uplink
+    def _view_of(self, outer_step: int) -> LeaderDecision:
+        """Rank 0's own view of the matter; under the lock."""
+        session, (uplink, _) = self._session, self._joined()
         sent = uplink.sent_to(outer_step)
         decision, reason = session.decide(outer_step, sent, self._clock())
-        if decision is Decision.CUT_OFF and uplink.withdraw(outer_step):
-            return LeaderDecision(Decision.ABORTED, f"{reason}; nothing was sent")
         inner_steps = session.view.inner_steps if session.view is not None else 0
         carried = session.carried_past(outer_step + 1, sent)
         return LeaderDecision(decision, reason, sent.round_id if sent is not None else 0, carried, inner_steps)
 
-    def _act(self, word: LeaderDecision, outer_step: int) -> Outcome | None:
-        match word.decision:
+    async def _withdraw(self, outer_step: int) -> bool:
+        uplink, _ = self._joined()
+        return self._io.change(lambda: uplink.withdraw(outer_step))
+
+    def _share(self, outer_step: int) -> None:
+        """Let all ranks name the same round, and know when the coordinator has refused the shard of one of them."""
+        uplink, _ = self._joined()
+        if self._ranks.size == 1 or not self._session.carries:
+            return
+        known = self._ranks.collect(self._io.read(lambda: (uplink.proposal(outer_step), uplink.sent)))
+        refused = next((sent for _, sent in known if sent is not None and sent.refused_at is not None), None)
+
+        def follow() -> None:
+            uplink.follow(known[0][0], refused)
+            uplink.advance()
+
+        self._io.change(follow)
+
+    def _act(self, leader: LeaderDecision, outer_step: int) -> Outcome | None:
+        match leader.decision:
             case Decision.COMMITTED:
-                return self._with_word(self._fetch(outer_step + 1), word)
+                return self._commit(leader, outer_step + 1)
             case Decision.ABORTED:
-                return Aborted(word.reason)
+                return Aborted(leader.reason)
             case Decision.BEHIND:
-                return NeedsSnapshot(word.reason)
+                return NeedsSnapshot(leader.reason)
             case Decision.FINISHED:
                 return Finished(outer_step)
             case Decision.EVICTED:
-                return Evicted(word.reason)
+                return Evicted(leader.reason)
             case Decision.REFUSED:
-                raise RefusedError(word.reason)
+                raise RefusedError(leader.reason)
         return None
 
-    def _fetch(self, outer_step: int) -> Committed | NeedsSnapshot | None:
-        """Every rank's part of the update that led to `outer_step`; None: one was cut off meanwhile, so ask again."""
-        downlink = self._inside().downlink
+    def _commit(self, leader: LeaderDecision, outer_step: int) -> Committed | NeedsSnapshot | None:
+        """Return every rank's shards of the update that led to `outer_step`; None: a rank was cut off, so ask again."""
+        _, downlink = self._joined()
         try:
-            return downlink.begun(outer_step) if self._lazy else downlink.whole(outer_step)
+            outcome = downlink.update(outer_step)
         except TransportError as error:
             _log.info("%s", error)
             return None
         except (StaleError, RemoteProtocolError) as error:
             return NeedsSnapshot(f"update {outer_step}: {error}")
-
-    def _with_word(self, outcome: Committed | NeedsSnapshot | None, word: LeaderDecision) -> Committed | NeedsSnapshot | None:
-        if not isinstance(outcome, Committed):
-            return outcome
         merged = any(part.verdict_of(self.peer_id) is not None for part in outcome.commit.fragments)
-        return dataclasses.replace(outcome, carried=word.carried and not merged, inner_steps=word.inner_steps)
+        return dataclasses.replace(outcome, carried=leader.carried and not merged, inner_steps=leader.inner_steps)
 
-    def _settle(self, word: LeaderDecision, *, fetched: bool, carried: bool) -> None:
+    def _settle(self, leader: LeaderDecision, outcome: Outcome) -> None:
         """All ranks have the same answer: the attempt is over, or carried and then still on its way."""
-        entered = self._inside()
-        if not carried:
-            self._bridge.change(lambda: entered.uplink.settle(word.round_id))
-            self._set_state(PeerState.TRAINING)
-        self._bridge.post(lambda: self._bridge.change(entered.uplink.advance))
-        (entered.downlink.settle if fetched else entered.downlink.abandon)()
+        uplink, downlink = self._joined()
+        taken = isinstance(outcome, Committed)
+        carried = isinstance(outcome, Committed) and outcome.carried
         traffic = self._ranks.collect((self.traffic.sent, self.traffic.received))
         del traffic[self._ranks.rank]
-        self._report.elsewhere = Traffic(sum(sent for sent, _ in traffic), sum(received for _, received in traffic))
+
+        def settle() -> None:
+            if not carried:
+                uplink.settle(leader.round_id)
+                self._set_state(PeerState.TRAINING)
+            uplink.advance()
+            downlink.settle(taken=taken)
+            self._report.other_ranks = Traffic(sum(sent for sent, _ in traffic), sum(received for _, received in traffic))
+
+        self._io.change(settle)
 
     # ---- reporting and leaving -------------------------------------------------------------------------------------------
 
     def report(self, heartbeat: Heartbeat) -> None:
-        """What heartbeats say from now on (bytes are filled in); one goes out at once when step, digest or state changed."""
-        if self._report.say(heartbeat) and self._entered is not None:
-            self._bridge.post(self._entered.attendance.nudge)
-
-    def serves(self, server: SnapshotServer) -> None:
-        """Tell of this server in heartbeats, from now on."""
-        self._report.server = server
+        """Say this in heartbeats from now on (bytes are filled in); one goes out at once when step, digest or state changed."""
+        self._io.post(partial(self._say, heartbeat))
 
     @property
     def origin(self) -> Origin | None:
@@ -341,7 +419,7 @@ class HubCollective:
     @property
     def connected(self) -> bool:
         """Whether the coordinator is heard at present."""
-        return self._bridge.read(lambda: self._session.view is not None)
+        return self._io.read(lambda: self._session.view is not None)
 
     @property
     def ended(self) -> bool:
@@ -355,8 +433,8 @@ class HubCollective:
 
     @property
     def last_view(self) -> View | None:
-        """What this rank heard of the run last."""
-        return self._bridge.read(lambda: self._session.last_view)
+        """The newest view of the run that this rank has, also after the connection was lost."""
+        return self._io.read(lambda: self._session.last_view)
 
     @property
     def traffic(self) -> Traffic:
@@ -364,37 +442,60 @@ class HubCollective:
         return self._report.traffic
 
     def check(self) -> None:
-        """Raises EvictedError or RefusedError when the coordinator has expelled this peer, Interrupted when asked to stop: so
-        for any rank, at every rank."""
+        """Raise EvictedError or RefusedError when the coordinator has expelled this peer, Interrupted when asked to stop.
+
+        What is raised at one rank is raised at all.
+        """
         self._agreement.check()
 
     def interrupt(self) -> None:
-        """End the main thread's waits with Interrupted; for signal handlers."""
-        self._bridge.interrupt()
+        """End the main thread's waits with Interrupted; safe in a signal handler."""
+        self._io.interrupt()
 
     def close(self, reason: str = "the peer stopped") -> None:
         """Say goodbye, within two seconds, and close the connections. reason: told to the coordinator's operator."""
-        self._bridge.resume()
-        if self._entered is not None:
-            self._bridge.call(self._entered.attendance.goodbye(reason))
-        self._bridge.call(self._data.close())
+        self._io.resume()
+        if self._attendance is not None:
+            self._io.call(self._attendance.goodbye(reason))
+        self._io.change(self._abandon)
+        self._io.call(self._channels.close())
 
-    def _inside(self) -> _Entered:
-        if self._entered is None:
+    def _abandon(self) -> None:
+        if self._links is not None:
+            uplink, downlink = self._links
+            uplink.settle(0)
+            downlink.settle(taken=False)
+
+    def _joined(self) -> tuple[Uplink, Downlink]:
+        if self._links is None:
             raise LocalProtocolError("join() first")
-        return self._entered
+        return self._links
 
     def _online(self) -> bool:
-        return not self._bridge.read(lambda: self._session.cut_off(self._clock()))
+        """Whether a transfer is worth another try (loop's thread)."""
+        return not self._session.cut_off(self._clock())
 
     def _trouble(self) -> BaseException | None:
-        refused = None if self._entered is None else self._entered.uplink.refused
-        return self._bridge.trouble or self._session.expulsion or refused
+        refused = None if self._links is None else self._links[0].refused
+        return self._io.trouble or self._session.expulsion or refused
 
-    def _stands_at(self, outer_step: int) -> None:
-        """A caller that reports nothing itself is where its contribution says it is; or nobody would wait for it."""
-        if outer_step > self._report.heartbeat.outer_step:
-            self.report(dataclasses.replace(self._report.heartbeat, outer_step=outer_step, digest=""))
+    def _say(self, heartbeat: Heartbeat) -> None:
+        if self._report.say(heartbeat) and self._attendance is not None:
+            self._attendance.nudge()
 
     def _set_state(self, state: PeerState) -> None:
-        self.report(dataclasses.replace(self._report.heartbeat, state=state))
+        self._say(dataclasses.replace(self._report.heartbeat, state=state))
+
+
+async def _arrived(coming: concurrent.futures.Future[tuple[Schema, Snapshot]], schema: Schema) -> Snapshot | None:
+    try:
+        theirs, snapshot = await asyncio.wrap_future(coming)
+    except EditError as error:
+        _log.info("the snapshot that was fetched ahead: %s", error)
+        return None
+    return snapshot if theirs.schema_hash == schema.schema_hash else None
+
+
+def _once() -> bool:
+    """What is fetched ahead is not tried again."""
+    return False

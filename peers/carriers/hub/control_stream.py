@@ -1,7 +1,7 @@
 """The control connection: attends the run for as long as the process lives, over any number of streams.
 
-Owns: Hello, heartbeats, the reader of the coordinator's messages, reconnection with the session's delays, Goodbye. Hands what
-it hears to the session and decides nothing itself. Must not know: the data plane, torch.
+It sends Hello, heartbeats and Goodbye, reads the coordinator's messages, and connects again after the session's delays. What it
+hears goes to the session, which decides.
 """
 
 from __future__ import annotations
@@ -23,40 +23,56 @@ from editpb import control_pb2, control_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, View, Welcome
 from editpb.status import from_rpc
-from peers.carriers.hub.channels import Channels, Traffic, handshake_refusal
+from peers.carriers.hub.channels import Channels, handshake_refusal
 from peers.carriers.hub.session import Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Traffic
 
-__all__ = ["Attendance", "Report", "understood"]
+__all__ = ["Attendance", "ConfigParser", "Report"]
 
-ANSWER_S = 10.0
-GOODBYE_S = 0.5
+ANSWER_S = 10.0  # for the Welcome
+GOODBYE_S = 0.5  # for the stream to end after a Goodbye
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb2.CoordinatorMessage]
 
 
+class ConfigParser:
+    """Parses the configuration that aggregators send; a text that came before is not parsed again. On the loop's thread."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._config: RunConfig | ConfigError = ConfigError("nothing was parsed yet")
+
+    def parse(self, config_json: str) -> RunConfig | ConfigError:
+        """Return the configuration, or why this software does not understand it."""
+        if config_json != self._text:
+            self._text = config_json
+            try:
+                self._config = RunConfig.from_json(config_json)
+            except ConfigError as error:
+                self._config = ConfigError(f"the run's configuration does not fit this version of the software: {error}")
+        return self._config
+
+
 @dataclass(slots=True)
 class Report:
-    """What this peer says of itself: the main thread replaces `heartbeat`, the data plane counts `traffic`.
-
-    elsewhere: the traffic of the replica's other ranks, as far as it is known here; server: of snapshots, if it serves any.
-    """
+    """What this peer says of itself in heartbeats. It changes on the loop's thread only."""
 
     heartbeat: Heartbeat
-    traffic: Traffic
-    elsewhere: Traffic = field(default_factory=Traffic)
-    server: SnapshotServer | None = None
+    traffic: Traffic  # of this rank
+    server: SnapshotServer | None = None  # serves this peer's snapshots, if any
+    other_ranks: Traffic = field(default_factory=Traffic)  # the replica's, as far as it is known here
 
     def say(self, heartbeat: Heartbeat) -> bool:
-        """Take what is to be said from now on; whether that is worth a heartbeat at once."""
+        """Say this from now on; return whether it is worth a heartbeat at once."""
         before, self.heartbeat = self.heartbeat, heartbeat
         return (before.state, before.outer_step, before.digest) != (heartbeat.state, heartbeat.outer_step, heartbeat.digest)
 
     def current(self) -> Heartbeat:
-        """The heartbeat of this moment."""
-        sent, received = self.traffic.sent + self.elsewhere.sent, self.traffic.received + self.elsewhere.received
+        """Return the heartbeat of this moment."""
+        sent, received = self.traffic.sent + self.other_ranks.sent, self.traffic.received + self.other_ranks.received
         heartbeat, server = self.heartbeat, self.server
         if server is None:
             return dataclasses.replace(heartbeat, bytes_sent=sent, bytes_received=received)
@@ -65,37 +81,60 @@ class Report:
 
 
 class Attendance:
-    """Keeps the Attend stream alive until the coordinator expels this peer or `goodbye` is called.
+    """Keeps the Attend stream alive until the coordinator expels this peer or `goodbye` is called. On the loop's thread.
 
-    changed: called on the loop's thread after every message and every loss of the connection. clock: monotonic seconds.
+    Args:
+        channels: to the coordinator.
+        session: takes what is heard.
+        io: the I/O thread, under whose lock the session changes.
+        hello: the first message of each stream; without a schema the stream ends with the first Welcome.
+        report: what heartbeats say.
+        parser: of the configuration in a Welcome.
+        changed: called after every message and every loss of the connection.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         *,
-        dial: Channels,
+        channels: Channels,
         session: Session,
-        bridge: IoThread,
+        io: IoThread,
         hello: Hello,
         report: Report,
+        parser: ConfigParser,
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._dial = dial
+        self._channels = channels
         self._session = session
-        self._bridge = bridge
+        self._io = io
         self._hello = hello
         self._report = report
+        self._parser = parser
         self._changed = changed
         self._clock = clock
-        self._nudge = asyncio.Event()
-        self._leaving = asyncio.Event()
-        self._left = asyncio.Event()
-        self._said: set[str] = set()  # in this outage: each line once
-        self._reason = ""
+        self._config: RunConfig | ConfigError | None = None  # of the last Welcome
+        self._nudge = asyncio.Event()  # set: a heartbeat is due now
+        self._leaving = asyncio.Event()  # set by `goodbye`
+        self._left = asyncio.Event()  # set when `run` has ended
+        self._said: set[str] = set()  # lines logged in this outage: each once
+        self._reason = ""  # of the goodbye
+
+    @property
+    def welcome(self) -> tuple[RunConfig, int] | None:
+        """The configuration and the outer step of the last Welcome; None before the first. Any thread, under the lock.
+
+        Raises ConfigError when this software does not understand the configuration.
+        """
+        if self._config is None or self._session.welcome is None:
+            return None
+        if isinstance(self._config, ConfigError):
+            raise self._config
+        return self._config, self._session.welcome.outer_step
 
     async def run(self) -> None:
-        """Attend for ever; returns after an Expel or a Goodbye."""
+        """Attend until an Expel or a Goodbye."""
         try:
             while not self._leaving.is_set():
                 reason = await self._attempt()
@@ -103,25 +142,25 @@ class Attendance:
                 answered = self._hello.schema is None and self._session.welcome is not None
                 if delay is None or answered or self._leaving.is_set():
                     return
-                self._say_once(f"{self._dial.endpoint}: {reason}; trying again")
-                self._dial.rotate()
+                self._say_once(f"{self._channels.endpoint}: {reason}; trying again")
+                self._channels.rotate()
                 await _first(self._leaving.wait(), within_s=delay)
         finally:
             self._left.set()
 
     def nudge(self) -> None:
-        """Send a heartbeat now (loop's thread)."""
+        """Send a heartbeat now."""
         self._nudge.set()
 
     async def goodbye(self, reason: str) -> None:
-        """Leave politely: the coordinator need not wait for this peer's lease. Bounded in time."""
+        """Leave the run, so that the coordinator need not wait for this peer's lease; give up after twice `GOODBYE_S`."""
         self._reason = reason
         self._leaving.set()
         await _first(self._left.wait(), within_s=2 * GOODBYE_S)
 
     async def _attempt(self) -> str:
         self._tell(self._session.dialled)
-        channel = self._dial.channel()
+        channel = self._channels.control()
         try:
             await self._converse(control_pb2_grpc.ControlStub(channel).Attend())
         except grpc.aio.AioRpcError as error:
@@ -132,7 +171,7 @@ class Attendance:
             return f"no answer within {ANSWER_S:g} s"
         finally:
             self._tell(lambda: self._session.down(self._clock()))
-            await channel.close()
+            await self._channels.release(channel)
 
     async def _converse(self, call: _Call) -> NoReturn:
         speaker: asyncio.Task[None] | None = None
@@ -141,7 +180,7 @@ class Attendance:
             async with asyncio.timeout(ANSWER_S):
                 self._hear(await call.read())
             self._said.clear()
-            _log.info("%s: connected", self._dial.endpoint)
+            _log.info("%s: connected", self._channels.endpoint)
             speaker = asyncio.create_task(self._speak(call))
             while True:
                 self._hear(await call.read())
@@ -152,11 +191,11 @@ class Attendance:
             call.cancel()
 
     async def _speak(self, call: _Call) -> None:
-        """Heartbeats until the stream breaks (the reader hears of it too), then Goodbye when leaving."""
+        """Send heartbeats until the stream breaks (the reader hears of it, too); when leaving, send Goodbye."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while not self._leaving.is_set():
                 self._nudge.clear()
-                await call.write(peer_message_to_pb(self._bridge.read(self._report.current)))
+                await call.write(peer_message_to_pb(self._report.current()))
                 await _first(self._nudge.wait(), self._leaving.wait(), within_s=self._session.heartbeat_s)
             await call.write(peer_message_to_pb(Goodbye(self._reason)))
             await call.done_writing()
@@ -168,10 +207,7 @@ class Attendance:
             raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
         heard = coordinator_message_from_pb(message)
         if isinstance(heard, Welcome):
-            wrong = self._tell(lambda: self._session.welcomed(heard))
-            with contextlib.suppress(ConfigError):  # the main thread reads it too, and tells the user
-                config = RunConfig.from_json(heard.config_json)
-                self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
+            wrong = self._tell(lambda: self._welcomed(heard))
         elif isinstance(heard, View):
             if heard.reason:
                 self._say_once(heard.reason)
@@ -181,14 +217,20 @@ class Attendance:
         if wrong is not None:
             raise RemoteProtocolError(wrong)
 
-    def _refused(self, error: grpc.aio.AioRpcError) -> str:
-        """The reason of a failed stream. A refusal for good ends the session.
+    def _welcomed(self, welcome: Welcome) -> str | None:
+        self._config = self._parser.parse(welcome.config_json)
+        if isinstance(self._config, RunConfig):
+            self._session.configure(self._config.membership.heartbeat_s, self._config.rounds.max_staleness)
+        return self._session.welcomed(welcome)
 
-        Before the first Welcome so does a Hello that is not understood, or a certificate of another authority.
+    def _refused(self, error: grpc.aio.AioRpcError) -> str:
+        """Return the reason of a failed stream. A refusal for good ends the session.
+
+        So does, before the first Welcome, a Hello that is not understood or a certificate of another authority.
         """
         blame = from_rpc(error)
         stranger = handshake_refusal(str(blame))
-        reason = f"{self._dial.endpoint}: {stranger}" if stranger else str(blame)
+        reason = f"{self._channels.endpoint}: {stranger}" if stranger else str(blame)
         misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT or stranger is not None
         if isinstance(blame, (EvictedError, RefusedError)) or (misfit and self._session.welcome is None):
             self._tell(lambda: self._session.expelled(Expel(isinstance(blame, EvictedError), reason)))
@@ -196,7 +238,7 @@ class Attendance:
 
     def _tell(self, event: Callable[[], _T]) -> _T:
         try:
-            return self._bridge.change(event)
+            return self._io.change(event)
         finally:
             self._changed()
 
@@ -204,14 +246,6 @@ class Attendance:
         if line not in self._said:
             self._said.add(line)
             _log.info("%s", line)
-
-
-def understood(config_json: str) -> RunConfig:
-    """The run's configuration. Raises ConfigError when this software does not know it."""
-    try:
-        return RunConfig.from_json(config_json)
-    except ConfigError as error:
-        raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error
 
 
 async def _first(*waits: Coroutine[Any, Any, object], within_s: float) -> None:

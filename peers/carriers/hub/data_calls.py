@@ -1,8 +1,8 @@
-"""The data connection: contributions up; updates, snapshots and the founder's parameters down and up.
+"""The data plane: contributions up; updates, snapshots and the founder's parameters down and up.
 
-Owns: the calls, resuming a broken stream where it broke, bounded retries, the count of bytes. What arrives is checked by
-`peers.carriers.hub.assembly` and `editpb.data_messages`. Must not know: rounds and outcomes (it is told whether a transfer is
-still wanted), the control connection.
+A broken stream resumes where it broke; a call is tried again a bounded number of times, while it is still wanted; a call in
+which nothing moves for a minute is given up (`StallTimeout`). What arrives is checked by `UpdateAssembly`, `editpb.chunks` and
+`editpb.data_messages`. Which round or outer step is worth asking for is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
 
 import grpc
 import torch
@@ -25,7 +26,7 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Snapshot
 from editpb import data_pb2, data_pb2_grpc
-from editpb.chunks import make_chunks
+from editpb.chunks import Reassembly, make_chunks
 from editpb.data_messages import (
     contribution_header_to_pb,
     found_header_to_pb,
@@ -36,66 +37,71 @@ from editpb.data_messages import (
 )
 from editpb.messages import ContributionHeader, FoundHeader, Received, SnapshotManifest, SnapshotRequest, UpdateRequest
 from editpb.status import from_rpc
-from peers.carriers.hub.assembly import SnapshotFragment, UpdateAssembly
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.snapshot_donors import Donors, Origin, Patience
-from peers.carriers.hub.stall_timeout import STALL_S, StallTimeout
+from peers.carriers.hub.assembly import UpdateAssembly
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.snapshot_donors import Donors, Patience
+from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["DataPlane", "Wanted"]
+__all__ = ["STALL_S", "DataCalls", "StallTimeout", "Wanted"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
 ANSWER_S = 30.0  # for an answer of a few bytes, on a connection that may have to be made first
+STALL_S = 60.0  # far longer than one chunk takes
 AGGREGATOR = "the aggregator"
 _PATIENCE = Patience()
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Part = TypeVar("_Part", bound=Message)
+_Part = TypeVar("_Part")
+_Request = TypeVar("_Request")
+_Message = TypeVar("_Message", bound=Message)
 Wanted = Callable[[], bool]
 
 
-class DataPlane:
-    """The data calls of one peer, all on the loop's thread. `wanted` is asked before each further try.
+class DataCalls:
+    """The data calls of one rank to one aggregator, all on the loop's thread. `wanted` is asked before each further try.
 
-    draw: random numbers in [0, 1), for the choice among donors; patience: with each of them; stall_s: after so long without a
-    byte a try has failed.
+    All raise: TransportError when the last try failed or no further one is wanted; RefusedError; RemoteProtocolError when the
+    aggregator's bytes were wrong three times; StaleError when what was asked for is over (the round closed, the update no
+    longer kept).
 
-    All raise: TransportError once not `wanted`; RefusedError; RemoteProtocolError when the coordinator's bytes were wrong three
-    times; StaleError when what was asked for is over (the round closed, the update no longer kept).
+    Args:
+        channels: to the aggregator and to other members.
+        run_id: the run's.
+        traffic: where the bytes are counted.
+        draw: random numbers in [0, 1), for the choice among donors of a snapshot.
+        patience: with each donor.
+        stall_s: after so many seconds without a byte a try has failed.
     """
 
     def __init__(
         self,
-        dial: Channels,
+        channels: Channels,
         run_id: str,
         traffic: Traffic,
         draw: Callable[[], float] = random.random,
         patience: Patience = _PATIENCE,
         stall_s: float = STALL_S,
     ) -> None:
-        self._stall_s = stall_s
-        self._dial = dial
+        self.origin: Origin | None = None  # of the last snapshot
+        self._channels = channels
         self._run_id = run_id
         self._traffic = traffic
         self._draw = draw
         self._patience = patience
-        self.origin: Origin | None = None  # of the last snapshot
-        self._channel: grpc.aio.Channel | None = None
-        self._endpoint = ""
-        self._retired: list[grpc.aio.Channel] = []  # other endpoints' connections; calls may still use them
-
-    async def close(self) -> None:
-        """Close the connections."""
-        for channel in [*self._retired, self._channel]:
-            if channel is not None:
-                await channel.close()
+        self._stall_s = stall_s
 
     async def contribute(self, header: ContributionHeader, data: memoryview, wanted: Wanted, *, resuming: bool = False) -> None:
-        """Send one fragment; returns once the coordinator has all of it. A broken stream goes on where it broke.
+        """Send one fragment; return once the aggregator has all of it. A broken stream resumes where it broke.
 
-        resuming: the coordinator may have some of it, or all, from before.
+        resuming: the aggregator may have some of it, or all, from before.
         """
         message = contribution_header_to_pb(header)
+
+        def parts(start: int) -> Iterator[data_pb2.ContributePart]:
+            yield self._up(data_pb2.ContributePart(header=message))
+            for chunk in make_chunks(data, start=start):
+                yield self._up(data_pb2.ContributePart(chunk=chunk))
 
         async def attempt() -> None:
             nonlocal resuming
@@ -103,9 +109,9 @@ class DataPlane:
             resuming = True
             if held.complete:
                 return
-            async with self._moving() as moving:
-                parts = moving.sending(self._contribution(message, data, held.received_bytes))
-                receipt = received_from_pb(self._down(await self._stub().Contribute(parts)), header.total_bytes)
+            async with StallTimeout(self._stall_s) as moving:
+                reply = await self._stub().Contribute(moving.sending(parts(held.received_bytes)))
+            receipt = received_from_pb(self._down(reply), header.total_bytes)
             if not receipt.complete:
                 raise TransportError(f"the stream ended after {receipt.received_bytes} of {header.total_bytes} bytes")
 
@@ -119,7 +125,7 @@ class DataPlane:
             call = self._stub().FetchUpdate(self._up(update_request_to_pb(request)))
             begun = False
             try:
-                async with self._moving() as moving:
+                async with StallTimeout(self._stall_s) as moving:
                     async for part in moving.reading(call):
                         if begun and not assembly.take(self._down(part)):
                             continue
@@ -134,29 +140,25 @@ class DataPlane:
         await _retrying(f"update {assembly.outer_step}", attempt, wanted)
 
     async def describe(self, schema: Schema | None, wanted: Wanted) -> SnapshotManifest:
-        """What the snapshot of the latest commit consists of. schema: None for whoever does not know it yet."""
+        """Return what the snapshot of the latest commit consists of. schema: None where it is not known yet."""
 
         async def attempt() -> SnapshotManifest:
             request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
-            manifest = snapshot_manifest_from_pb(
-                self._down(await self._stub().DescribeSnapshot(request, timeout=ANSWER_S)), schema
-            )
+            reply = await self._stub().DescribeSnapshot(request, timeout=ANSWER_S)
+            manifest = snapshot_manifest_from_pb(self._down(reply), schema)
             if combine(manifest.fragment_hash) != manifest.digest:
                 raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
             return manifest
 
         return await _retrying("snapshot", attempt, wanted)
 
-    async def latest(self, schema: Schema, wanted: Wanted) -> int:
-        """The coordinator's outer step of this moment; views may tell of it later."""
-        return (await self.describe(schema, wanted)).outer_step
-
     async def snapshot(self, manifest: SnapshotManifest, shards: Sequence[Shard], wanted: Wanted) -> Snapshot:
-        """The outer parameters of `manifest`: of each fragment this rank's shard; whole ones are held against their hashes.
+        """Return the outer parameters of `manifest`, of each fragment this rank's shard.
 
-        Whole ones come from its donors as long as there are any, everything else from the aggregator.
+        Whole fragments are checked against their hashes, and come from the manifest's donors as long as there are any;
+        everything else comes from the aggregator.
         """
-        donors = Donors(manifest, self._run_id, self._dial, self._traffic, self._draw, self._patience)
+        donors = Donors(manifest, self._run_id, self._channels, self._traffic, self._draw, self._patience)
         reminder = asyncio.create_task(self._remind(manifest))
         try:
             fragments = [await self._snapshot_fragment(manifest, shard, donors, wanted) for shard in shards]
@@ -180,14 +182,16 @@ class DataPlane:
                     yield self._up(data_pb2.FoundPart(chunk=part))
 
         async def attempt() -> None:
-            async with self._moving() as moving:
+            async with StallTimeout(self._stall_s) as moving:
                 self._down(await self._stub().Found(moving.sending(parts())))
 
         await _retrying("founding", attempt, wanted)
 
     async def _remind(self, manifest: SnapshotManifest) -> None:
-        """Ask the aggregator for the empty end of a fragment now and then: it keeps the snapshot for those who ask, and would
-        else have forgotten it when the last donor breaks off."""
+        """Ask the aggregator for the empty end of a fragment now and then, while donors are read.
+
+        It keeps the snapshot for those who ask, and would have forgotten it when the last donor breaks off.
+        """
         end = SnapshotRequest(
             run_id=self._run_id,
             outer_step=manifest.outer_step,
@@ -204,12 +208,10 @@ class DataPlane:
         fragment = shard.fragment
         if shard.numel == 0:
             return torch.empty(0)
-        into = SnapshotFragment(shard, manifest.fragment_hash[fragment.fragment_id])
-        if (theta := await donors.read(shard, into)) is not None:
-            return theta
-        donors.sources[AGGREGATOR] = None
+        digest = manifest.fragment_hash[fragment.fragment_id] if shard.is_whole else None
+        into = Reassembly(f"snapshot of fragment {fragment.name}", 4 * shard.numel, 4 * shard.numel, digest)
 
-        async def attempt() -> Tensor:
+        async def attempt() -> bytearray:
             request = SnapshotRequest(
                 run_id=self._run_id,
                 outer_step=manifest.outer_step,
@@ -219,7 +221,7 @@ class DataPlane:
             )
             call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)))
             try:
-                async with self._moving() as moving:
+                async with StallTimeout(self._stall_s) as moving:
                     async for chunk in moving.reading(call):
                         into.take(self._down(chunk))
                 return into.finish()
@@ -229,7 +231,10 @@ class DataPlane:
             finally:
                 call.cancel()
 
-        return await _retrying(f"snapshot of fragment {fragment.name}", attempt, wanted)
+        if (data := await donors.read(shard, into)) is None:
+            donors.sources[AGGREGATOR] = None
+            data = await _retrying(f"snapshot of fragment {fragment.name}", attempt, wanted)
+        return torch.frombuffer(data, dtype=torch.float32)
 
     async def _probe(self, header: data_pb2.ContributionHeader) -> Received:
         reply = self._down(await self._stub().Probe(self._up(header), timeout=ANSWER_S))
@@ -237,32 +242,71 @@ class DataPlane:
         _log.info("fragment %d: %d of %d bytes have arrived", header.fragment_id, held.received_bytes, header.total_bytes)
         return held
 
-    def _contribution(
-        self, header: data_pb2.ContributionHeader, data: memoryview, start: int
-    ) -> Iterator[data_pb2.ContributePart]:
-        yield self._up(data_pb2.ContributePart(header=header))
-        for chunk in make_chunks(data, start=start):
-            yield self._up(data_pb2.ContributePart(chunk=chunk))
-
     def _stub(self) -> data_pb2_grpc.DataStub:
-        if self._channel is None or self._endpoint != self._dial.endpoint:
-            self._retired += [self._channel] if self._channel is not None else []
-            self._channel, self._endpoint = self._dial.channel(), self._dial.endpoint
-        return data_pb2_grpc.DataStub(self._channel)
+        return data_pb2_grpc.DataStub(self._channels.data())
 
-    def _moving(self) -> StallTimeout:
-        return StallTimeout(self._stall_s)
-
-    def _up(self, message: _Part) -> _Part:
+    def _up(self, message: _Message) -> _Message:
         self._traffic.sent += message.ByteSize()
         return message
 
-    def _down(self, message: _Part) -> _Part:
+    def _down(self, message: _Message) -> _Message:
         self._traffic.received += message.ByteSize()
         return message
 
 
+class StallTimeout:
+    """A context that raises TransportError in what it surrounds once nothing has moved for `seconds`. On the loop's thread.
+
+    It is the bound of a call that has no other: one that waits for a connection that never comes, or for bytes that never do,
+    is given up and tried again. Each movement gives the whole time anew.
+    """
+
+    def __init__(self, seconds: float = STALL_S) -> None:
+        self._seconds = seconds
+        self._bound = asyncio.timeout(seconds)
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        await self._bound.__aenter__()
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        try:
+            await self._bound.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise TransportError(f"nothing has moved for {self._seconds:g} s") from None
+
+    def moved(self) -> None:
+        """Give the whole time anew; from another task, too. After the end it changes nothing."""
+        self._allow(asyncio.get_running_loop().time() + self._seconds)
+
+    async def reading(self, call: grpc.aio.UnaryStreamCall[_Request, _Part]) -> AsyncIterator[_Part]:
+        """Yield what comes; each message is a movement."""
+        async for part in call:
+            self.moved()
+            yield part
+
+    def sending(self, parts: Iterable[_Part]) -> Iterable[_Part]:
+        """Yield what goes; each message is asked for, and so a movement, when the ones before are on their way.
+
+        When all are, the answer may take as long as the connection lives: a large state is on disk before it comes.
+        """
+        for part in parts:
+            self.moved()
+            yield part
+        self._allow(None)
+
+    def _allow(self, until: float | None) -> None:
+        if self._open and not self._bound.expired():
+            self._bound.reschedule(until)
+
+
 async def _retrying(what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wanted) -> _T:
+    """Try until an attempt succeeds, with growing delays; raise the last error when no other try may help."""
     failures, damaged = 0, 0
     while True:
         try:

@@ -1,7 +1,7 @@
-"""What comes down to the ranks of a replica: updates, as a whole or fragment by fragment, and snapshots.
+"""What the ranks of a replica fetch together: updates, whole or fragment by fragment, and snapshots.
 
-Owns: one background transfer per update, begun once and gone on with after a break; who may wait for what of it; that all ranks
-have their parts of the same update or snapshot before any goes on. Must not know: what an outcome is, rounds.
+There is one background transfer per update, begun once and resumed after a break. No rank goes on before all ranks have their
+shards of the same update or snapshot.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from edit.config.run import SyncConfig
@@ -17,66 +18,50 @@ from edit.errors import EditError, RemoteProtocolError, StaleError, TransportErr
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Arriving, Commit, Committed, EncodedTensor, Snapshot
+from edit.records import Arriving, Committed, EncodedTensor, Snapshot
 from peers.carriers.hub.assembly import UpdateAssembly
-from peers.carriers.hub.data_calls import DataPlane, Wanted
+from peers.carriers.hub.data_calls import DataCalls, Wanted
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 
-__all__ = ["Arrival", "Downlink", "Download"]
+__all__ = ["Arrival", "Downlink"]
 
 SNAPSHOT_TRIES = 5
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Transfer: TypeAlias = Callable[[UpdateAssembly, Callable[[], None]], Coroutine[Any, Any, None]]
+Transfer: TypeAlias = Callable[[Callable[[], None]], Coroutine[Any, Any, None]]
 Start: TypeAlias = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-class Download:
-    """One update on its way. `transfer` completes an assembly, and calls back at each piece of news."""
+class _Download:
+    """One update on its way to this rank. Everything happens on the loop's thread."""
 
     def __init__(self, assembly: UpdateAssembly, transfer: Transfer, start: Start) -> None:
-        self._assembly = assembly
-        self._transfer = transfer
+        self.assembly = assembly
+        self._transfer = transfer  # completes the assembly; calls back at each piece of news
         self._start = start
-        self._news = asyncio.Event()
-        self._error: EditError | None = None
         self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()  # pulsed at each piece of news
+        self._error: EditError | None = None
 
     def begin(self) -> None:
-        """Fetch it, or go on where it broke (loop's thread)."""
+        """Fetch it, or resume where the stream broke."""
         if self._task is None or self._task.done():
             self._error = None
-            self._task = None if self._assembly.complete else self._start(self._run())
+            self._task = None if self.assembly.complete else self._start(self._run())
 
-    async def begun(self) -> Commit:
-        """The commit without its payloads, once its manifest is in. Raises what ended the transfer."""
-        return await self._until(lambda: self._assembly.manifest)
-
-    async def whole(self) -> Commit:
-        """The commit, once all of it is in. Raises what ended the transfer."""
-        return await self._until(lambda: self._assembly.finish() if self._assembly.complete else None)
-
-    async def fragment(self, position: int) -> EncodedTensor:
-        """The payload at this position of the commit, once it is in. Raises what ended the transfer."""
-        return await self._until(lambda: self._assembly.payload(position))
-
-    def rolled_back(self, position: int) -> bool:
-        """Whether there is no payload at this position of the commit."""
-        return self._assembly.rolled_back(position)
-
-    async def _until(self, look: Callable[[], _T | None]) -> _T:
-        """Begin, or go on where it broke; then wait."""
+    async def until(self, look: Callable[[UpdateAssembly], _T | None]) -> _T:
+        """Begin or resume; return what `look` finds once it finds something. Raises what ended the transfer."""
         self.begin()
-        while (here := look()) is None:
+        while (found := look(self.assembly)) is None:
             if self._task is None or self._task.done():
-                raise self._error or TransportError(f"update {self._assembly.outer_step} is no longer fetched")
+                raise self._error or TransportError(f"update {self.assembly.outer_step} is no longer fetched")
             await self._news.wait()
-        return here
+        return found
 
     async def _run(self) -> None:
         try:
-            await self._transfer(self._assembly, self._tell)
+            await self._transfer(self._tell)
         except EditError as error:
             self._error = error
         finally:
@@ -92,69 +77,74 @@ class Arrival:
     """One fragment of an update that is still on its way; an `edit.records.Arriving`."""
 
     agreement: RankAgreement
-    download: Download
+    download: _Download
     position: int
 
     def wait(self) -> EncodedTensor:
-        """Block until every rank has its part. To be called by all ranks, in the same order; all get it or raise the same.
+        """Block until every rank has its shard. All ranks call it in the same order; all get it or raise the same.
 
-        Raises TransportError when cut off (called again, it goes on where it broke), RemoteProtocolError when what came was bad
-        again and again, StaleError when the update is no longer kept; also EvictedError, RefusedError, Interrupted.
+        Raises TransportError when cut off (called again, it resumes where the stream broke), RemoteProtocolError when what came
+        was bad again and again, StaleError when the update is no longer kept; also EvictedError, RefusedError, Interrupted.
         """
-        return self.agreement.together(self.download.fragment(self.position))
+        return self.agreement.together(self.download.until(lambda assembly: assembly.payload(self.position)))
 
 
 class Downlink:
-    """What every rank of a replica fetches together: its shards of updates and snapshots.
+    """Fetches this rank's shards of updates and snapshots, in step with the other ranks.
 
-    shards: what this rank holds, one per fragment of the schema; wanted: whether a transfer is worth another try. The main
-    thread calls; what begins with an underscore runs on the loop.
+    Args:
+        io: the I/O thread.
+        data: the calls that carry the bytes.
+        agreement: of the replica's ranks.
+        schema: of the model.
+        shards: what this rank holds, one per fragment of the schema.
+        sync: says which fragments an outer step exchanges.
+        lazy: updates are returned as soon as every rank has the manifest; their payloads arrive in the background.
+        wanted: whether a transfer is worth another try.
     """
 
     def __init__(
         self,
-        bridge: IoThread,
-        data: DataPlane,
+        io: IoThread,
+        data: DataCalls,
         agreement: RankAgreement,
         schema: Schema,
         shards: Sequence[Shard],
+        sync: SyncConfig,
+        *,
+        lazy: bool,
         wanted: Wanted,
     ) -> None:
-        self._bridge = bridge
+        self._io = io
         self._data = data
         self._agreement = agreement
         self._schema = schema
         self._shards = tuple(shards)
-        self._wanted = wanted
-        self._sync = SyncConfig()
-        self._downloads: dict[int, Download] = {}  # until all ranks have answered the question after them
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def configure(self, sync: SyncConfig) -> None:
-        """Take the run's groups of fragments."""
         self._sync = sync
+        self._lazy = lazy
+        self._wanted = wanted
+        self._downloads: dict[int, _Download] = {}  # by outer step, until `settle`; on the loop's thread
+        self._tasks: set[asyncio.Task[None]] = set()  # of downloads, also of those that nobody asks for any more
 
-    def whole(self, outer_step: int) -> Committed:
-        """The update that led to `outer_step`, complete at every rank. Raises TransportError when one was cut off (asked again,
-        it goes on where it broke), StaleError or RemoteProtocolError when one cannot get it."""
-        return self._agreement.together(self._whole(outer_step))
+    # ---- the main thread ---------------------------------------------------------------------------------------------------
 
-    def begun(self, outer_step: int) -> Committed:
-        """As `whole`, as soon as every rank has the manifest; the rest goes on in the background."""
-        return self._agreement.together(self._begun(outer_step))
+    def update(self, outer_step: int) -> Committed:
+        """Return the update that led to `outer_step`, at every rank.
 
-    def foresee(self, outer_step: int) -> None:
-        """Begin to fetch the update that led to `outer_step`: somebody will ask for it (loop's thread)."""
-        if outer_step not in self._downloads:
-            self._download(outer_step).begin()
+        Raises TransportError when a rank was cut off (asked again, it resumes where the stream broke), StaleError or
+        RemoteProtocolError when a rank cannot get it.
+        """
+        return self._agreement.together(self._update(outer_step))
 
     def snapshot(self) -> Snapshot:
-        """The outer parameters of the latest commit, of one outer step at all ranks. Raises TransportError, also when what
-        arrived was damaged again and again. No update that is still on its way is wanted any more."""
-        self.abandon()
+        """Return the outer parameters of the latest commit, of one outer step at all ranks, and abandon all updates.
+
+        Raises TransportError, also when what arrived was damaged again and again.
+        """
+        self._io.post(lambda: self.settle(taken=False))
         for _ in range(SNAPSHOT_TRIES):
             try:
-                manifest = self._agreement.led(lambda: self._data.describe(self._schema, self._wanted))
+                manifest = self._agreement.on_leader(lambda: self._data.describe(self._schema, self._wanted))
                 return self._agreement.together(self._data.snapshot(manifest, self._shards, self._wanted))
             except StaleError as error:
                 _log.info("the snapshot is gone (%s); taking a newer one", error)
@@ -162,43 +152,41 @@ class Downlink:
                 raise TransportError(f"no snapshot: {error}") from error
         raise TransportError("snapshots are gone before they are read; this link is too slow for the run")
 
-    def settle(self) -> None:
-        """All ranks have their answer: whoever took an update holds it now."""
-        self._bridge.post(self._downloads.clear)
+    # ---- the loop's thread -------------------------------------------------------------------------------------------------
 
-    def abandon(self) -> None:
-        """No update that is still on its way is wanted any more."""
-        self._bridge.post(self._cancel)
+    def foresee(self, outer_step: int) -> None:
+        """Begin to fetch the update that led to `outer_step`: it will be asked for."""
+        if outer_step not in self._downloads:
+            self._download(outer_step).begin()
 
-    def _cancel(self) -> None:
+    def settle(self, *, taken: bool) -> None:
+        """Forget all updates: all ranks have their answer. taken: whoever took one holds it; else it is no longer fetched."""
         self._downloads.clear()
-        for task in self._tasks:
-            task.cancel()
+        if not taken:
+            for task in self._tasks:
+                task.cancel()
 
-    async def _whole(self, outer_step: int) -> Committed:
-        return Committed(await self._download(outer_step).whole())
-
-    async def _begun(self, outer_step: int) -> Committed:
+    async def _update(self, outer_step: int) -> Committed:
         download = self._download(outer_step)
-        commit = await download.begun()
+        if not self._lazy:
+            return Committed(await download.until(lambda assembly: assembly.finish() if assembly.complete else None))
+        commit = await download.until(lambda assembly: assembly.manifest)
         arriving: tuple[Arriving | None, ...] = tuple(
-            None if download.rolled_back(position) else Arrival(self._agreement, download, position)
+            None if download.assembly.rolled_back(position) else Arrival(self._agreement, download, position)
             for position in range(len(commit.fragments))
         )
         return Committed(commit, arriving)
 
-    def _download(self, outer_step: int) -> Download:
+    def _download(self, outer_step: int) -> _Download:
         if outer_step not in self._downloads:
             due = fragments_due(outer_step - 1, len(self._schema.fragments), self._sync.groups, self._sync.pattern)
             assembly = UpdateAssembly(self._schema, outer_step, due, self._shards)
-            self._downloads[outer_step] = Download(assembly, self._fetch, self._begin)
+            transfer = partial(self._data.update, assembly, self._wanted)
+            self._downloads[outer_step] = _Download(assembly, transfer, self._start_task)
         return self._downloads[outer_step]
 
-    async def _fetch(self, assembly: UpdateAssembly, arrived: Callable[[], None]) -> None:
-        await self._data.update(assembly, self._wanted, arrived)
-
-    def _begin(self, transfer: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._bridge.start(transfer)
+    def _start_task(self, transfer: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._io.start(transfer)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -1,7 +1,7 @@
-"""The peer's view of the run: what it has been told, and what follows from it. Sans-IO.
+"""The peer's view of the run: what it has been told, and what follows from it.
 
-Owns: the state of the control connection, the newest view, what this peer contributed, the decision about an outer step, the
-delays between attempts to connect. Must not know: time (it takes `now`), randomness (injected), asyncio, gRPC, logging, torch.
+Sans-IO: it takes `now`, and its randomness is injected. Only the methods under "what changes it" change a session; everything
+else reads it.
 
 Link                     event           next
 -----------------------  --------------  -----------------------------------------------------------
@@ -17,7 +17,7 @@ first line that holds wins. S: the run's max_staleness; with S > 0 contributions
 -----------------------  --------------------------------------------------------------------------------------------
 EVICTED                  expelled by the operator
 REFUSED                  expelled otherwise
-CUT_OFF                  not attending for longer than two heartbeats (what was sent is then in doubt, the rest surely lost)
+CUT_OFF                  not attending for longer than two heartbeats (what was sent is then in doubt; the rest is not sent)
 WAIT                     not attending
 BEHIND                   the view says resync, and no snapshot was taken since
 BEHIND                   view.outer_step < t (the run went back to an older checkpoint)
@@ -28,8 +28,8 @@ ABORTED                  S = 0: round R is closed (last_round_id >= R), or a new
 ABORTED                  S > 0: the coordinator has refused it, before or at outer step t; or t - s > S
 WAIT                     otherwise
 
-A commit to outer step t + 1 may be without a contribution that a later one brings: it is CARRIED, as long as the coordinator
-has not refused it before or at t + 1, and t + 1 - s <= S.
+A commit to outer step t + 1 may be without a contribution that a later one brings: that one is CARRIED, as long as the
+coordinator has not refused it before or at t + 1, and t + 1 - s <= S.
 """
 
 from __future__ import annotations
@@ -72,46 +72,49 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Asked:
-    """When this peer was asked to found the run: in which connection, by which view."""
+    """When this peer was asked to found the run; a later question is greater."""
 
-    connection: int
-    sequence: int
+    connection: int  # see `Session.connections`
+    sequence: int  # of the view that asked
 
     def settled(self) -> Asked:
-        """Newer than every question of the same connection."""
+        """Return what is greater than every question of the same connection."""
         return Asked(self.connection, 1 << 64)
 
 
 class Sent(NamedTuple):
-    """This peer's contribution. round_id: the one it names, 0 before a byte was sent; outer_step: it was computed against;
-    refused_at: an outer step that the run had reached when the coordinator would not take it any more, so that no later commit
-    has it; reason: what it said."""
+    """This peer's contribution."""
 
-    round_id: int
-    outer_step: int
-    refused_at: int | None = None
-    reason: str = ""
+    round_id: int  # the round that it names; 0 before a byte was sent
+    outer_step: int  # of the outer parameters that it was computed against
+    refused_at: int | None = (
+        None  # an outer step that the run had reached when the coordinator refused it; no later commit has it
+    )
+    reason: str = ""  # of the refusal
 
     def refused_by(self, outer_step: int) -> bool:
-        """Whether no commit after that to `outer_step` can have it, by what the coordinator said."""
+        """Return whether the coordinator has said that no commit after the one to `outer_step` can have it."""
         return self.refused_at is not None and self.refused_at <= outer_step
 
 
 _WAITING = {phase: f"the run is {phase.value}" for phase in RunPhase}
-NEVER = Asked(-1, 0)
-HAS_PARAMETERS = Asked(1 << 64, 0)
+NEVER = Asked(-1, 0)  # before every question
+HAS_PARAMETERS = Asked(1 << 64, 0)  # no question: the run has been founded
 
 
 class Session:
     """One peer's session with the coordinator, over any number of connections.
 
-    random: draws from [0, 1); spreads the reconnections of many peers. heartbeat_s, max_staleness: until `configure` says what
-    the run uses.
+    Args:
+        random: draws from [0, 1); spreads the reconnections of many peers.
+        now: monotonic seconds.
+        heartbeat_s: seconds between heartbeats, until `configure` says what the run uses.
+        max_staleness: the bound on staleness in outer steps, likewise.
     """
 
     __slots__ = (
-        "_attempts", "_connections", "_expel", "_healed_at", "_heartbeat_s", "_link", "_max_staleness", "_offline_since",
-        "_random", "_view", "_welcome"
+        "_attempts", "_connections", "_expel", "_heartbeat_s", "_link", "_max_staleness", "_offline_since", "_random",
+        "_resynced_at", "_view", "_welcome"
     )  # fmt: skip
 
     def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0, max_staleness: int = 0) -> None:
@@ -120,16 +123,14 @@ class Session:
         self._max_staleness = max_staleness
         self._link = Link.OFFLINE
         self._offline_since = now
-        self._attempts = 0
+        self._attempts = 0  # to connect, since the last Welcome
         self._connections = 0
         self._welcome: Welcome | None = None
         self._view: View | None = None
         self._expel: Expel | None = None
-        self._healed_at = -1
+        self._resynced_at = -1  # sequence of the newest view when a snapshot was taken; -1: no resync has been obeyed
 
-    @property
-    def link(self) -> Link:
-        return self._link
+    # ---- what it knows -------------------------------------------------------------------------------------------------------
 
     @property
     def heartbeat_s(self) -> float:
@@ -162,12 +163,8 @@ class Session:
         return self._view
 
     @property
-    def expel(self) -> Expel | None:
-        return self._expel
-
-    @property
     def expulsion(self) -> EditError | None:
-        """Why the coordinator has done with this peer, if it has."""
+        """Why the coordinator has expelled this peer, as an EvictedError or a RefusedError; None: it has not."""
         if (expel := self._expel) is None:
             return None
         return (EvictedError if expel.evicted else RefusedError)(expel.reason)
@@ -181,7 +178,7 @@ class Session:
         )
 
     def founding(self, answered: Asked) -> Asked | None:
-        """What founding asks of this peer: HAS_PARAMETERS (nothing more), a question newer than `answered`, or None (wait)."""
+        """Return what founding asks of this peer: HAS_PARAMETERS, a question newer than `answered`, or None (wait)."""
         view = self.view
         if view is None:
             return None
@@ -190,57 +187,8 @@ class Session:
         asked = Asked(self._connections, view.sequence)
         return asked if view.found and asked > answered else None
 
-    def configure(self, heartbeat_s: float, max_staleness: int = 0) -> None:
-        """Take the heartbeat interval (seconds) and the bound on staleness (outer steps) of the run's configuration."""
-        self._heartbeat_s, self._max_staleness = heartbeat_s, max_staleness
-
-    def dialled(self) -> None:
-        """A connection is being tried. Raises LocalProtocolError unless offline."""
-        if self._link is not Link.OFFLINE:
-            raise LocalProtocolError(f"dialled while {self._link.value}")
-        self._link = Link.GREETING
-        self._attempts += 1
-
-    def welcomed(self, welcome: Welcome) -> str | None:
-        """Take the Welcome; returns what is wrong with it, or None."""
-        if self._link is not Link.GREETING:
-            return f"a Welcome while {self._link.value}"
-        if self._welcome is not None and self._welcome.run_id != welcome.run_id:
-            return f"the coordinator runs {welcome.run_id}, this peer belongs to {self._welcome.run_id}"
-        self._link, self._welcome = Link.WELCOMED, welcome
-        self._connections += 1
-        self._attempts, self._healed_at = 0, -1
-        return None
-
-    def viewed(self, view: View) -> str | None:
-        """Take a view; an older one than the newest is dropped. Returns what is wrong with it, or None."""
-        if self._link not in (Link.WELCOMED, Link.ATTENDING):
-            return f"a View while {self._link.value}"
-        if self.view is None or view.sequence >= self.view.sequence:
-            self._link, self._view = Link.ATTENDING, view
-            if not view.resync:
-                self._healed_at = -1
-        return None
-
-    def expelled(self, expel: Expel) -> None:
-        """Take the Expel; the first one counts."""
-        self._expel = self._expel or expel
-        self._link = Link.EXPELLED
-
-    def down(self, now: float) -> None:
-        """The connection, or the attempt, is over."""
-        if self._link in (Link.WELCOMED, Link.ATTENDING):
-            self._offline_since = now
-        if self._link is not Link.EXPELLED:
-            self._link = Link.OFFLINE
-
-    def resynced(self) -> None:
-        """A snapshot was taken: a resync that was asked before it has been obeyed."""
-        if self._view is not None:
-            self._healed_at = self._view.sequence
-
     def reconnect_delay(self) -> float | None:
-        """Seconds to wait before the next attempt; None: do not connect again.
+        """Return the seconds to wait before the next attempt to connect; None: do not connect again.
 
         0.2 s doubling to 5 s, jittered over the upper half so that many peers do not come back at once.
         """
@@ -250,33 +198,36 @@ class Session:
         return max(FIRST_DELAY_S, ceiling * (1 + self._random()) / 2)
 
     def cut_off(self, now: float) -> bool:
-        """Whether there has been no connection for longer than two heartbeats."""
+        """Return whether there has been no connection for longer than two heartbeats."""
         connected = self._link in (Link.WELCOMED, Link.ATTENDING)
         return not connected and now - self._offline_since > 2 * self._heartbeat_s
 
     def open_round(self, outer_step: int, after: int = 0) -> int:
-        """The round, newer than `after`, that takes contributions computed against `outer_step`; 0 when there is none."""
+        """Return the round, newer than `after`, that takes contributions computed against `outer_step`; 0: there is none."""
         view = self.view
         if (
             view is None
             or not 0 <= view.outer_step - outer_step <= self._max_staleness
             or view.phase is not RunPhase.COLLECTING
-            or _resync_due(view, self._healed_at)
+            or _resync_due(view, self._resynced_at)
         ):
             return 0
         return view.round_id if view.round_id > after else 0
 
     def takes(self, round_id: int) -> bool:
-        """Whether sending what names round `round_id` is still worth trying; so it is while offline."""
+        """Return whether sending what names round `round_id` is still worth trying; while offline it is."""
         return self._expel is None and (self.carries or self.view is None or self.view.round_id == round_id)
 
     def aborted_since(self, round_id: int) -> int:
-        """The round that was closed last, if it came to nothing and is not older than `round_id`; else 0."""
+        """Return the round that was closed last, if it came to nothing and is not older than `round_id`; else 0."""
         view = self.view
         return view.last_round_id if view is not None and not view.last_committed and view.last_round_id >= round_id else 0
 
     def decide(self, outer_step: int, sent: Sent | None, now: float) -> tuple[Decision, str]:
-        """What became of the attempt to advance from `outer_step`. sent: what this peer contributed to it, if anything."""
+        """Return what became of the attempt to advance from `outer_step`, and why.
+
+        sent: what this peer contributed to it, if anything.
+        """
         if self._expel is not None:
             return (Decision.EVICTED if self._expel.evicted else Decision.REFUSED), self._expel.reason
         view = self._view if self._link is Link.ATTENDING else None
@@ -284,21 +235,21 @@ class Session:
             if self.cut_off(now):
                 return Decision.CUT_OFF, "no connection to the coordinator"
             return Decision.WAIT, f"the control connection is {self._link.value}"
-        if (known := _of_the_run(view, outer_step, self._healed_at)) is not None:
+        if (known := _of_the_run(view, outer_step, self._resynced_at)) is not None:
             return known
         if sent is not None and (lost := self._lost(view, sent)):
             return Decision.ABORTED, lost
         return Decision.WAIT, _WAITING[view.phase]
 
     def carried_past(self, outer_step: int, sent: Sent | None) -> bool:
-        """Whether a contribution that the commit TO `outer_step` does not have may be part of a later one."""
+        """Return whether a contribution that the commit TO `outer_step` does not have may be part of a later one."""
         return sent is not None and self.carries and not sent.refused_by(outer_step) and not self._stale(sent, outer_step)
 
     def _stale(self, sent: Sent, outer_step: int) -> bool:
         return outer_step - sent.outer_step > self._max_staleness
 
     def _lost(self, view: View, sent: Sent) -> str:
-        """Why no commit will have what was sent, or ''."""
+        """Return why no commit will have what was sent, or ''."""
         if self.carries:
             if self._stale(sent, view.outer_step):
                 return f"computed against outer step {sent.outer_step}, too stale at {view.outer_step}"
@@ -309,14 +260,65 @@ class Session:
             return f"round {sent.round_id} was lost; round {view.round_id} is open"
         return ""
 
+    # ---- what changes it -----------------------------------------------------------------------------------------------------
 
-def _resync_due(view: View, healed_at: int) -> bool:
-    return bool(view.resync) and view.sequence > healed_at
+    def configure(self, heartbeat_s: float, max_staleness: int = 0) -> None:
+        """Take the heartbeat interval (seconds) and the bound on staleness (outer steps) of the run's configuration."""
+        self._heartbeat_s, self._max_staleness = heartbeat_s, max_staleness
+
+    def dialled(self) -> None:
+        """Note that a connection is being tried. Raises LocalProtocolError unless offline."""
+        if self._link is not Link.OFFLINE:
+            raise LocalProtocolError(f"dialled while {self._link.value}")
+        self._link = Link.GREETING
+        self._attempts += 1
+
+    def welcomed(self, welcome: Welcome) -> str | None:
+        """Take the Welcome; return what is wrong with it, or None."""
+        if self._link is not Link.GREETING:
+            return f"a Welcome while {self._link.value}"
+        if self._welcome is not None and self._welcome.run_id != welcome.run_id:
+            return f"the coordinator runs {welcome.run_id}, this peer belongs to {self._welcome.run_id}"
+        self._link, self._welcome = Link.WELCOMED, welcome
+        self._connections += 1
+        self._attempts, self._resynced_at = 0, -1
+        return None
+
+    def viewed(self, view: View) -> str | None:
+        """Take a view, unless it is older than the newest; return what is wrong with it, or None."""
+        if self._link not in (Link.WELCOMED, Link.ATTENDING):
+            return f"a View while {self._link.value}"
+        if self.view is None or view.sequence >= self.view.sequence:
+            self._link, self._view = Link.ATTENDING, view
+            if not view.resync:
+                self._resynced_at = -1
+        return None
+
+    def expelled(self, expel: Expel) -> None:
+        """Take the Expel; the first one counts."""
+        self._expel = self._expel or expel
+        self._link = Link.EXPELLED
+
+    def down(self, now: float) -> None:
+        """Note that the connection, or the attempt to connect, is over."""
+        if self._link in (Link.WELCOMED, Link.ATTENDING):
+            self._offline_since = now
+        if self._link is not Link.EXPELLED:
+            self._link = Link.OFFLINE
+
+    def resynced(self) -> None:
+        """Note that a snapshot was taken: a resync that was asked for before is obeyed."""
+        if self._view is not None:
+            self._resynced_at = self._view.sequence
 
 
-def _of_the_run(view: View, outer_step: int, healed_at: int) -> tuple[Decision, str] | None:
-    """What the view says of `outer_step` whatever this peer has sent; None: nothing."""
-    if view.resync and _resync_due(view, healed_at):
+def _resync_due(view: View, resynced_at: int) -> bool:
+    return bool(view.resync) and view.sequence > resynced_at
+
+
+def _of_the_run(view: View, outer_step: int, resynced_at: int) -> tuple[Decision, str] | None:
+    """Return what the view says of `outer_step`, whatever this peer has sent; None: nothing."""
+    if view.resync and _resync_due(view, resynced_at):
         return Decision.BEHIND, view.resync
     if view.outer_step < outer_step:
         return Decision.BEHIND, f"the run is at outer step {view.outer_step}, this peer at {outer_step}"

@@ -1,7 +1,7 @@
-"""Reading the fragments of a snapshot from members that have it too, so that many that join do not load the aggregator.
+"""Reading the fragments of a snapshot from other members that have it, so that many joining peers do not load the aggregator.
 
-Owns: which donor is asked, for how long, and that one that fails is not asked again for this snapshot. A donor is believed in
-nothing: its bytes are what the coordinator's manifest says, or they are thrown away. Must not know: the aggregator, rounds.
+A donor that fails is not asked again for this snapshot. Donors are not trusted: their bytes are what the coordinator's manifest
+says, or they are thrown away.
 """
 
 from __future__ import annotations
@@ -13,88 +13,87 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
-from torch import Tensor
 
 from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
+from editpb.chunks import Reassembly
 from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import Donor, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
 from editpb.status import from_rpc
-from peers.carriers.hub.assembly import SnapshotFragment
-from peers.carriers.hub.channels import Channels, Traffic
+from peers.carriers.hub.channels import Channels
+from peers.carriers.run_connection import Traffic
 
-__all__ = ["Donors", "Origin", "Patience"]
+__all__ = ["Donors", "Patience"]
 
 _log = logging.getLogger(__name__)
 _Call: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.SnapshotRequest, tensors_pb2.Chunk]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a snapshot came from: members by name, and the aggregator."""
-
-    outer_step: int
-    digest: str
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Patience:
-    """With one donor: seconds between two of its chunks, seconds beyond what its bytes may take, bytes per second.
+    """How long one donor is waited for."""
 
-    remind_s: how often the aggregator is reminded to keep the snapshot meanwhile, seconds.
-    """
-
-    chunk_s: float = 15.0
-    grace_s: float = 15.0
+    chunk_s: float = 15.0  # between two of its chunks
+    grace_s: float = 15.0  # in all, beyond what its bytes take at `bytes_per_s`
     bytes_per_s: float = 256 * 1024.0
-    remind_s: float = KEPT_S / 3
+    remind_s: float = KEPT_S / 3  # how often the aggregator is reminded to keep the snapshot meanwhile
 
 
 class Donors:
-    """The donors of one snapshot, in an order that is drawn. draw: random numbers in [0, 1). Close it at the end."""
+    """The donors of one snapshot, asked in random order, one at a time. Close it at the end.
+
+    Args:
+        manifest: of the snapshot; names the donors and the fragments' hashes.
+        run_id: the run's.
+        channels: opens the channels to donors.
+        traffic: where the bytes are counted.
+        draw: random numbers in [0, 1), which put the donors in order.
+        patience: with each donor.
+    """
 
     def __init__(
         self,
         manifest: SnapshotManifest,
         run_id: str,
-        dial: Channels,
+        channels: Channels,
         traffic: Traffic,
         draw: Callable[[], float],
         patience: Patience,
     ) -> None:
         self._manifest = manifest
         self._run_id = run_id
-        self._dial = dial
+        self._channels = channels
         self._traffic = traffic
         self._patience = patience
-        self._line = sorted(manifest.donors, key=lambda _: draw())
+        self._line = sorted(manifest.donors, key=lambda _: draw())  # those still to be asked; the first is being asked
         self._channel: grpc.aio.Channel | None = None
-        self._until = 0.0  # the first donor's time, on the loop's clock
-        self.sources: dict[str, None] = {}  # whose bytes were taken, in order; others may be added
+        self._until = 0.0  # the deadline of the first donor, on the loop's clock
+        self.sources: dict[str, None] = {}  # an ordered set: whose bytes were taken; the caller may add others
 
     async def close(self) -> None:
         """Close the connection."""
         if self._channel is not None:
-            await self._channel.close()
+            await self._channels.release(self._channel)
             self._channel = None
 
-    async def read(self, shard: Shard, into: SnapshotFragment) -> Tensor | None:
-        """Complete `into`; one donor goes on where another broke off. None: no donor is left; what is in `into` may be gone on
-        with. Of a part of a fragment nothing is read, for its hash is not known.
+    async def read(self, shard: Shard, into: Reassembly) -> bytearray | None:
+        """Complete `into` and return its bytes; one donor goes on where another broke off.
+
+        Return None when no donor is left; what is in `into` then may be completed elsewhere. Of a part of a fragment nothing is
+        read, for its hash is not known.
         """
         givers: list[Donor] = []
         while shard.is_whole and self._line:
             donor, before = self._line[0], into.received
             try:
                 await self._fetch(donor, shard, into)
-                theta = into.finish()
+                data = into.finish()
             except RemoteProtocolError as error:
-                into.clear()  # whoever of them it was
+                into.clear()  # any of those who gave bytes may have lied
                 await self._dismiss([*givers, donor], error)
                 givers = []
             except EditError as error:
@@ -102,11 +101,11 @@ class Donors:
                 await self._dismiss([donor], error)
             else:
                 self._gave([*givers, donor])
-                return theta
+                return data
         self._gave(givers)
         return None
 
-    async def _fetch(self, donor: Donor, shard: Shard, into: SnapshotFragment) -> None:
+    async def _fetch(self, donor: Donor, shard: Shard, into: Reassembly) -> None:
         stub = data_pb2_grpc.DataStub(self._connection(donor))
         request = SnapshotRequest(
             run_id=self._run_id,
@@ -139,7 +138,7 @@ class Donors:
     def _connection(self, donor: Donor) -> grpc.aio.Channel:
         if self._channel is None:
             identity = Identity(self._run_id, "peer", donor.peer_id)
-            self._channel = self._dial.member(donor.serving.address, identity.server_name)
+            self._channel = self._channels.member(donor.serving.address, identity.server_name)
             self._until = asyncio.get_running_loop().time() + self._patience.grace_s
         return self._channel
 

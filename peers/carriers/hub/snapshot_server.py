@@ -1,12 +1,12 @@
 """Serving snapshots: this peer's outer parameters, to members that the coordinator has sent here.
 
-Owns: a small server (FetchSnapshot of data.proto and nothing else), who may read, how many at a time, how long a reader is
-waited for, and how long outer parameters of a past step stay for a reader in the middle of them. They are kept by reference:
-nothing is copied and training never waits. Must not know: training, rounds, where readers come from.
+A small gRPC server with FetchSnapshot of data.proto and nothing else. It bounds how many members read at a time, how long a
+reader is waited for, and how long the outer parameters of a past step stay for a reader in the middle of them. Parameters are
+kept by reference: nothing is copied and training never waits.
 
-Whole fragments only: a reader can hold nothing else against a hash. A reader says the ticket of the outer step that it wants.
-The coordinator hands tickets to members only, and each outer step has another one, so that whoever is evicted learns no later
-step's parameters here.
+Only whole fragments are served, because a reader can check nothing else against a hash. A reader says the ticket of the outer
+step that it wants. The coordinator hands tickets to members only, and each outer step has another one, so that an evicted
+member learns no later step's parameters here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from edit.fragments.schema import Schema
 from edit.replica.replica import Outer
 from editpb import data_pb2, tensors_pb2
 from editpb.abort_on_error import abort_on_error
+from editpb.channel_options import server_options
 from editpb.chunks import make_chunks
 from editpb.data_messages import snapshot_request_from_pb
 from editpb.identity import admitted
 from editpb.messages import Serving, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import SnapshotCache
-from peers.carriers.hub.channels import Traffic
+from peers.carriers.run_connection import Traffic
 
 __all__ = ["MAX_PAST", "MAX_READERS", "SnapshotServer"]
 
@@ -42,32 +43,33 @@ MAX_PAST = 2  # past outer steps that readers may hold in memory
 MAX_CALLS = 16  # with those whose readers have been let go, and whose connections are not gone yet
 STALL_S = 30.0  # a reader that takes no chunk for so long is let go
 CLOSE_S = 0.5
-_OPTIONS = (
-    ("grpc.max_receive_message_length", 1 << 16),
+REQUEST_BYTES = 1 << 16  # the largest request
+_AGE = (
     ("grpc.max_connection_age_ms", 60_000),  # then calls that have begun may end, and new ones take another connection
     ("grpc.max_connection_age_grace_ms", 120_000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """theta as it is now. ticket: what a reader of this outer step must say."""
+    """The outer parameters that are served now."""
 
     manifest: SnapshotManifest
-    fragments: tuple[Tensor, ...]
-    ticket: str
+    fragments: tuple[Tensor, ...]  # flat fp32, whole
+    ticket: str  # what a reader of this outer step must say
 
 
 class SnapshotServer:
-    """One peer's server; everything but `listen` and `advertise` happens on the loop's thread.
+    """One peer's server. All its methods run on the loop's thread.
 
-    listen: HOST:PORT, port 0 chooses one; advertise: the host that others dial; clock: monotonic seconds; ticket: makes a word
-    that cannot be guessed.
+    Args:
+        run_id: the run's; members of another one are refused.
+        credentials: of this peer as a server (mutual TLS).
+        listen: HOST:PORT; port 0 chooses a free one.
+        advertise: the host that others dial.
+        clock: monotonic seconds.
+        ticket: makes a word that cannot be guessed.
+        stall_s: a reader that takes no chunk for so many seconds is let go.
     """
 
     def __init__(
@@ -92,13 +94,13 @@ class SnapshotServer:
         self._address = ""
         self._server: grpc.aio.Server | None = None
         self._held: _Held | None = None
-        self._shelf = SnapshotCache()
+        self._past = SnapshotCache()  # what has been read lately, of past outer steps, too
         self._readers = 0
-        self._tickets: dict[int, str] = {}  # of the snapshots that may be on the shelf
+        self._tickets: dict[int, str] = {}  # of the snapshots that readers may still ask for
 
     async def start(self) -> str:
-        """Listen; returns the address that others dial. Raises ConfigError for a port in use."""
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        """Listen; return the address that others dial. Raises ConfigError for a port in use."""
+        self._server = grpc.aio.server(options=(*server_options(REQUEST_BYTES), *_AGE), maximum_concurrent_rpcs=MAX_CALLS)
         handler = grpc.unary_stream_rpc_method_handler(
             self._fetch,
             request_deserializer=data_pb2.SnapshotRequest.FromString,
@@ -114,24 +116,24 @@ class SnapshotServer:
         return self._address
 
     async def close(self) -> None:
-        """Stop; readers go on elsewhere."""
+        """Stop; readers resume at another donor."""
         if self._server is not None:
             await self._server.stop(CLOSE_S)
 
     def show(self, schema: Schema, outer: Outer) -> None:
-        """From now on this is what is served, unless it is in the middle of partial and belongs to no outer step."""
+        """Serve `outer` from now on. Does nothing while a commit has been applied to only some of its fragments."""
         if combine(outer.hashes) != outer.digest:
             return
         before, now = self._held, self._clock()
         if before is not None and outer.outer_step <= before.manifest.outer_step:
-            self._shelf = SnapshotCache()  # resynced, or another state of the run: nothing of before is to be had
+            self._past = SnapshotCache()  # resynced, or the run went back to a checkpoint: what was served before is void
         manifest = SnapshotManifest(outer_step=outer.outer_step, digest=outer.digest, schema=schema, fragment_hash=outer.hashes)
         self._held = _Held(manifest, outer.fragments, self._ticket())
-        self._tickets = {step: word for step, word in self._tickets.items() if self._shelf.known(step, now)}
+        self._tickets = {step: word for step, word in self._tickets.items() if self._past.known(step, now)}
         self._tickets[outer.outer_step] = self._held.ticket
 
     def offer(self, outer_step: int) -> Serving | None:
-        """What to tell the coordinator while this peer is at `outer_step`; None: there is nothing to be had."""
+        """Return what to tell the coordinator while this peer is at `outer_step`; None: that step is not served."""
         if self._server is None or self._held is None or self._held.manifest.outer_step != outer_step:
             return None
         return Serving(self._address, self._held.ticket)
@@ -170,13 +172,13 @@ class SnapshotServer:
         if not hmac.compare_digest(word, wanted.ticket):
             raise RefusedError(f"this is not the ticket for outer step {wanted.outer_step}")
         self._keep(wanted.outer_step)
-        return wanted, self._shelf.take(wanted.outer_step, wanted.fragment_id, self._clock())
+        return wanted, self._past.take(wanted.outer_step, wanted.fragment_id, self._clock())
 
     def _keep(self, outer_step: int) -> None:
-        """Somebody reads the present step: it stays for a while, also when it is past."""
+        """Keep the present step for a while, also when it is past: a member reads it."""
         held, now = self._held, self._clock()
-        if held is None or held.manifest.outer_step != outer_step or self._shelf.known(outer_step, now):
+        if held is None or held.manifest.outer_step != outer_step or self._past.known(outer_step, now):
             return
-        if len(self._shelf) >= MAX_PAST:
+        if len(self._past) >= MAX_PAST:
             raise TransportError("this peer keeps as many past outer steps for its readers as it can; ask another")
-        self._shelf.put(held.manifest, held.fragments, now)
+        self._past.put(held.manifest, held.fragments, now)

@@ -1,10 +1,10 @@
-"""What this rank contributes at present: its fragments, or its parts of them, on their way to one round.
+"""What this rank contributes at present: its fragments, or its shards of them, on their way to one round.
 
-Owns: the queue, the number of the attempt, the choice of the round that it names, at most two fragments in flight, sending
-again what the coordinator may have lost, and giving up when the attempt is over. Shared state: every method but `_send` is
-called under the bridge's lock. Must not know: what an outcome is.
+The uplink queues the fragments, chooses the round that they name, sends at most two at a time, sends again what the coordinator
+may have lost, and gives up when the attempt is over. Its state changes on the loop's thread only, under the lock of `IoThread`;
+the main thread reads it there.
 
-A replica's contribution is taken only whole: from one attempt, all parts naming the round that rank 0's do. With S the run's
+A replica's contribution is taken only whole: from one attempt, all shards naming the round that rank 0's do. With S the run's
 max_staleness:
 - S = 0: a contribution is taken in its own round only. Rank 0 stays with the round it began to send to; another rank cannot
   know which one that is (it may have seen one that was lost meanwhile), so it follows to each newer round of the same outer
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,92 +28,97 @@ from edit.fragments.schema import Schema
 from edit.records import Contribution
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader
-from peers.carriers.hub.data_calls import DataPlane, Wanted
+from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.session import Sent, Session
 from peers.carriers.io_thread import IoThread
 
-__all__ = ["ATTEMPTS", "Uplink", "headers"]
+__all__ = ["ATTEMPTS", "RoundContext", "Stage", "Uplink", "as_it_is"]
 
 ATTEMPTS = 1 << 20  # of one life of the replica; a later life's numbers start above
 IN_FLIGHT = 2
-Header = Callable[[Contribution, int, int], ContributionHeader]
-Latest = Callable[[Wanted], Awaitable[int]]
 _log = logging.getLogger(__name__)
 
 
-def headers(identity: Identity, schema: Schema, rank: int) -> Header:
-    """What makes the wire header of this rank's contribution for a round and an attempt."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundContext:
+    """What a contribution is sent as; all ranks of a replica have the same, but for `rank`."""
 
-    def header(contribution: Contribution, round_id: int, attempt: int) -> ContributionHeader:
-        payload = contribution.payload
-        return ContributionHeader(
-            run_id=identity.run_id,
-            round_id=round_id,
-            outer_step=contribution.outer_step,
-            peer_id=identity.peer_id,
-            fragment_id=contribution.fragment_id,
-            schema_hash=schema.schema_hash,
-            inner_steps=contribution.inner_steps,
-            tokens=contribution.tokens,
-            codec=payload.codec,
-            numel=payload.numel,
-            total_bytes=memoryview(payload.data).nbytes,
-            rank=rank,
-            attempt=attempt,
-            boxes=contribution.boxes,
-        )
+    run_id: str
+    peer_id: str
+    round_id: int  # the round that the contribution names
+    outer_step: int  # of the outer parameters that it was computed against
+    attempt: int  # counts this peer's contributions
+    rank: int
 
-    return header
+
+Stage = Callable[[RoundContext, Contribution], Contribution]
+"""Turns a contribution into what is sent, once its round is known and before its header is made: masks it, signs it.
+
+Called on the loop's thread, once for each fragment and round: what is sent again for the same round is the same bytes. It may
+replace the payload and nothing else.
+"""
+
+
+def as_it_is(context: RoundContext, contribution: Contribution) -> Contribution:
+    """Return the contribution unchanged: the `Stage` of a run without masks or signatures."""
+    return contribution
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One contribution: what this rank has of the fragments; it names no round before one is open for it.
+    """One contribution of this peer, as far as this rank has it."""
 
-    kept: what may have to be sent again; begun: the fragments of which the coordinator may hold bytes; seen: the connection and
-    the lost round after which it was sent.
-    """
-
-    sent: Sent
+    sent: Sent  # as the session knows it; names no round before one is open for it
     number: int
-    queue: deque[Contribution] = field(default_factory=deque)
-    fragment_ids: set[int] = field(default_factory=set)
-    kept: list[Contribution] = field(default_factory=list)
-    begun: set[int] = field(default_factory=set)
+    queue: deque[Contribution] = field(default_factory=deque)  # still to be sent
+    fragment_ids: set[int] = field(default_factory=set)  # queued so far
+    kept: list[Contribution] = field(default_factory=list)  # what may have to be sent again
+    staged: dict[int, Contribution] = field(default_factory=dict)  # by fragment: what is sent to the round that it names
+    begun: set[int] = field(default_factory=set)  # the fragments of which the coordinator may hold bytes
     sending: set[asyncio.Task[None]] = field(default_factory=set)
-    seen: tuple[int, int] = (0, 0)
+    seen: tuple[int, int] = (0, 0)  # the connection and the lost round after which it was sent
 
 
 class Uplink:
     """Sends contributions in the background.
 
-    header: the wire header of a contribution for a round and an attempt; latest: asks the coordinator for its outer step;
-    attempt: number of the first one, equal at all ranks of the replica; follows: this is not rank 0.
+    Args:
+        io: the I/O thread.
+        session: the view of the run that decides which round is open.
+        data: the calls that carry the bytes.
+        identity: this peer's.
+        schema: of the model.
+        rank: this rank in its replica; rank 0 chooses the round.
+        attempt: number of the first attempt, equal at all ranks of the replica.
+        stage: applied to each contribution once its round is known.
     """
 
     def __init__(
         self,
-        bridge: IoThread,
+        io: IoThread,
         session: Session,
-        data: DataPlane,
-        header: Header,
-        latest: Latest,
+        data: DataCalls,
+        identity: Identity,
+        schema: Schema,
         *,
+        rank: int = 0,
         attempt: int = 0,
-        follows: bool = False,
+        stage: Stage = as_it_is,
     ) -> None:
-        self._bridge = bridge
+        self._io = io
         self._session = session
         self._data = data
-        self._header = header
-        self._latest = latest
-        self._follows = follows
+        self._identity = identity
+        self._schema = schema
+        self._rank = rank
         self._number = attempt
+        self._stage = stage
         self._attempt: _Attempt | None = None
         self._last_round = 0
         self._named = 0  # S > 0: by rank 0, for the present attempt or the next one
-        self._abandoned: set[asyncio.Task[None]] = set()
         self._refused: RefusedError | None = None
+
+    # ---- what either thread may read ---------------------------------------------------------------------------------------
 
     @property
     def refused(self) -> RefusedError | None:
@@ -126,12 +131,19 @@ class Uplink:
         return self._attempt.sent if self._attempt is not None else None
 
     def sent_to(self, outer_step: int) -> Sent | None:
-        """The contribution to the advance from `outer_step`: with S = 0 one that was computed against it, else any."""
+        """Return the contribution to the advance from `outer_step`: with S = 0 one that was computed against it, else any."""
         sent = self.sent
         return sent if sent is not None and (self._session.carries or sent.outer_step == outer_step) else None
 
+    def proposal(self, outer_step: int) -> int:
+        """At rank 0, S > 0: return the round that all ranks are to name, now or with the next contribution; 0: none is open."""
+        sent = self.sent
+        return sent.round_id if sent and sent.round_id else self._session.open_round(outer_step, self._last_round)
+
+    # ---- what changes it (loop's thread) -----------------------------------------------------------------------------------
+
     def add(self, contribution: Contribution) -> None:
-        """Queue one fragment, or this rank's part of it. Raises LocalProtocolError for one that is queued already."""
+        """Queue one fragment, or this rank's shard of it. Raises LocalProtocolError for one that is queued already."""
         attempt = self._attempt
         if attempt is None or attempt.sent.outer_step != contribution.outer_step:
             self._drop()
@@ -142,11 +154,11 @@ class Uplink:
         if contribution.payload.numel == 0:
             return  # other ranks own this fragment
         attempt.queue.append(contribution)
-        if self._follows or self._session.carries:
+        if self._rank or self._session.carries:
             attempt.kept.append(contribution)
 
     def withdraw(self, outer_step: int) -> bool:
-        """Take back a contribution of which nothing was sent; False when there is none."""
+        """Take back a contribution of which nothing was sent; return False when there is none."""
         sent = self.sent_to(outer_step)
         if sent is None or sent.round_id != 0:
             return False
@@ -154,40 +166,25 @@ class Uplink:
         return True
 
     def settle(self, round_id: int) -> None:
-        """The attempt has its outcome, which all ranks know: stop sending; the next one goes to a round newer than `round_id`.
+        """Stop sending: all ranks know the attempt's outcome. The next attempt goes to a round newer than `round_id`.
 
-        round_id: what rank 0's named, or 0.
+        round_id: what rank 0's contribution named, or 0.
         """
         self._drop()
         self._last_round = max(self._last_round, round_id)
         self._number += 1
 
-    def _drop(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            self._abandoned |= attempt.sending
-            if not self._follows:
-                self._last_round = max(self._last_round, attempt.sent.round_id)
-
-    # S > 0: what the ranks tell each other.
-
-    def proposal(self, outer_step: int) -> int:
-        """At rank 0: the round that all ranks are to name, now or with the next contribution; 0: none is open."""
-        sent = self.sent
-        return sent.round_id if sent and sent.round_id else self._session.open_round(outer_step, self._last_round)
-
     def follow(self, named: int, refused: Sent | None) -> None:
-        """named: rank 0's proposal; refused: the attempt as a rank has it whose part the coordinator would not take."""
+        """S > 0: take what the ranks have told each other.
+
+        named: rank 0's `proposal`; refused: the attempt as a rank has it whose shard the coordinator would not take.
+        """
         self._named = named
         if refused is not None and self._attempt is not None:
             self._refuse(self._attempt, refused.refused_at, refused.reason)
 
-    # Sending.
-
     def advance(self) -> None:
-        """Start what can be started (loop's thread); called whenever something changed."""
-        while self._abandoned:
-            self._abandoned.pop().cancel()
+        """Start what can be started; called whenever something changed."""
         attempt = self._attempt
         if attempt is None:
             return
@@ -197,10 +194,18 @@ class Uplink:
         if self._session.carries:
             self._offer_again(attempt)
         while attempt.queue and len(attempt.sending) < IN_FLIGHT:
-            contribution = attempt.queue.popleft()
-            task = self._bridge.start(self._send(attempt, attempt.sent.round_id, contribution))
+            task = self._io.start(self._send(attempt, attempt.sent.round_id, attempt.queue.popleft()))
             attempt.sending.add(task)
-            task.add_done_callback(lambda done: self._bridge.change(lambda: self._done(attempt, done)))
+            task.add_done_callback(lambda done: self._io.change(lambda: self._done(attempt, done)))
+
+    def _drop(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        for task in attempt.sending:
+            task.cancel()
+        if self._rank == 0:
+            self._last_round = max(self._last_round, attempt.sent.round_id)
 
     def _choose_round(self, attempt: _Attempt) -> None:
         named = attempt.sent.round_id
@@ -208,7 +213,7 @@ class Uplink:
             if named == 0:
                 attempt.sent = attempt.sent._replace(round_id=self._first_round(attempt))
             return
-        if named != 0 and not self._follows:
+        if named != 0 and self._rank == 0:
             return
         newer = self._session.open_round(attempt.sent.outer_step, max(self._last_round, named))
         if newer == 0:
@@ -217,12 +222,13 @@ class Uplink:
             while attempt.sending:
                 attempt.sending.pop().cancel()
             attempt.queue = deque(attempt.kept)
+            attempt.staged.clear()
         attempt.sent = attempt.sent._replace(round_id=newer)
 
     def _first_round(self, attempt: _Attempt) -> int:
         if self._named > self._last_round:
             return self._named
-        return 0 if self._follows else self._session.open_round(attempt.sent.outer_step, self._last_round)
+        return 0 if self._rank else self._session.open_round(attempt.sent.outer_step, self._last_round)
 
     def _offer_again(self, attempt: _Attempt) -> None:
         """Queue what the coordinator may not have any more; it answers with what it has."""
@@ -245,34 +251,62 @@ class Uplink:
             self.advance()
 
     async def _send(self, attempt: _Attempt, round_id: int, contribution: Contribution) -> None:
-        header = self._header(contribution, round_id, attempt.number)
-        data, again = memoryview(contribution.payload.data).cast("B"), contribution.fragment_id in attempt.begun
+        header, data = self._prepare(attempt, round_id, contribution)
+        again = contribution.fragment_id in attempt.begun
         attempt.begun.add(contribution.fragment_id)
-
-        def wanted() -> bool:
-            return self._bridge.read(lambda: self._wanted(attempt, round_id))
-
+        carries = self._session.carries
         try:
-            await self._data.contribute(header, data, wanted, resuming=again and self._session.carries)
+            await self._data.contribute(header, data, lambda: self._wanted(attempt, round_id), resuming=again and carries)
         except EditError as error:
-            reached = await self._reached(error, wanted) if self._session.carries else None
-            self._bridge.change(partial(self._failed, attempt, contribution, header, error, reached))
+            reached = await self._step_of_refusal(error, lambda: self._wanted(attempt, round_id)) if carries else None
+            self._io.change(partial(self._failed, attempt, header, error, reached))
 
-    async def _reached(self, error: EditError, wanted: Wanted) -> int | None:
-        """The run's outer step at or after the refusal of a contribution; None: it is not refused, or the step is not known."""
+    def _prepare(self, attempt: _Attempt, round_id: int, contribution: Contribution) -> tuple[ContributionHeader, memoryview]:
+        """Return the header and the bytes that are sent, after `stage`."""
+        identity, outer_step, fragment_id = self._identity, contribution.outer_step, contribution.fragment_id
+        if fragment_id not in attempt.staged:
+            context = RoundContext(
+                run_id=identity.run_id,
+                peer_id=identity.peer_id,
+                round_id=round_id,
+                outer_step=outer_step,
+                attempt=attempt.number,
+                rank=self._rank,
+            )
+            attempt.staged[fragment_id] = self._stage(context, contribution)
+        payload = attempt.staged[fragment_id].payload
+        data = memoryview(payload.data).cast("B")
+        header = ContributionHeader(
+            run_id=identity.run_id,
+            round_id=round_id,
+            outer_step=outer_step,
+            peer_id=identity.peer_id,
+            fragment_id=fragment_id,
+            schema_hash=self._schema.schema_hash,
+            inner_steps=contribution.inner_steps,
+            tokens=contribution.tokens,
+            codec=payload.codec,
+            numel=payload.numel,
+            total_bytes=data.nbytes,
+            rank=self._rank,
+            attempt=attempt.number,
+            boxes=contribution.boxes,
+        )
+        return header, data
+
+    async def _step_of_refusal(self, error: EditError, wanted: Callable[[], bool]) -> int | None:
+        """Return the run's outer step at or after the refusal of a contribution; None: not refused, or the step is unknown."""
         if not isinstance(error, StaleError | RemoteProtocolError):
             return None
         try:
-            return await self._latest(wanted)
+            return (await self._data.describe(self._schema, wanted)).outer_step  # views may tell of it later
         except EditError:
             return None
 
-    def _failed(
-        self, attempt: _Attempt, contribution: Contribution, header: ContributionHeader, error: EditError, reached: int | None
-    ) -> None:
-        """The outcome still comes from the view: the round ends with or without this fragment.
+    def _failed(self, attempt: _Attempt, header: ContributionHeader, error: EditError, reached: int | None) -> None:
+        """A fragment was not taken. The outcome still comes from the view: the round ends with or without it.
 
-        With S > 0 there need not be another round: it is sent again with the next news, unless it was refused.
+        With S > 0 there need not be another round: the fragment is sent again with the next news, unless it was refused.
         """
         level = logging.WARNING if isinstance(error, RemoteProtocolError) else logging.INFO
         _log.log(level, "round %d: fragment %d was not taken: %s", header.round_id, header.fragment_id, error)

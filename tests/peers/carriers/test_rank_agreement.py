@@ -9,18 +9,19 @@ import pytest
 
 from edit.errors import EvictedError, RefusedError, RemoteProtocolError, StaleError, TransportError
 from edit.replica.ranks import ALONE, Ranks
-from peers.carriers.io_thread import Interrupted, IoThread
+from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement, worst_error
+from peers.carriers.run_connection import Interrupted
 from tests.support.thread_ranks import at_every_rank
 
 
 def agreeing(ranks: int, work: Callable[[RankAgreement, Ranks, IoThread], object]) -> list[object]:
-    """What `work` returns at each rank; an exception counts as a result. Its trouble is its bridge's."""
+    """What `work` returns at each rank; an exception counts as a result. Its trouble is its io's."""
 
     def one(rank: Ranks) -> object:
-        with IoThread() as bridge:
+        with IoThread() as io:
             try:
-                return work(RankAgreement(bridge, rank, lambda: bridge.trouble), rank, bridge)
+                return work(RankAgreement(io, rank, lambda: io.trouble), rank, io)
             except Exception as error:
                 return error
 
@@ -40,7 +41,7 @@ def test_rank_0_decides_and_every_rank_hears_it(ranks: int) -> None:
 
 
 def test_an_undecided_rank_0_is_waited_for() -> None:
-    def work(agreement: RankAgreement, rank: Ranks, bridge: IoThread) -> object:
+    def work(agreement: RankAgreement, rank: Ranks, io: IoThread) -> object:
         asked: list[int] = []
 
         def look() -> int | None:
@@ -53,8 +54,8 @@ def test_an_undecided_rank_0_is_waited_for() -> None:
 
 
 def test_a_rest_ends_with_rank_0s_value_or_the_slice() -> None:
-    assert agreeing(2, lambda agreement, rank, _: agreement.rest(lambda: None)) == [None, None]
-    assert agreeing(2, lambda agreement, rank, _: agreement.rest(lambda: 1 if rank.leads else None)) == [None, None]
+    assert agreeing(2, lambda agreement, rank, _: agreement.pause(lambda: None)) == [None, None]
+    assert agreeing(2, lambda agreement, rank, _: agreement.pause(lambda: 1 if rank.leads else None)) == [None, None]
 
 
 def test_what_rank_0_raises_every_rank_raises() -> None:
@@ -73,15 +74,15 @@ def test_what_rank_0_raises_every_rank_raises() -> None:
         lambda agreement: agreement.decide(lambda: None),
         lambda agreement: agreement.ask(lambda: 1),
         lambda agreement: agreement.together(asyncio.Event().wait()),
-        lambda agreement: agreement.led(lambda: asyncio.Event().wait()),
+        lambda agreement: agreement.on_leader(lambda: asyncio.Event().wait()),
     ],
     ids=["check", "decide", "ask", "together", "led"],
 )
 def test_a_rank_that_is_interrupted_ends_all_at_the_same_point(rank: int, wait: Callable[[RankAgreement], object]) -> None:
-    def work(agreement: RankAgreement, ranks: Ranks, bridge: IoThread) -> object:
+    def work(agreement: RankAgreement, ranks: Ranks, io: IoThread) -> object:
         agreement.check()
         if ranks.rank == rank:
-            bridge.interrupt()
+            io.interrupt()
         return wait(agreement)
 
     assert [type(each) for each in agreeing(3, work)] == [Interrupted] * 3
@@ -90,7 +91,7 @@ def test_a_rank_that_is_interrupted_ends_all_at_the_same_point(rank: int, wait: 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_together_gives_each_rank_its_own(ranks: int) -> None:
     assert agreeing(ranks, lambda agreement, rank, _: agreement.together(give(rank.rank))) == list(range(ranks))
-    assert agreeing(ranks, lambda agreement, rank, _: agreement.led(lambda: give(5 + rank.rank))) == [5] * ranks
+    assert agreeing(ranks, lambda agreement, rank, _: agreement.on_leader(lambda: give(5 + rank.rank))) == [5] * ranks
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -105,11 +106,11 @@ def test_where_one_fails_all_fail_alike_and_nobody_is_waited_for(failing: int) -
         finally:
             cancelled.append(rank)
 
-    def work(agreement: RankAgreement, rank: Ranks, bridge: IoThread) -> object:
+    def work(agreement: RankAgreement, rank: Ranks, io: IoThread) -> object:
         try:
             return agreement.together(own(rank.rank))
         finally:
-            bridge.call(give(0), timeout=5)  # the loop has seen the cancellation
+            io.call(give(0), timeout=5)  # the loop has seen the cancellation
 
     assert [type(error) for error in agreeing(3, work)] == [StaleError] * 3
     assert sorted(cancelled) == [rank for rank in range(3) if rank != failing]

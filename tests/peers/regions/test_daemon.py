@@ -18,7 +18,7 @@ from tests.support.regions import Site, upper_config
 
 
 class Nobody:
-    """A bridge that does not wait, and a collective that is only reported to."""
+    """An I/O thread that does not wait, and a collective that is only reported to."""
 
     def wait(self, look: object, timeout: float) -> None: ...
     def check(self) -> None: ...

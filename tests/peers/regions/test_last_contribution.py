@@ -40,7 +40,7 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, cut: int, caplog: pytest.L
         file.write_bytes(data)
     with caplog.at_level(logging.WARNING, "peers"):
         assert SentFile(file, "above").sent() is None
-    assert "is damaged and passed over" in caplog.text
+    assert "is damaged and ignored" in caplog.text
 
 
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def states(fake: FakeCoordinator) -> set[PeerState]:
 
 def test_no_aggregator_waits_for_a_peer_that_is_not_yet_at_all_of_them(two: tuple[FakeCoordinator, FakeCoordinator]) -> None:
     first = two[0]
-    with IoThread() as bridge:
-        collectives = AllAggregators(bridge, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
+    with IoThread() as io:
+        collectives = AllAggregators(io, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
         assert len(collectives) == 2 and collectives.peer_id == "a" and list(collectives) == [collectives[0], collectives[1]]
         collectives[0].join(SCHEMA, theta)
         seen = len(first.heartbeats)
@@ -55,13 +55,13 @@ def test_no_aggregator_waits_for_a_peer_that_is_not_yet_at_all_of_them(two: tupl
 
 def test_an_eviction_by_one_aggregator_ends_the_peer(two: tuple[FakeCoordinator, FakeCoordinator]) -> None:
     first, second = two
-    with IoThread() as bridge:
-        collectives = AllAggregators(bridge, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
+    with IoThread() as io:
+        collectives = AllAggregators(io, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
         for collective in collectives:
             collective.join(SCHEMA, theta)
         collectives.check()
         second.expel = Expel(True, "key lost")
         second.show()
         with pytest.raises(EvictedError, match="key lost"):
-            bridge.wait(collectives.check, timeout=20)
+            io.wait(collectives.check, timeout=20)
         collectives.close()

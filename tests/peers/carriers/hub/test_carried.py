@@ -21,7 +21,7 @@ REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, "no longer in hand")
 
 def others(fake: FakeCoordinator, seed: int) -> None:
     payloads = [encode("fp32", delta) for delta in vectors(SMALL, seed)]
-    fake.bridge.change(lambda: fake.other_peer_commits(payloads))
+    fake.io.change(lambda: fake.other_peer_commits(payloads))
 
 
 def carried(outcome: Outcome | None) -> bool:
@@ -46,7 +46,7 @@ def test_what_misses_commits_is_carried_until_its_verdict_comes_and_nothing_is_s
             others(fake, step)
             assert carried(peer.ask(step))
             assert peer.collective.outcome(step + 1, block=False) is None
-        fake.bridge.change(lambda: fake.commit(named=FIRST_ROUND))
+        fake.io.change(lambda: fake.commit(named=FIRST_ROUND))
         assert not carried(peer.ask(2))
         assert fake.calls["Contribute"] == len(SMALL)
         assert contributed(fake, peer, outer_step=3, seed=2) > FIRST_ROUND
@@ -58,7 +58,7 @@ def test_one_that_is_on_its_way_goes_on_under_the_round_it_named() -> None:
         fake.script = lambda f: f.commit(named=FIRST_ROUND)
         peer.contribute(vectors(LARGE, 1))
         fake.await_(lambda f: f.calls["Probe"])
-        fake.bridge.change(lambda: fake.abort("too few"))
+        fake.io.change(lambda: fake.abort("too few"))
         assert not carried(peer.ask())
         assert {slot[0] for slot in fake.headers} == {FIRST_ROUND}
 
@@ -67,21 +67,21 @@ def test_work_of_an_earlier_outer_step_goes_to_the_open_round() -> None:
     with run_of(max_staleness=2) as (fake, peer):
         contributed(fake, peer)
         others(fake, 1)
-        fake.bridge.change(lambda: fake.commit(named=FIRST_ROUND))
+        fake.io.change(lambda: fake.commit(named=FIRST_ROUND))
         assert [carried(peer.ask(step)) for step in (0, 1)] == [True, False]
         assert peer.collective.outcome(2, block=False) is None
         named = contributed(fake, peer, outer_step=1, seed=3)  # it began there
         fake.await_(lambda f: f.heartbeats[-1].outer_step == 2)  # but that is where the peer stands
-        fake.bridge.change(lambda: fake.commit(named=named))
+        fake.io.change(lambda: fake.commit(named=named))
         assert not carried(peer.ask(2))
 
 
 def test_one_that_is_refused_is_lost_at_the_outer_step_the_run_had_reached() -> None:
     with run_of(max_staleness=2) as (fake, peer):
         contributed(fake, peer)
-        fake.bridge.change(lambda: setattr(fake, "refuse_contributions", [REFUSED] * 2))
-        fake.bridge.change(lambda: fake.lose(FIRST_ROUND))
-        fake.bridge.change(lambda: fake.abort("the disk is full"))
+        fake.io.change(lambda: setattr(fake, "refuse_contributions", [REFUSED] * 2))
+        fake.io.change(lambda: fake.lose(FIRST_ROUND))
+        fake.io.change(lambda: fake.abort("the disk is full"))
         assert peer.ask() == Aborted("no longer in hand")
         assert contributed(fake, peer) > FIRST_ROUND
 
@@ -99,9 +99,9 @@ def test_one_that_is_too_stale_is_not_carried_any_further() -> None:
 def test_what_a_lost_round_has_swallowed_is_sent_again_as_what_it_was() -> None:
     with run_of(max_staleness=2) as (fake, peer):
         contributed(fake, peer)
-        fake.bridge.change(lambda: fake.lose(FIRST_ROUND))
+        fake.io.change(lambda: fake.lose(FIRST_ROUND))
         fake.script = lambda f: f.commit(named=FIRST_ROUND)
-        fake.bridge.change(lambda: fake.abort("the disk is full"))
+        fake.io.change(lambda: fake.abort("the disk is full"))
         assert not carried(peer.ask())
         assert fake.calls["Contribute"] == 2 * len(SMALL)
 
@@ -116,11 +116,11 @@ def test_after_a_new_connection_only_what_is_missing_is_sent(forget: Callable[[F
         contributed(fake, peer)
         fake.stop()
         peer.await_link(False)
-        fake.bridge.change(lambda: forget(fake))
+        fake.io.change(lambda: forget(fake))
         fake.start()
         peer.await_link(True)
         fake.await_(lambda f: f.calls["Probe"] == len(SMALL) and f.complete(FIRST_ROUND))
-        fake.bridge.change(lambda: fake.commit(named=FIRST_ROUND))
+        fake.io.change(lambda: fake.commit(named=FIRST_ROUND))
         assert not carried(peer.ask())
         assert fake.calls["Contribute"] == sent * len(SMALL)
 
@@ -149,13 +149,13 @@ def test_who_asks_for_a_snapshot_while_cut_off_rests_before_asking_again(monkeyp
         peer.await_link(False)
         assert peer.collective.outcome(0, block=True) is None
         rests: list[float | None] = []
-        wait = peer.bridge.wait
+        wait = peer.io.wait
 
         def counted(look: Callable[[], object | None], timeout: float | None = None) -> object | None:
             rests.append(timeout)
             return wait(look, timeout)
 
-        monkeypatch.setattr(peer.bridge, "wait", counted)
+        monkeypatch.setattr(peer.io, "wait", counted)
         for _ in range(3):
             with pytest.raises(TransportError):
                 peer.collective.snapshot()
@@ -170,10 +170,10 @@ def test_where_contributions_outlive_rounds_all_ranks_name_the_round_that_rank_0
         assert rank.collective.outcome(0, block=False) is None  # as before each contribution
         rank.only(0, lambda: rank.contribute(deltas))
         rank.only(0, lambda: fake.await_(lambda f: len(f.headers) == 3))
-        rank.only(0, lambda: fake.bridge.change(lambda: fake.abort("the disk is full")))
+        rank.only(0, lambda: fake.io.change(lambda: fake.abort("the disk is full")))
         rank.only(1, lambda: rank.contribute(deltas))
         rank.only(1, lambda: fake.await_(lambda f: f.complete(FIRST_ROUND)))
-        rank.only(0, lambda: fake.bridge.change(lambda: fake.commit(named=FIRST_ROUND)))
+        rank.only(0, lambda: fake.io.change(lambda: fake.commit(named=FIRST_ROUND)))
         return rank.collective.outcome(0, block=True)
 
     for outcome in with_two_ranks(work, max_staleness=2):

@@ -13,7 +13,7 @@ from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
-from peers.carriers.io_thread import Interrupted
+from peers.carriers.run_connection import Interrupted
 from tests.support.encoded import encode
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, schema_of, vectors
@@ -96,7 +96,7 @@ def test_contributions_wait_for_an_open_round() -> None:
     with run_of() as (fake, peer):
         fake.show(phase=RunPhase.PAUSED, round_id=0)
         fake.await_(lambda f: any(beat.state is PeerState.TRAINING for beat in f.heartbeats))
-        peer.bridge.wait(lambda: None, timeout=HEARTBEAT_S)
+        peer.io.wait(lambda: None, timeout=HEARTBEAT_S)
         peer.contribute(vectors(SMALL, 1))
         fake.await_(lambda f: f.heartbeats[-1].state is PeerState.EXCHANGING)
         assert fake.calls["Contribute"] == 0
@@ -112,7 +112,7 @@ def test_a_peer_that_comes_late_gets_the_update_without_its_own_verdict() -> Non
         peer.contribute(vectors(SMALL, 1))
         assert isinstance(peer.ask(), Committed)
         late = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
-        fake.bridge.change(lambda: fake.other_peer_commits(late))
+        fake.io.change(lambda: fake.other_peer_commits(late))
         peer.contribute(vectors(SMALL, 3), outer_step=1)
         outcome = peer.ask(1)
         assert isinstance(outcome, Committed)
@@ -169,7 +169,7 @@ def test_a_refused_contribution_waits_for_the_outcome_of_its_round() -> None:
         peer.contribute(vectors(SMALL, 1))
         fake.await_(lambda f: f.calls["Contribute"] >= 1 and not f.refuse_contributions)
         assert peer.collective.outcome(0, block=False) is None
-        fake.bridge.change(lambda: fake.abort("too few"))
+        fake.io.change(lambda: fake.abort("too few"))
         assert peer.ask() == Aborted("too few")
 
 
@@ -196,7 +196,7 @@ def test_a_broken_snapshot_resumes_and_a_damaged_one_is_fetched_again() -> None:
 
 def test_a_snapshot_fetched_ahead_is_what_join_returns() -> None:
     with run_of(join=False) as (fake, peer):
-        peer.collective.ahead.begin()
+        peer.collective.prefetch()
         fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
         assert not fake.heartbeats
         snapshot = peer.collective.join(peer.schema, lambda: [])
@@ -208,10 +208,10 @@ def test_a_snapshot_fetched_ahead_is_what_join_returns() -> None:
 
 def test_what_the_run_commits_while_a_snapshot_was_fetched_ahead_is_caught_up_with() -> None:
     with run_of(join=False) as (fake, peer):
-        peer.collective.ahead.begin()
+        peer.collective.prefetch()
         fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
         theirs = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
-        fake.bridge.change(lambda: fake.other_peer_commits(theirs))
+        fake.io.change(lambda: fake.other_peer_commits(theirs))
         snapshot = peer.collective.join(peer.schema, lambda: [])
         assert snapshot.outer_step == 0
         outcome = peer.ask()
@@ -222,7 +222,7 @@ def test_what_the_run_commits_while_a_snapshot_was_fetched_ahead_is_caught_up_wi
 def test_a_snapshot_that_could_not_be_fetched_ahead_is_fetched_on_joining(trouble: str) -> None:
     with run_of(join=False, sizes=(24, 4000)) as (fake, peer):
         fake.damage_snapshots, fake.break_snapshot_after = (1, []) if trouble == "damaged" else (0, [0])
-        peer.collective.ahead.begin()
+        peer.collective.prefetch()
         fake.await_(lambda f: f.calls["FetchSnapshot"] == 1)
         snapshot = peer.collective.join(peer.schema, lambda: [])
         assert snapshot.digest == fake.view.digest
@@ -231,10 +231,9 @@ def test_a_snapshot_that_could_not_be_fetched_ahead_is_fetched_on_joining(troubl
 
 def test_a_snapshot_of_another_model_is_of_no_use() -> None:
     with run_of(join=False) as (_, peer):
-        ahead = peer.collective.ahead
-        ahead.begin()
-        assert peer.bridge.call(ahead.of(schema_of((3,)))) is None
-        assert peer.bridge.call(ahead.of(peer.schema)) is None, "it was given up"
+        peer.collective.prefetch()
+        assert peer.collective._take_prefetched(schema_of((3,))) is None
+        assert peer.collective._take_prefetched(peer.schema) is None, "it was given up"
 
 
 @pytest.mark.parametrize(("damaged", "kind"), [(1, Committed), (1 << 30, NeedsSnapshot)])
@@ -307,7 +306,7 @@ def test_in_doubt_while_the_coordinator_is_down_then_committed() -> None:
         fake.await_(lambda f: f.complete(FIRST_ROUND))
         fake.stop()
         assert peer.collective.outcome(0, block=True) is None
-        fake.bridge.change(fake.commit)
+        fake.io.change(fake.commit)
         fake.start()
         assert isinstance(peer.ask(), Committed)
 
@@ -347,7 +346,7 @@ def test_cut_off_with_nothing_sent_is_a_lost_round_not_a_doubt() -> None:
 def test_waits_can_be_interrupted_and_goodbye_is_said() -> None:
     with run_of() as (fake, peer):
         peer.contribute(vectors(SMALL, 1))
-        peer.bridge.post(peer.collective.interrupt)
+        peer.io.post(peer.collective.interrupt)
         start = time.monotonic()
         with pytest.raises(Interrupted):
             peer.collective.outcome(0, block=True)

@@ -9,8 +9,8 @@ from edit.codecs import decode
 from edit.errors import RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Committed
-from peers.carriers.hub import data_calls as data_plane
-from peers.carriers.io_thread import Interrupted
+from peers.carriers.hub import data_calls
+from peers.carriers.run_connection import Interrupted
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.fake_run import Peer, run_of, vectors
 
@@ -66,7 +66,7 @@ def test_a_broken_stream_does_not_bring_again_what_is_here() -> None:
 
 
 def test_cut_off_on_the_way_an_update_goes_on_when_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_plane, "TRIES", 1)
+    monkeypatch.setattr(data_calls, "TRIES", 1)
     with run_of(SIZES, lazy=True) as (fake, peer):
         fake.hold_update(1)
         outcome = committed(fake, peer)
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_wait_for_an_update() -> None:
     with run_of(SIZES, lazy=True) as (fake, peer):
         fake.hold_update(0)
         outcome = committed(fake, peer)
-        peer.bridge.post(peer.collective.interrupt)
+        peer.io.post(peer.collective.interrupt)
         assert outcome.arriving[0] is not None
         with pytest.raises(Interrupted):
             outcome.arriving[0].wait()

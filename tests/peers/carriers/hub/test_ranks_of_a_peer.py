@@ -1,6 +1,6 @@
 """Two ranks of one peer against a scripted coordinator: each moves its own shards, both get the same answer.
 
-The ranks are threads with a bridge, a connection and a session each; gRPC is real, on loopback.
+The ranks are threads with a io, a connection and a session each; gRPC is real, on loopback.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Aborted, Committed, EncodedTensor, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
 from editpb.messages import Expel, RunPhase
-from peers.carriers.hub import data_calls as data_plane
-from peers.carriers.io_thread import Interrupted
+from peers.carriers.hub import data_calls
+from peers.carriers.run_connection import Interrupted
 from tests.support.encoded import decode_shard
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import config, open_when_ready, vectors
@@ -151,7 +151,7 @@ def test_a_rank_follows_rank_0_to_the_round_that_it_contributes_to() -> None:
     def work(fake: FakeCoordinator, rank: Rank) -> Outcome | None:
         rank.only(1, lambda: rank.contribute(vectors(SIZES, 1)))
         fake.await_(lambda f: (FIRST_ROUND, 1, 1) in f.headers)
-        rank.only(0, lambda: fake.bridge.change(lambda: fake.abort("too few")))
+        rank.only(0, lambda: fake.io.change(lambda: fake.abort("too few")))
         fake.await_(lambda f: (FIRST_ROUND + 1, 1, 1) in f.headers)
         fake.script = FakeCoordinator.commit
         rank.only(0, lambda: rank.contribute(vectors(SIZES, 1)))
@@ -204,7 +204,7 @@ def test_an_update_that_one_rank_cannot_get_leaves_all_behind() -> None:
 def test_a_rank_that_is_cut_off_leaves_all_in_doubt_and_what_the_others_have_is_not_fetched_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(data_plane, "TRIES", 1)
+    monkeypatch.setattr(data_calls, "TRIES", 1)
     asked: list[Sequence[Shard] | None] = []
 
     def work(fake: FakeCoordinator, rank: Rank) -> tuple[Outcome | None, Outcome | None]:
@@ -227,7 +227,7 @@ def test_a_rank_that_is_cut_off_leaves_all_in_doubt_and_what_the_others_have_is_
 def test_a_signal_to_one_rank_ends_all(rank: int) -> None:
     def work(fake: FakeCoordinator, each: Rank) -> int:
         each.contribute([-delta for delta in vectors(SIZES, 1)])
-        each.only(rank, lambda: each.bridge.post(each.collective.interrupt))
+        each.only(rank, lambda: each.io.post(each.collective.interrupt))
         with pytest.raises(Interrupted):
             each.collective.outcome(0, block=True)
         with pytest.raises(Interrupted):

@@ -8,7 +8,7 @@ import pytest
 
 from edit.errors import LocalProtocolError
 from editpb.messages import Expel, RunPhase, View, Welcome
-from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Asked, Decision, Link, Sent, Session
+from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Asked, Decision, Sent, Session
 
 WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}")
 
@@ -124,7 +124,6 @@ def test_an_expelled_peer_stays_expelled(expel: Expel, decision: Decision) -> No
     session.expelled(expel)
     session.expelled(Expel(evicted=not expel.evicted, reason="second word"))
     session.down(1.0)
-    assert session.link is Link.EXPELLED
     assert session.decide(5, Sent(R, 5), now=99.0) == (decision, expel.reason)
     assert session.reconnect_delay() is None
     with pytest.raises(LocalProtocolError):
@@ -143,18 +142,25 @@ def test_every_state_answers_every_question() -> None:
             assert mine and step == 5 and max(open_round, last) >= mine
 
 
-def test_link_follows_its_table() -> None:
+def waits_for(session: Session) -> str:
+    """The last word of what the session gives as the reason to wait."""
+    decision, reason = session.decide(5, None, now=0.0)
+    assert decision is Decision.WAIT
+    return reason.split()[-1]
+
+
+def test_the_link_follows_its_table() -> None:
     session = Session(lambda: 0.5, 0.0)
-    seen = [session.link]
+    seen = [waits_for(session)]
     session.dialled()
-    seen.append(session.link)
+    seen.append(waits_for(session))
     session.welcomed(WELCOME)
-    seen.append(session.link)
+    seen.append(waits_for(session))
     session.viewed(view())
-    seen.append(session.link)
-    session.down(1.0)
-    seen.append(session.link)
-    assert seen == [Link.OFFLINE, Link.GREETING, Link.WELCOMED, Link.ATTENDING, Link.OFFLINE]
+    seen.append(waits_for(session))
+    session.down(0.0)
+    seen.append(waits_for(session))
+    assert seen == ["offline", "greeting", "welcomed", "collecting", "offline"]
 
 
 def test_messages_out_of_order_are_named_not_taken() -> None:
@@ -174,7 +180,7 @@ def test_another_run_is_not_welcome() -> None:
     session.dialled()
     other = Welcome(run_id="run-2", peer_id="a", config_json="{}")
     assert "run-2" in (session.welcomed(other) or "")
-    assert session.link is Link.GREETING
+    assert "greeting" in (session.viewed(view()) or "")
 
 
 def test_a_view_overtaken_by_a_newer_one_is_dropped() -> None:

@@ -16,9 +16,10 @@ from edit.fragments.shards import Box, Shard
 from edit.records import Snapshot
 from editpb import data_pb2, tensors_pb2
 from editpb.messages import Donor, Serving, SnapshotManifest, SnapshotRequest
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.data_calls import DataPlane
-from peers.carriers.hub.snapshot_donors import Origin, Patience
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.data_calls import DataCalls
+from peers.carriers.hub.snapshot_donors import Patience
+from peers.carriers.run_connection import Origin, Traffic
 from tests.support import fake_donor
 from tests.support.fake_donor import PIECE, FakeDonor, breaking, honest, listening
 from tests.support.fake_run import schema_of, vectors
@@ -53,11 +54,12 @@ def read(
                 outer_step=12, digest=combine(HASHES), schema=SCHEMA, fragment_hash=HASHES, donors=named
             )
             numbers, traffic = iter(draws), Traffic()
-            data = DataPlane(Channels([aggregator.address]), RUN, traffic, lambda: next(numbers), patience)
+            channels = Channels([aggregator.address])
+            data = DataCalls(channels, RUN, traffic, lambda: next(numbers), patience)
             try:
                 snapshot = await data.snapshot(manifest, shards, lambda: True)
             finally:
-                await data.close()
+                await channels.close()
             assert data.origin is not None
             return snapshot, data.origin, traffic
 

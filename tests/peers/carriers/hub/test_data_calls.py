@@ -16,9 +16,9 @@ from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.chunks import make_chunks
 from editpb.messages import SnapshotManifest
 from peers.carriers.hub.assembly import UpdateAssembly
-from peers.carriers.hub.channels import Channels, Traffic
-from peers.carriers.hub.data_calls import DataPlane
-from peers.carriers.hub.stall_timeout import StallTimeout
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.data_calls import DataCalls, StallTimeout
+from peers.carriers.run_connection import Traffic
 from tests.support.fake_donor import FakeDonor, dripping, listening, silent
 from tests.support.fake_run import schema_of, vectors
 from tests.support.wire import header
@@ -54,7 +54,7 @@ class Speechless(data_pb2_grpc.DataServicer):
         yield data_pb2.UpdatePart()
 
 
-def ask(call: Callable[[DataPlane], Awaitable[object]]) -> None:
+def ask(call: Callable[[DataCalls], Awaitable[object]]) -> None:
     """Make this call to a coordinator that never answers."""
 
     async def scenario() -> None:
@@ -62,11 +62,12 @@ def ask(call: Callable[[DataPlane], Awaitable[object]]) -> None:
         data_pb2_grpc.add_DataServicer_to_server(Speechless(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        data = DataPlane(Channels([f"127.0.0.1:{port}"]), "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
+        channels = Channels([f"127.0.0.1:{port}"])
+        data = DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
         try:
             await call(data)
         finally:
-            await data.close()
+            await channels.close()
             await server.stop(None)
 
     asyncio.run(scenario())
@@ -80,17 +81,18 @@ def snapshot(aggregator: FakeDonor) -> list[torch.Tensor]:
     async def scenario() -> list[torch.Tensor]:
         async with listening(aggregator):
             manifest = SnapshotManifest(outer_step=12, digest=combine(HASHES), schema=SCHEMA, fragment_hash=HASHES)
-            data = DataPlane(Channels([aggregator.address]), "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
+            channels = Channels([aggregator.address])
+            data = DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
             try:
                 got = await data.snapshot(manifest, WHOLE, never)
             finally:
-                await data.close()
+                await channels.close()
             return list(got.fragments)
 
     return asyncio.run(scenario())
 
 
-CALLS: dict[str, Callable[[DataPlane], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[DataCalls], Awaitable[object]]] = {
     "contribute": lambda data: data.contribute(header(total_bytes=MUCH), memoryview(bytes(MUCH)), never),
     "found": lambda data: data.found(schema_of((MUCH // 4,)), [torch.zeros(MUCH // 4)], combine(HASHES), never),
     "update": lambda data: data.update(UpdateAssembly(SCHEMA, 3, (0,), WHOLE), never, lambda: None),
