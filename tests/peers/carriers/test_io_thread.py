@@ -138,7 +138,7 @@ def test_closing_cancels_tasks_and_ends_the_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_a_closed_bridge_refuses_calls() -> None:
+def test_an_io_thread_that_has_ended_refuses_calls() -> None:
     io = IoThread()
     with io:
         pass
