@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives import serialization
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.storage.state_folder import StateFolder
-from edit.codecs import encode
+from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Committed, Contribution
 from editpb.identity import Identity
@@ -89,7 +89,8 @@ def exchange(folder: StateFolder, schema: Schema, peers: int) -> None:
         for collective in collectives:
             snapshot = collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
         for step in range(snapshot.outer_step, snapshot.outer_step + ROUNDS):
-            payloads = [encode("int8", torch.empty(f.numel).normal_(0, 1e-3, generator=generator)) for f in schema.fragments]
+            deltas = [torch.empty(f.numel).normal_(0, 1e-3, generator=generator) for f in schema.fragments]
+            payloads = [codec("int8").encode(delta, f) for delta, f in zip(deltas, schema.fragments, strict=True)]
             for collective in collectives:
                 for i, payload in enumerate(payloads):
                     collective.contribute(

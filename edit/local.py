@@ -19,7 +19,8 @@ from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.injection import Injection, check_content, check_order, check_run
-from edit.merging.merge import Measured, ShardPayload, measure, whole_norm
+from edit.merging.merge import Measured, ShardPayload, measure
+from edit.merging.norms import whole_norm
 from edit.merging.outer_state import OuterState
 from edit.records import (
     Aborted,
@@ -269,9 +270,8 @@ class LocalRun:
             state.reduce(i, [one.measured(peer_id, state.outer_step) for peer_id, one in ready[i].items()]) for i in state.due
         ]
         injection, self._injection = self._injection, None
-        staged = [state.stage(one if injection is None else injection.into(one)) for one in merged]
-        brings = injection.brings if injection is not None else None
-        self._commits.append(state.commit(self._round_id, reason, staged, brings))
+        staged = [state.stage(one, injection) for one in merged]
+        self._commits.append(state.commit(self._round_id, reason, staged))
         self._round_id += 1
         self._forget(complete)
 

@@ -252,11 +252,9 @@ class RoundRunner:
         """In the worker thread: reduce, begin to write, stage. Changes nothing but the journal."""
         outer = self.outer
         merged = outer.reduce(effect.fragment_id, contributions)
-        merged = merged if injection is None else injection.into(merged)
-        written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged)
-        staged = outer.stage(merged)
-        merged = replace(merged, merged=None, injection=None)  # both are in the step, and soon on disk: free their memory
-        return replace(staged, merged=merged), written
+        written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged, injection)
+        staged = outer.stage(merged, injection)
+        return replace(staged, merged=replace(merged, merged=None)), written  # it is in the step, and soon on disk: free it
 
     async def _commit(self, effect: events.Commit) -> None:
         """Make the commit durable, then apply it. An exception before it is on disk fails the round; one after that ends the
@@ -277,7 +275,7 @@ class RoundRunner:
             return
 
         def apply() -> tuple[Commit, Head]:
-            commit = outer.commit(effect.round_id, effect.reason, staged, brings)
+            commit = outer.commit(effect.round_id, effect.reason, staged)
             self._store.publish(commit)
             return commit, Head.of(outer)
 

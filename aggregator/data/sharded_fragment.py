@@ -20,7 +20,8 @@ from aggregator.storage.upload_buffer import Upload, UploadBuffer
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard, partition_fault
-from edit.merging.merge import Measured, ShardPayload, whole_norm
+from edit.merging.merge import Measured, ShardPayload
+from edit.merging.norms import whole_norm
 from edit.records import EncodedTensor
 from editpb.messages import ContributionHeader
 

@@ -12,10 +12,12 @@ torn, it is damage: StorageError. A round that is given up leaves no trace: its 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from aggregator.storage.journal_records import (
     BadRecord,
@@ -30,7 +32,7 @@ from aggregator.storage.journal_records import (
 )
 from edit.durable_files import check_format, sync
 from edit.errors import LocalProtocolError, StorageError
-from edit.merging.injection import Injected
+from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Merged
 
 __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "replay", "replay_segments"]
@@ -42,7 +44,7 @@ FORMAT = 1
 class CommittedRound:
     """One committed round: what advanced the run TO `outer_step`; fragments in fragment order; tokens: merged so far in all.
 
-    injected: what the injection in the fragments, if there is one, brings.
+    injection: what of a run above came in with it; what it was computed for (`base`) is not kept.
     """
 
     round_id: int
@@ -50,7 +52,7 @@ class CommittedRound:
     reason: str
     fragments: tuple[Merged, ...]
     tokens: int
-    injected: Injected | None = None
+    injection: Injection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +131,15 @@ class Journal:
         """Bytes of whole records."""
         return self._end
 
-    def append_fragment(self, round_id: int, outer_step: int, merged: Merged) -> None:
-        """Write one merged fragment of the round that advances TO `outer_step`. Not yet durable.
+    def append_fragment(self, round_id: int, outer_step: int, merged: Merged, injection: Injection | None = None) -> None:
+        """Write one merged fragment, and what is injected with it, of the round that advances TO `outer_step`. Not yet durable.
 
         Raises StorageError: the file ends with the last whole record again, the next append works when the disk does.
         """
         self._check_step(outer_step)
         if round_id != self._round_id:
             self._give_up_round()
-        self._append(fragment_header(round_id, outer_step, merged), body_of(merged))
+        self._append(fragment_header(round_id, outer_step, merged, injection), body_of(merged, injection))
         self._round_id = round_id
         self._fragments.add(merged.fragment_id)
 
@@ -227,27 +229,36 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
     Raises StorageError for damage, with file and offset, and for a segment of another base.
     """
     end = _survey(path, base_outer_step).end  # damage is found before anything is applied
-    pending: dict[int, Merged] = {}
-    round_id = 0
+    pending: dict[int, tuple[Merged, Tensor | None]] = {}
+    round_id, replaces = 0, False
     for record in records(path) if end else ():
         header = record.header
         if header["kind"] == "fragment":
             pending, round_id = (pending if header["round_id"] == round_id else {}), header["round_id"]
-            merged = merged_of(path, record)
-            pending[merged.fragment_id] = merged
+            merged, injected = merged_of(path, record)
+            pending[merged.fragment_id] = merged, injected
+            replaces = header["replaces"]
         elif header["kind"] == "commit":
-            fragments = tuple(pending[fragment_id] for fragment_id in sorted(pending))
-            yield _committed(path, record, fragments)
+            yield _committed(path, record, [pending[fragment_id] for fragment_id in sorted(pending)], replaces)
             pending = {}
         if record.end >= end:
             return
 
 
-def _committed(path: Path, record: Record, fragments: tuple[Merged, ...]) -> CommittedRound:
+def _committed(path: Path, record: Record, fragments: Sequence[tuple[Merged, Tensor | None]], replaces: bool) -> CommittedRound:
     header = record.header
     try:
-        injected = Injected.from_json(header["injected"])
-        return CommittedRound(header["round_id"], header["outer_step"], header["reason"], fragments, header["tokens"], injected)
+        brings = Injected.from_json(header["injected"])
+        injected = {merged.fragment_id: vector for merged, vector in fragments if vector is not None}
+        injection = Injection(brings=brings, base=None, replaces=replaces, fragments=injected) if brings is not None else None
+        return CommittedRound(
+            round_id=header["round_id"],
+            outer_step=header["outer_step"],
+            reason=header["reason"],
+            fragments=tuple(merged for merged, _ in fragments),
+            tokens=header["tokens"],
+            injection=injection,
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a commit ({error!r})") from error
 

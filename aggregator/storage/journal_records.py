@@ -29,6 +29,7 @@ from torch import Tensor
 
 from edit.durable_files import check_format
 from edit.errors import LocalProtocolError, StorageError
+from edit.merging.injection import Injection
 from edit.merging.merge import Merged
 from edit.merging.penalty import NormStatistics
 from edit.records import PeerVerdict, Verdict
@@ -143,7 +144,7 @@ def frame(header: Mapping[str, object], body: Buffer) -> tuple[bytes, Buffer]:
     return start + struct.pack("<I", crc) + text, body
 
 
-def fragment_header(round_id: int, outer_step: int, merged: Merged) -> dict[str, object]:
+def fragment_header(round_id: int, outer_step: int, merged: Merged, injection: Injection | None) -> dict[str, object]:
     """The JSON part of a merged fragment; floats survive to the bit."""
     return {
         "kind": "fragment",
@@ -151,8 +152,8 @@ def fragment_header(round_id: int, outer_step: int, merged: Merged) -> dict[str,
         "outer_step": outer_step,
         "fragment_id": merged.fragment_id,
         "rollback": merged.merged is None,
-        "injected": merged.injection is not None,
-        "replaces": merged.replaces,
+        "injected": injection is not None and merged.fragment_id in injection.fragments,
+        "replaces": injection is not None and injection.replaces,
         "verdicts": verdicts_written(merged.verdicts),
         "statistics": {peer: [number(s.mean), number(s.variance), s.count] for peer, s in merged.statistics.items()},
         "merged_norm": number(merged.merged_norm),
@@ -160,22 +161,20 @@ def fragment_header(round_id: int, outer_step: int, merged: Merged) -> dict[str,
     }
 
 
-def merged_of(path: Path, record: Record) -> Merged:
-    """The merged fragment in a record, to the bit. Raises StorageError when it holds none."""
+def merged_of(path: Path, record: Record) -> tuple[Merged, Tensor | None]:
+    """Return the merged fragment in a record and what was injected with it, to the bit. Raises StorageError."""
     try:
         return _merged(record)
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a fragment ({error!r})") from error
 
 
-def _merged(record: Record) -> Merged:
+def _merged(record: Record) -> tuple[Merged, Tensor | None]:
     header = record.header
     parts = _parts(record.body, (not header["rollback"]) + header["injected"])
-    return Merged(
+    merged = Merged(
         fragment_id=header["fragment_id"],
         merged=None if header["rollback"] else next(parts),
-        injection=next(parts) if header["injected"] else None,
-        replaces=header["replaces"],
         verdicts=verdicts_from(header["verdicts"]),
         statistics={
             peer_id: NormStatistics(mean=float(mean), variance=float(variance), count=count)
@@ -184,6 +183,7 @@ def _merged(record: Record) -> Merged:
         merged_norm=float(header["merged_norm"]),
         clip=float(header["clip"]),
     )
+    return merged, next(parts, None)
 
 
 def verdicts_written(verdicts: Iterable[PeerVerdict]) -> list[list[object]]:
@@ -212,9 +212,10 @@ def _parts(body: bytearray, count: int) -> Iterator[Tensor]:
     yield from vector.view(count, -1)
 
 
-def body_of(merged: Merged) -> Buffer:
+def body_of(merged: Merged, injection: Injection | None) -> Buffer:
     """The raw part of a merged fragment: fp32; empty for a rollback. Not copied, unless something was injected with it."""
-    parts = [part for part in (merged.merged, merged.injection) if part is not None]
+    injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
+    parts = [part for part in (merged.merged, injected) if part is not None]
     if sys.byteorder != "little" or any(part.dtype is not torch.float32 or part.dim() != 1 for part in parts):
         raise LocalProtocolError("journal: a merged fragment must be one flat fp32 tensor of a little-endian machine")
     if not parts:

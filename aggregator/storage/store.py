@@ -25,7 +25,7 @@ from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
 from edit.fragments.schema import Schema
-from edit.merging.injection import Injected
+from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Merged
 from edit.merging.outer_state import OuterState
 from edit.records import Commit
@@ -69,18 +69,23 @@ class Store:
         """The first state of the run. Raises StorageError; then the run is not founded."""
         self.checkpoint(outer)
 
-    def begin_fragment(self, round_id: int, outer_step: int, merged: Merged) -> Future[None]:
+    def begin_fragment(
+        self, round_id: int, outer_step: int, merged: Merged, injection: Injection | None = None
+    ) -> Future[None]:
         """Begin to write one merged fragment of the round that advances TO outer_step, once the one before is written: so one
         at a time is kept in memory for it. The result may be StorageError; a commit needs all of its fragments' results."""
         if self._writing is not None:
             wait([self._writing])
-        self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, outer_step, merged))
+        self._writing = self._writer.submit(
+            lambda: self._open_journal().append_fragment(round_id, outer_step, merged, injection)
+        )
         return self._writing
 
     def append_commit(
         self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
     ) -> None:
-        """The round is committed when this returns; it is on disk. tokens: merged with it; injected: see `OuterState.commit`.
+        """The round is committed when this returns; it is on disk. tokens: merged with it; injected: what
+        `OuterState.injected` is after it, when an injection came in.
 
         Raises StorageError.
         """
@@ -209,7 +214,7 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
     """Replay one journalled round through the same code that committed it."""
     try:
-        staged = [outer.stage(merged) for merged in committed.fragments]
-        return outer.commit(committed.round_id, committed.reason, staged, committed.injected)
+        staged = [outer.stage(merged, committed.injection) for merged in committed.fragments]
+        return outer.commit(committed.round_id, committed.reason, staged)
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error

@@ -1,14 +1,12 @@
-"""Merging one fragment: measure, judge, weigh, average in peer_id order, clip; or roll back.
+"""The numbers of a merge: norms of what was decoded, the weighted mean in peer_id order, the clip. Pure functions.
 
-Owns: the numbers of one fragment of one round (arXiv 2412.07210, section 3.3). Pure: it changes no state. Norms are
-taken of what was decoded, never believed; weight 0 never touches the sum. A sharded replica is one contribution in parts, one a
-rank; the sum is taken element by element, so with a lossless codec and equal weights no bit depends on how anybody shards.
-Must not know: rounds, carriers, optimizers.
+Norms are taken of what was decoded, never believed; a contribution with weight 0 never touches the sum. A sharded replica is
+one contribution in shards, one per rank. The sum is taken element by element, so with a lossless codec and equal weights no bit
+depends on how anybody shards. Source: arXiv 2412.07210, section 3.3.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,133 +15,92 @@ from torch import Tensor
 
 from edit.codecs import codec, decode
 from edit.config.run import PenaltyConfig
-from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.errors import RemoteProtocolError
+from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard, partition_fault
 from edit.merging.heloco import Momentum, correct
-from edit.merging.norms import norm, norm_of_pieces, whole_norm
-from edit.merging.penalty import NormStatistics, observe, verdicts, weights
-from edit.records import EncodedTensor, PeerVerdict, Verdict
+from edit.merging.norms import norm, norm_of_pieces
+from edit.merging.penalty import NormStatistics
+from edit.records import EncodedTensor, PeerVerdict
 
-__all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "measure", "merge", "norm", "whole_norm"]
+__all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "measure", "weighted_mean"]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPayload:
-    """What one rank contributes of a fragment. payload: the encoded shard, or what reads it back from the spill."""
+    """What one rank contributes of a fragment."""
 
     shard: Shard
+    # The encoded shard, or what reads it back from the spill.
     payload: EncodedTensor | Callable[[], EncodedTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A contribution whose norm the merger has taken, over the whole replica.
-
-    payload: the encoded vector, or what reads it back from the spill, or the parts of a sharded replica by rank. staleness: the
-    outer steps committed since the one it was computed against.
-    """
+    """One peer's contribution to one fragment, with its norm taken over the whole replica."""
 
     peer_id: str
+    # The work behind it, of the whole replica.
     inner_steps: int
     tokens: int
+    # ||Delta||_2 of what was decoded; NaN or Inf when an element is not finite.
     norm: float
+    # The encoded vector, or what reads it back from the spill, or a sharded replica's shards by rank.
     payload: EncodedTensor | Callable[[], EncodedTensor] | tuple[ShardPayload, ...]
+    # Outer steps committed since the one it was computed against.
     staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MergeRule:
-    """How contributions become one pseudo-gradient, besides their verdicts and shares.
+    """How contributions become one pseudo-gradient, besides their verdicts and weights."""
 
-    direction: `mean`, or `rda` (arXiv 2604.21428): the normalised mean of the unit vectors times the mean of the lengths.
-    momentum: what each contribution is corrected towards first, None for no correction. damped: see
-    `edit.merging.penalty.weights`.
-    """
-
+    # `mean`, or `rda` (arXiv 2604.21428): the normalised mean of the unit vectors times the mean of the lengths.
     direction: str = "mean"
+    # What each contribution is first corrected towards; None: no correction.
     momentum: Momentum | None = None
+    # The weights are damped by staleness and need not sum to 1, see `edit.merging.penalty.weights`.
     damped: bool = False
-
-
-PLAIN = MergeRule()
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One fragment of one round, reduced; with the outer state before it, it determines the state after it.
-
-    merged: D after the clip, None is a rollback; statistics: after this round, of its contributors only; merged_norm: ||D||
-    before the clip; clip: beta; injection, replaces: what the run above adds, or what theta becomes (see
-    `edit.merging.injection`).
-    """
+    """One fragment of one round, merged; with the outer state before it, it determines the state after it."""
 
     fragment_id: int
+    # D after the clip, flat fp32; None is a rollback.
     merged: Tensor | None
+    # One per contributor, in peer_id order.
     verdicts: tuple[PeerVerdict, ...]
+    # After this round, of its contributors only.
     statistics: Mapping[str, NormStatistics]
+    # ||D|| before the clip.
     merged_norm: float
+    # beta, the factor of the clip.
     clip: float
-    injection: Tensor | None = None
-    replaces: bool = False
 
 
 def measure(encoded: EncodedTensor) -> float:
-    """||decode(encoded)||_2; NaN or Inf when an element is not finite or the norm overflows. One piece in memory at a time.
+    """Return ||decode(encoded)||_2; NaN or Inf when an element is not finite or the norm overflows.
 
-    Does not depend on the number of threads. Raises RemoteProtocolError when the bytes are not what they claim to be.
+    Holds one piece in memory at a time and does not depend on the number of threads. Raises RemoteProtocolError when the bytes
+    are not what they claim to be.
     """
     return norm_of_pieces(codec(encoded.codec).decode_pieces(encoded))
 
 
-def merge(
-    fragment_id: int,
-    numel: int,
-    contributions: Sequence[Measured],
-    before: Mapping[str, NormStatistics],
-    config: PenaltyConfig,
-    rule: MergeRule = PLAIN,
-) -> Merged:
-    """Reduce one fragment. before: the contributors' statistics before this round, those without any left out.
+def weighted_mean(fragment: FragmentSpec, kept: Sequence[tuple[Measured, float]], rule: MergeRule) -> Tensor:
+    """Return the sum of w_m * Delta_m over (contribution, w), in the order given: fp32, shape [fragment.numel].
 
-    Raises LocalProtocolError for a peer named twice, RemoteProtocolError for a payload of another length and for parts that do
-    not make up the fragment.
+    With direction `rda`: of w_m * Delta_m / G_m, scaled to the length sum of w_m * G_m. Reads one contribution at a time.
+    Raises RemoteProtocolError for a payload of another length and for shards that do not make up the fragment.
     """
-    ordered = sorted(contributions, key=lambda contribution: contribution.peer_id)
-    norms = {contribution.peer_id: contribution.norm for contribution in ordered}
-    if len(norms) != len(ordered):
-        raise LocalProtocolError(f"fragment {fragment_id}: a peer contributes twice")
-    judged = verdicts(norms, before, config)
-    shares = weights(
-        list(judged.values()),
-        list(norms.values()),
-        [c.inner_steps for c in ordered],
-        [c.tokens for c in ordered],
-        config,
-        [c.staleness for c in ordered],
-        rule.damped,
-    )
-    peers = tuple(
-        PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
-        for one, share in zip(ordered, shares, strict=True)
-    )
-    after = _statistics_after(norms, judged, before, config)
-    kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
-    mean = _average(fragment_id, numel, kept, rule) if kept else None
-    size = norm(mean) if mean is not None else 0.0
-    if mean is None or not math.isfinite(size):
-        return Merged(fragment_id, None, peers, after, 0.0, 1.0)
-    beta = _clip(size, config)
-    return Merged(fragment_id, mean.mul_(beta) if beta < 1 else mean, peers, after, size, beta)
-
-
-def _average(fragment_id: int, numel: int, kept: Sequence[tuple[Measured, float]], rule: MergeRule) -> Tensor:
-    """sum of w_m * Delta_m in the order given; with `rda` of w_m * Delta_m / G_m, made sum of w_m * G_m long."""
-    mean, length, one = torch.zeros(numel, dtype=torch.float32), 0.0, None
+    mean, length, one = torch.zeros(fragment.numel, dtype=torch.float32), 0.0, None
     for contribution, share in kept:
-        what, size = f"fragment {fragment_id} of peer {contribution.peer_id}", contribution.norm
+        what, size = f"fragment {fragment.fragment_id} of peer {contribution.peer_id}", contribution.norm
         if rule.momentum is not None:
             one = torch.zeros_like(mean)
-            _add_all(contribution, 1.0, one, what)
+            _add_contribution(contribution, 1.0, one, what)
             correct(one, rule.momentum)
             size = norm(one)
         length += share * size
@@ -152,38 +109,45 @@ def _average(fragment_id: int, numel: int, kept: Sequence[tuple[Measured, float]
         if one is not None:
             mean.add_(one.mul_(share))
         else:
-            _add_all(contribution, share, mean, what)
+            _add_contribution(contribution, share, mean, what)
     if rule.direction == "rda" and (size := norm(mean)) > 0:
         mean.mul_(length / size)
     return mean
 
 
-def _add_all(contribution: Measured, share: float, mean: Tensor, what: str) -> None:
-    """mean += share * decoded, of all parts of a contribution."""
+def clip_factor(size: float, config: PenaltyConfig) -> float:
+    """Return beta = min(1, phi / (||D|| + 1e-6)); 1 with the penalty or the clip off."""
+    if not config.enabled or config.clip == 0:
+        return 1.0
+    return min(1.0, config.clip / (size + 1e-6))
+
+
+def _add_contribution(contribution: Measured, share: float, mean: Tensor, what: str) -> None:
+    """mean += share * decoded, of the whole vector or of all shards."""
     if not isinstance(contribution.payload, tuple):
         _add(contribution.payload, share, mean, what)
         return
-    _check_parts(contribution.payload, mean.numel(), what)
-    for part in contribution.payload:
-        _add_part(part, share, mean, what)
+    _check_shards(contribution.payload, mean.numel(), what)
+    for one in contribution.payload:
+        _add_shard(one, share, mean, what)
 
 
-def _check_parts(parts: Sequence[ShardPayload], numel: int, what: str) -> None:
-    fragment = parts[0].shard.fragment if parts else None
-    if fragment is None or fragment.numel != numel or any(part.shard.fragment != fragment for part in parts):
-        raise RemoteProtocolError(f"{what}: its parts are not of one fragment of {numel} elements")
-    if fault := partition_fault(fragment, [part.shard.boxes for part in parts]):
+def _check_shards(payloads: Sequence[ShardPayload], numel: int, what: str) -> None:
+    fragment = payloads[0].shard.fragment if payloads else None
+    if fragment is None or fragment.numel != numel or any(one.shard.fragment != fragment for one in payloads):
+        raise RemoteProtocolError(f"{what}: its shards are not of one fragment of {numel} elements")
+    if fault := partition_fault(fragment, [one.shard.boxes for one in payloads]):
         raise RemoteProtocolError(f"{what}: {fault}")
 
 
-def _add_part(part: ShardPayload, share: float, mean: Tensor, what: str) -> None:
+def _add_shard(one: ShardPayload, share: float, mean: Tensor, what: str) -> None:
     """mean[shard] += share * decoded, rounded after the product and after the sum, as for a whole fragment."""
-    if part.shard.span is not None:
-        start, end = part.shard.span
-        _add(part.payload, share, mean[start:end], what)
+    if one.shard.span is not None:
+        start, end = one.shard.span
+        _add(one.payload, share, mean[start:end], what)
         return
-    weighted = decode(_read(part.payload, part.shard.numel, what)).mul_(share)
-    part.shard.add(weighted, mean)
+    weighted = decode(_read(one.payload, one.shard.numel, what)).mul_(share)
+    one.shard.add(weighted, mean)
 
 
 def _add(payload: EncodedTensor | Callable[[], EncodedTensor], share: float, out: Tensor, what: str) -> None:
@@ -196,25 +160,3 @@ def _read(payload: EncodedTensor | Callable[[], EncodedTensor], numel: int, what
     if encoded.numel != numel:
         raise RemoteProtocolError(f"{what} has {encoded.numel} elements, not {numel}")
     return encoded
-
-
-def _statistics_after(
-    norms: Mapping[str, float],
-    judged: Mapping[str, Verdict],
-    before: Mapping[str, NormStatistics],
-    config: PenaltyConfig,
-) -> dict[str, NormStatistics]:
-    if not config.enabled:
-        return {}
-    history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms}
-    return {
-        peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
-        for peer_id, statistics in history.items()
-    }
-
-
-def _clip(size: float, config: PenaltyConfig) -> float:
-    """beta = min(1, phi / (||D|| + 1e-6)); 1 with the penalty or the clip off."""
-    if not config.enabled or config.clip == 0:
-        return 1.0
-    return min(1.0, config.clip / (size + 1e-6))

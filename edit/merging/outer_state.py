@@ -1,8 +1,8 @@
 """The outer state of a run: theta, the outer optimizer's state, the downlink's residual and the norm statistics, per fragment.
 
-Owns: these four and the only way they change: reduce (pure) -> stage (pure) -> commit (all due fragments at once). Tensors are
-replaced, never written into, so whoever holds old ones may go on reading. The same Merged values in the same order give the
-same bits, which is what a journal replays. Must not know: rounds, disks, carriers, time.
+It changes in one way only: reduce (pure) -> stage (pure) -> commit (all due fragments at once). Tensors are replaced, never
+written into, so a reader of old ones is not disturbed. The same Merged values and injections in the same order give the same
+bits, which is what a journal replays.
 """
 
 from __future__ import annotations
@@ -23,42 +23,51 @@ from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.heloco import Momentum
-from edit.merging.injection import Injected
-from edit.merging.merge import Measured, Merged, MergeRule, merge
+from edit.merging.injection import Injected, Injection
+from edit.merging.merge import Measured, Merged, MergeRule
+from edit.merging.mergers import merger
 from edit.merging.outer_optimizers import Slots, initial_slots, outer_step
 from edit.merging.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit
 
-__all__ = ["FragmentState", "Measured", "Merged", "OuterState", "Staged"]
+__all__ = ["FragmentState", "OuterState", "Staged"]
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentState:
-    """One fragment's part of the outer state. theta, residual and slots: flat fp32; residual None counts as zero."""
+    """One fragment of the outer state."""
 
+    # The outer parameters: flat fp32, shape [numel].
     theta: Tensor
+    # `edit.fragments.digest.fragment_hash` of theta.
     theta_hash: bytes
+    # The outer optimizer's state by name.
     slots: Slots
+    # What the downlink's codec left out so far: flat fp32, shape [numel]; None counts as zero.
     residual: Tensor | None
+    # Of the norms of the contributions, by peer_id.
     statistics: Mapping[str, NormStatistics]
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What one fragment will be if `outer_step` is committed. payload: the encoded step, None for a rollback."""
+    """What one fragment becomes when the run advances from `outer_step`."""
 
     outer_step: int
     merged: Merged
     after: FragmentState
+    # The encoded outer step; None for a rollback.
     payload: EncodedTensor | None
+    # What of a run above is in theta afterwards; None: nothing new.
+    brings: Injected | None = None
 
 
 class OuterState:
     """theta and all that moves it.
 
-    theta: one flat fp32 tensor per fragment of `schema`, taken over, not copied; config: penalty, outer, codec.down and the
-    groups of sync matter. Raises LocalProtocolError when theta does not fit the schema, ConfigError when there are more groups
-    than fragments.
+    theta: one flat fp32 CPU tensor per fragment of `schema`, taken over, not copied. config: its sections penalty, outer,
+    codec.down, rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the schema,
+    ConfigError when there are more groups than fragments.
     """
 
     def __init__(self, schema: Schema, config: RunConfig, theta: Sequence[Tensor]) -> None:
@@ -70,6 +79,7 @@ class OuterState:
         self.schema = schema
         self.config = config
         self._codec = codec(config.codec.down)
+        self._merger = merger(config)
         self._outer_step = 0
         self._injected: Injected | None = None
         self._fragments = [
@@ -79,12 +89,12 @@ class OuterState:
 
     @property
     def outer_step(self) -> int:
-        """Commits so far."""
+        """The number of commits so far."""
         return self._outer_step
 
     @property
     def injected(self) -> Injected | None:
-        """What of a run above is in theta."""
+        """What of a run above is in theta; None: nothing."""
         return self._injected
 
     @property
@@ -95,28 +105,27 @@ class OuterState:
 
     @property
     def theta(self) -> list[Tensor]:
-        """The outer parameters, one tensor per fragment. Not to be written into; a commit replaces them."""
+        """The outer parameters, one tensor per fragment. Do not write into them; a commit replaces them."""
         return [fragment.theta for fragment in self._fragments]
 
     @property
     def digest(self) -> str:
-        """`edit.fragments.digest.digest` of theta; cheap, the fragments' hashes are kept."""
+        """`edit.fragments.digest.digest` of theta. Cheap: the fragments' hashes are kept."""
         return combine(fragment.theta_hash for fragment in self._fragments)
 
     @property
     def fragment_hashes(self) -> tuple[bytes, ...]:
-        """`edit.merging.outer_optimizers.fragment_hash` of each fragment."""
+        """`edit.fragments.digest.fragment_hash` of each fragment."""
         return tuple(fragment.theta_hash for fragment in self._fragments)
 
     def statistics(self, fragment_id: int) -> Mapping[str, NormStatistics]:
-        """Norm statistics by peer_id."""
+        """Return a fragment's norm statistics by peer_id."""
         return self._fragments[fragment_id].statistics
 
     def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
-        """Verdicts, weights, mean in peer_id order, clip, or rollback. Changes nothing. Raises as
-        `edit.merging.merge.merge`."""
-        fragment, rule = self._fragments[fragment_id], self._rule(fragment_id)
-        return merge(fragment_id, fragment.theta.numel(), contributions, fragment.statistics, self.config.penalty, rule)
+        """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`."""
+        fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics
+        return self._merger.merge(fragment, contributions, statistics, self._rule(fragment_id))
 
     def _rule(self, fragment_id: int) -> MergeRule:
         outer, spec = self.config.outer, self.schema.fragments[fragment_id]
@@ -127,42 +136,44 @@ class OuterState:
         direction = "mean" if spec.name.startswith("embedding") else outer.direction  # rows of rare words have no direction
         return MergeRule(direction, momentum, damped=self.config.rounds.merging == "arrivals")
 
-    def stage(self, merged: Merged) -> Staged:
-        """The outer step of one fragment, encoded for the downlink. Changes nothing, `merged` included.
+    def stage(self, merged: Merged, injection: Injection | None = None) -> Staged:
+        """Compute the outer step of one fragment, encoded for the downlink. Changes nothing, `merged` included.
 
         A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback; what
-        is injected is then applied alone.
+        is injected is then applied alone. injection: the same for all fragments of the commit.
         """
-        before = self._fragments[merged.fragment_id]
+        before, fragment = self._fragments[merged.fragment_id], self.schema.fragments[merged.fragment_id]
         statistics = {**before.statistics, **merged.statistics}
-        for step, slots, residual in self._steps(merged, before):
-            payload, rest = with_feedback(self._codec, step, residual, self.schema.fragments[merged.fragment_id])
+        brings = injection.brings if injection is not None else None
+        for step, slots, residual in self._steps(merged, before, injection):
+            payload, rest = with_feedback(self._codec, step, residual, fragment)
             theta = before.theta.clone()
             self._codec.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)
             if all(_is_finite(tensor) for tensor in (theta, *slots.values())):
                 after = FragmentState(theta, fragment_hash(theta), slots, rest, statistics)
-                return Staged(self._outer_step, merged, after, payload)
+                return Staged(self._outer_step, merged, after, payload, brings)
         after = FragmentState(before.theta, before.theta_hash, before.slots, before.residual, statistics)
-        return Staged(self._outer_step, merged, after, None)
+        return Staged(self._outer_step, merged, after, None, brings)
 
-    def _steps(self, merged: Merged, before: FragmentState) -> Iterator[tuple[Tensor, Slots, Tensor | None]]:
-        """(step, slots after it, residual before it), the one to take first. What is injected does not pass the optimizer."""
-        injection = merged.injection
-        if injection is not None and merged.replaces:
-            yield torch.sub(before.theta, injection), before.slots, None
+    def _steps(
+        self, merged: Merged, before: FragmentState, injection: Injection | None
+    ) -> Iterator[tuple[Tensor, Slots, Tensor | None]]:
+        """Yield (step, slots after it, residual before it), in order of preference. An injection bypasses the optimizer."""
+        injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
+        if injection is not None and injected is not None and injection.replaces:
+            yield torch.sub(before.theta, injected), before.slots, None
             return
         if merged.merged is not None:
             step, slots = outer_step(self.config.outer, before.slots, merged.merged)
-            yield step if injection is None else step - injection, slots, before.residual
-        if injection is not None:
-            yield torch.neg(injection), before.slots, before.residual
+            yield step if injected is None else step - injected, slots, before.residual
+        if injected is not None:
+            yield torch.neg(injected), before.slots, before.residual
 
-    def commit(self, round_id: int, reason: str, staged: Sequence[Staged], injected: Injected | None = None) -> Commit:
+    def commit(self, round_id: int, reason: str, staged: Sequence[Staged]) -> Commit:
         """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
 
-        injected: what the injection in them, if there is one, brings.
-
-        Raises LocalProtocolError unless there is one Staged for each of `due`, staged at this outer step; then nothing changes.
+        Raises LocalProtocolError unless there is one Staged for each of `due`, staged at this outer step and with the same
+        injection; then nothing changes.
         """
         ordered = sorted(staged, key=lambda one: one.merged.fragment_id)
         if tuple(one.merged.fragment_id for one in ordered) != self.due:
@@ -171,10 +182,13 @@ class OuterState:
             )
         if any(one.outer_step != self._outer_step for one in ordered):
             raise LocalProtocolError(f"a fragment was staged at another outer step than {self._outer_step}")
+        brings = ordered[0].brings
+        if any(one.brings != brings for one in ordered):
+            raise LocalProtocolError("the fragments of a commit were staged with different injections")
         for one in ordered:
             self._fragments[one.merged.fragment_id] = one.after
         self._outer_step += 1
-        self._injected = injected or self._injected
+        self._injected = brings or self._injected
         return Commit(
             outer_step=self._outer_step,
             round_id=round_id,
@@ -184,7 +198,7 @@ class OuterState:
         )
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`. Shared, not copied."""
+        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`. Shared, not copied."""
         tensors: dict[str, Tensor] = {}
         for i, fragment in enumerate(self._fragments):
             tensors[f"theta.{i}"] = fragment.theta
@@ -194,7 +208,7 @@ class OuterState:
         return tensors
 
     def metadata(self) -> dict[str, Any]:
-        """The rest of the state, JSON-able; floats survive JSON to the bit."""
+        """Return the rest of the state, JSON-able; floats survive JSON to the bit."""
         return {
             "outer_step": self._outer_step,
             "digest": self.digest,
@@ -209,7 +223,7 @@ class OuterState:
 
     @classmethod
     def restore(cls, schema: Schema, config: RunConfig, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Self:
-        """The state that gave `tensors` and `metadata`, to the bit.
+        """Rebuild the state that gave `tensors` and `metadata`, to the bit.
 
         Raises StorageError when they are damaged or incomplete, ConfigError when they belong to another optimizer or model.
         """

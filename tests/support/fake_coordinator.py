@@ -18,8 +18,9 @@ from torch import Tensor
 from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard, partition_fault
-from edit.merging.merge import ShardPayload, measure, whole_norm
-from edit.merging.outer_state import Measured, OuterState
+from edit.merging.merge import Measured, ShardPayload, measure
+from edit.merging.norms import whole_norm
+from edit.merging.outer_state import OuterState
 from edit.records import Commit, EncodedTensor
 from editpb import control_pb2_grpc, data_pb2_grpc
 from editpb.messages import (

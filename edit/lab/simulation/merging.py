@@ -1,4 +1,4 @@
-"""Really merges: every contribution is a small vector, measured and merged by `edit.merging.merge` with the run's [penalty].
+"""Really merges: every contribution is a small vector, measured and merged by `edit.merging.mergers` with the run's [penalty].
 
 Owns: the vectors, and the statistics that outlive a round. A vector's length follows sqrt(inner steps), as a random walk's
 does, with a lognormal spread of 0.1; a damaged one is NaN or a thousand times too long. Must not know: rounds, peers' lives.
@@ -12,8 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from edit.config.run import PenaltyConfig
+from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.lab.simulation.accounting import Share
-from edit.merging.merge import Measured, measure, merge
+from edit.merging.merge import Measured, MergeRule, measure
+from edit.merging.mergers import EditMerger
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
 
@@ -28,7 +30,7 @@ class SyntheticMerger:
     """damaged: share of the contributions."""
 
     def __init__(self, config: PenaltyConfig, damaged: float, seed: int) -> None:
-        self._config = config
+        self._merger = EditMerger(config)
         self._damaged = damaged
         self._random = np.random.default_rng(seed)
         self._statistics: dict[int, dict[str, NormStatistics]] = {}
@@ -36,9 +38,9 @@ class SyntheticMerger:
     def rejected(self, fragment_id: int, shares: Mapping[str, Share]) -> frozenset[str]:
         """Merge; whose contribution has a verdict other than OK."""
         before = self._statistics.setdefault(fragment_id, {})
-        merged = merge(
-            fragment_id, NUMEL, [self._measured(peer_id, share) for peer_id, share in shares.items()], before, self._config
-        )
+        fragment = FragmentSpec(fragment_id=fragment_id, name="vector", tensors=(TensorSpec(name="vector", shape=(NUMEL,)),))
+        contributions = [self._measured(peer_id, share) for peer_id, share in shares.items()]
+        merged = self._merger.merge(fragment, contributions, before, MergeRule())
         before.update(merged.statistics)
         return frozenset(each.peer_id for each in merged.verdicts if each.verdict is not Verdict.OK)
 

@@ -19,7 +19,8 @@ from edit.config.run import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.fragments.shards import Box, Shard
-from edit.merging.merge import measure, merge
+from edit.merging.merge import MergeRule, measure
+from edit.merging.mergers import EditMerger
 from editpb.messages import ContributionHeader
 from tests.support.encoded import encode
 
@@ -89,7 +90,7 @@ def parts(intake: UploadBuffer) -> ShardedFragment:
 
 
 def merged(parts: ShardedFragment) -> Tensor:
-    outcome = merge(3, FRAGMENT.numel, [parts.contribution()], {}, PenaltyConfig(enabled=False))
+    outcome = EditMerger(PenaltyConfig(enabled=False)).merge(FRAGMENT, [parts.contribution()], {}, MergeRule())
     assert outcome.merged is not None
     return outcome.merged
 

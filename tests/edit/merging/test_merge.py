@@ -14,7 +14,9 @@ from edit.config.run import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Shard
-from edit.merging.merge import Measured, Merged, ShardPayload, measure, merge, norm, whole_norm
+from edit.merging.merge import Measured, Merged, MergeRule, ShardPayload, measure
+from edit.merging.mergers import EditMerger
+from edit.merging.norms import norm, whole_norm
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
 from tests.support.encoded import encode
@@ -34,7 +36,7 @@ def measured(peer_id: str, delta: Tensor, codec_name: str = "fp32", tokens: int 
 
 
 def merged_of(contributions: Sequence[Measured], config: PenaltyConfig = OFF, numel: int = 300) -> Merged:
-    return merge(0, numel, contributions, {}, config)
+    return EditMerger(config).merge(fragment((numel,)), contributions, {}, MergeRule())
 
 
 def settled(mean: float) -> NormStatistics:
@@ -160,7 +162,8 @@ def test_without_need_or_leave_nothing_is_clipped(config: PenaltyConfig) -> None
 def test_statistics_advance_for_the_good_ones_only() -> None:
     before = {peer_id: settled(17.0) for peer_id in "abd"}
     deltas = {"a": random_vector(300, 1), "b": random_vector(300, 2, scale=100.0), "c": random_vector(300, 3)}
-    result = merge(0, 300, [measured(p, delta) for p, delta in deltas.items()], before, RAW)
+    contributions = [measured(p, delta) for p, delta in deltas.items()]
+    result = EditMerger(RAW).merge(fragment((300,)), contributions, before, MergeRule())
     assert [verdict.verdict for verdict in result.verdicts] == [Verdict.OK, Verdict.ANOMALOUS, Verdict.OK]
     assert set(result.statistics) == set("abc"), "of this round's contributors"
     assert result.statistics["a"].count == 51 and result.statistics["c"].count == 1
@@ -273,7 +276,7 @@ def test_parts_of_weight_zero_are_not_read_back_and_others_are_one_by_one() -> N
     [
         ([(0, 10), (12, 18)], "fragment 0 of peer a: tensor t0: the shards cover 28 of 30 elements"),
         ([(0, 20), (10, 20)], "fragment 0 of peer a: tensor t0: two shards overlap"),
-        ([], "fragment 0 of peer a: its parts are not of one fragment of 30 elements"),
+        ([], "fragment 0 of peer a: its shards are not of one fragment of 30 elements"),
     ],
 )
 def test_parts_that_do_not_make_up_the_fragment_are_the_peers_fault(boxes: list[tuple[int, int]], message: str) -> None:

@@ -14,8 +14,8 @@ from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
-from edit.merging.merge import measure
-from edit.merging.outer_state import Measured, Merged, OuterState
+from edit.merging.merge import Measured, Merged, measure
+from edit.merging.outer_state import OuterState
 from edit.records import Commit, Verdict
 from edit.reference import Edit, diloco
 from tests.support.encoded import encode

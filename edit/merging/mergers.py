@@ -1,0 +1,139 @@
+"""Which contributions are merged, and how: the Admission before a merge, and the Merger.
+
+Both are seams. A policy (a bound on claimed tokens, a signature to check) is another Admission; a robust rule (a trimmed mean,
+a geometric median) is another Merger. `merger` and `admission` choose them from the run's configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edit.config.run import PenaltyConfig, RunConfig
+from edit.errors import LocalProtocolError
+from edit.fragments.schema import FragmentSpec
+from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, weighted_mean
+from edit.merging.norms import norm
+from edit.merging.penalty import NormStatistics, observe, verdicts, weights
+from edit.records import PeerVerdict, Verdict
+
+__all__ = ["Admission", "AdmitAll", "Admitted", "EditMerger", "Merger", "Rejected", "admission", "merger"]
+
+
+class Merger(Protocol):
+    """Turns the contributions to one fragment of one round into one pseudo-gradient."""
+
+    def merge(
+        self,
+        fragment: FragmentSpec,
+        contributions: Sequence[Measured],
+        before: Mapping[str, NormStatistics],
+        rule: MergeRule,
+    ) -> Merged:
+        """Merge one fragment. Pure; the same contributions in any order give the same bits.
+
+        before: the norm statistics before this round by peer_id; a peer without any is left out.
+        Raises LocalProtocolError for a peer named twice, RemoteProtocolError for a payload of another length and for shards
+        that do not make up the fragment.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EditMerger:
+    """EDiT's merge (arXiv 2412.07210, section 3.3): verdicts, weights, weighted mean, clip; or rollback when no weight is left.
+
+    With `penalty.enabled = false` it is DiLoCo's mean.
+    """
+
+    config: PenaltyConfig
+
+    def merge(
+        self,
+        fragment: FragmentSpec,
+        contributions: Sequence[Measured],
+        before: Mapping[str, NormStatistics],
+        rule: MergeRule,
+    ) -> Merged:
+        """See `Merger.merge`."""
+        config, fragment_id = self.config, fragment.fragment_id
+        ordered = sorted(contributions, key=lambda contribution: contribution.peer_id)
+        norms = {contribution.peer_id: contribution.norm for contribution in ordered}
+        if len(norms) != len(ordered):
+            raise LocalProtocolError(f"fragment {fragment_id}: a peer contributes twice")
+        judged = verdicts(norms, before, config)
+        shares = weights(
+            list(judged.values()),
+            list(norms.values()),
+            [c.inner_steps for c in ordered],
+            [c.tokens for c in ordered],
+            config,
+            [c.staleness for c in ordered],
+            rule.damped,
+        )
+        peers = tuple(
+            PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
+            for one, share in zip(ordered, shares, strict=True)
+        )
+        after = self._statistics_after(norms, judged, before)
+        kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
+        mean = weighted_mean(fragment, kept, rule) if kept else None
+        size = norm(mean) if mean is not None else 0.0
+        if mean is None or not math.isfinite(size):
+            return Merged(fragment_id, None, peers, after, 0.0, 1.0)
+        beta = clip_factor(size, config)
+        return Merged(fragment_id, mean.mul_(beta) if beta < 1 else mean, peers, after, size, beta)
+
+    def _statistics_after(
+        self, norms: Mapping[str, float], judged: Mapping[str, Verdict], before: Mapping[str, NormStatistics]
+    ) -> dict[str, NormStatistics]:
+        if not self.config.enabled:
+            return {}
+        history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms}
+        return {
+            peer_id: observe(norms[peer_id], statistics, self.config) if judged[peer_id] is Verdict.OK else statistics
+            for peer_id, statistics in history.items()
+        }
+
+
+def merger(config: RunConfig) -> Merger:
+    """Return the merger that the run's configuration chooses."""
+    return EditMerger(config.penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The contribution may be merged."""
+
+    # As it counts: a policy may have bounded what the peer claims.
+    contribution: Measured
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The contribution is not merged. One line that says why, for the peer and the log."""
+
+    reason: str
+
+
+class Admission(Protocol):
+    """Decides whether a peer's measured contribution to one fragment may be merged, before any verdict on its norm."""
+
+    def admit(self, fragment: FragmentSpec, contribution: Measured) -> Admitted | Rejected:
+        """Decide. Pure; a rejected contribution counts as not sent."""
+        ...
+
+
+class AdmitAll:
+    """Admits every contribution as it is."""
+
+    def admit(self, fragment: FragmentSpec, contribution: Measured) -> Admitted | Rejected:
+        """See `Admission.admit`."""
+        return Admitted(contribution)
+
+
+def admission(config: RunConfig) -> Admission:
+    """Return the admission that the run's configuration chooses. There is no setting for it yet: everything is admitted."""
+    return AdmitAll()
