@@ -87,38 +87,40 @@ class Members:
         """One member, or None."""
         return self._records.get(peer_id)
 
-    def refusal(self, peer_id: str) -> str | None:
-        """Why the holder of a certificate for this identity may not take part; None when it may."""
-        record = self._records.get(peer_id)
-        if record is None:
-            return f"{peer_id} is not a member of this run"
-        return record.evicted
+    def why_refused(self, identity: Identity, serial: int | None = None) -> str | None:
+        """Return why the holder of a certificate for this identity may not take part; None: it may.
 
-    def is_allowed(self, identity: Identity, serial: int | None = None) -> str | None:
-        """As `refusal`, also for another role; with the certificate's serial number: when a newer certificate replaced it."""
+        Args:
+            serial: of its certificate; a certificate that a newer one replaced is refused. None: of the newest one.
+        """
         record = self._records.get(identity.peer_id)
-        if record is None or record.evicted is not None:
-            return self.refusal(identity.peer_id)
+        if record is None:
+            return f"{identity.peer_id} is not a member of this run"
+        if record.evicted is not None:
+            return record.evicted
         if record.role != identity.role:
             return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
         if serial is not None and f"{serial:x}" != record.serial:
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
         return None
 
-    def see(self, identity: Identity, certificate: x509.Certificate) -> None:
-        """A caller whose certificate is of the run's authority, before `is_allowed`; of use only where nobody is enrolled."""
+    def add_caller(self, identity: Identity, certificate: x509.Certificate) -> None:
+        """Remember a caller where nobody is enrolled (`enrols` is False); call it before `why_refused`.
+
+        The certificate is known to be signed by the run's authority. One that was issued later replaces an earlier one.
+        """
         record = self._records.get(identity.peer_id)
         issued = certificate.not_valid_before_utc.timestamp()
         if self._enrols or (record is not None and (record.evicted is not None or record.issued >= issued)):
             return
-        self.admit(identity, certificate, issued)
+        self.add(identity, certificate, issued)
 
     def evicted(self, peer_id: str) -> bool:
         """Whether the operator shut this member out."""
         record = self._records.get(peer_id)
         return record is not None and record.evicted is not None
 
-    def admit(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
+    def add(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
         """Remember a member and its newest certificate."""
         record = MemberRecord(peer_id=identity.peer_id, role=identity.role, serial=f"{certificate.serial_number:x}", issued=now)
         self._save({**self._records, identity.peer_id: record})
@@ -170,7 +172,7 @@ class Authority:
             raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
         authority = cls(path, run_id, issuer, Members(path / "members.json"))
         authority._issue_own("server", coordinator, now, tuple(advertise))
-        authority.members.admit(operator, authority._issue_own("operator", operator, now), now)
+        authority.members.add(operator, authority._issue_own("operator", operator, now), now)
         write_atomic(path / "ca.pem", _pem(issuer.certificate))
         write_atomic(path / "ca.key", key_pem(issuer.key), mode=0o600)  # last: its presence means that all is there
         return authority
@@ -274,7 +276,7 @@ class Authority:
 
     def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
         certificate = self._issuer.issue(identity, public_key, lifetime_s=MEMBER_LIFETIME_S, now=now)
-        self.members.admit(identity, certificate, now)
+        self.members.add(identity, certificate, now)
         return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
 
     def _claim(self, pending: Path, used: Path) -> None:

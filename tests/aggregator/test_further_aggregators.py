@@ -120,8 +120,8 @@ class TestMembers:
         old, new = (self.certificate(coordinator, alice, time.time() + age) for age in (0, 60))
 
         def allowed(certificate: x509.Certificate) -> str | None:
-            members.see(alice, certificate)
-            return members.is_allowed(alice, certificate.serial_number)
+            members.add_caller(alice, certificate)
+            return members.why_refused(alice, certificate.serial_number)
 
         assert allowed(old) is None and allowed(old) is None
         assert allowed(new) is None
@@ -135,14 +135,14 @@ class TestMembers:
         members.evict("bob", "key lost")  # as often as one likes
         bob = Identity(coordinator.run_id, "peer", "bob")
         certificate = self.certificate(coordinator, bob, time.time() + 60)
-        members.see(bob, certificate)
-        assert members.is_allowed(bob, certificate.serial_number) == "key lost" and members.evicted("bob")
+        members.add_caller(bob, certificate)
+        assert members.why_refused(bob, certificate.serial_number) == "key lost" and members.evicted("bob")
 
     def test_where_members_are_enrolled_a_stranger_is_none(self, coordinator: StateFolder) -> None:
         members = Authority.load(coordinator.path, coordinator.run_id).members
         eve = Identity(coordinator.run_id, "peer", "eve")
-        members.see(eve, self.certificate(coordinator, eve, time.time()))
-        assert members.is_allowed(eve) == "eve is not a member of this run"
+        members.add_caller(eve, self.certificate(coordinator, eve, time.time()))
+        assert members.why_refused(eve) == "eve is not a member of this run"
 
 
 def test_a_peer_cannot_pose_as_an_aggregator(coordinator: StateFolder) -> None:

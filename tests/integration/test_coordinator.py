@@ -24,6 +24,7 @@ from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
+from editpb.identity import Identity
 from editpb.messages import Expel, RunPhase
 from editpb.status_messages import status_from_pb
 from tests.support.encoded import encode
@@ -347,7 +348,7 @@ def test_an_evicted_peer_hears_why_and_stays_out_after_a_restart(tmp_path: Path)
             expel = await a.hear(Expel)
             assert (expel.evicted, expel.reason) == (True, "key lost")
         members = Authority.load(folder.path, folder.run_id).members
-        assert members.refusal("a") == "key lost"
+        assert members.why_refused(Identity(folder.run_id, "peer", "a")) == "key lost"
 
     asyncio.run(scenario())
 

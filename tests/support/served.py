@@ -150,7 +150,7 @@ class Served:
         identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
         certificate = issuer.issue(identity, key.public_key(), lifetime_s=3600, now=time.time())
         if authority is None:
-            own.members.admit(identity, certificate, time.time())
+            own.members.add(identity, certificate, time.time())
         return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
 
     @asynccontextmanager

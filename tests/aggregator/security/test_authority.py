@@ -283,8 +283,8 @@ def test_a_new_machine_for_the_same_identity_replaces_the_certificate(authority:
     first = redeem(authority, invite(authority).token, new_key())
     second = redeem(authority, invite(authority).token, new_key())
     alice = Identity(RUN, "peer", "alice")
-    assert authority.members.is_allowed(alice, second.serial_number) is None
-    assert "replaced by a newer one" in (authority.members.is_allowed(alice, first.serial_number) or "")
+    assert authority.members.why_refused(alice, second.serial_number) is None
+    assert "replaced by a newer one" in (authority.members.why_refused(alice, first.serial_number) or "")
     assert len(authority.members.all()) == 2
 
 
@@ -292,7 +292,7 @@ def test_a_name_has_one_role(authority: Authority) -> None:
     redeem(authority, invite(authority).token, new_key())
     with pytest.raises(RefusedError, match="alice is a member as peer already"):
         invite(authority, "alice", "observer")
-    assert "as peer, not as operator" in (authority.members.is_allowed(Identity(RUN, "operator", "alice")) or "")
+    assert "as peer, not as operator" in (authority.members.why_refused(Identity(RUN, "operator", "alice")) or "")
 
 
 def test_an_evicted_member_stays_out(authority: Authority, tmp_path: Path) -> None:
@@ -301,18 +301,18 @@ def test_an_evicted_member_stays_out(authority: Authority, tmp_path: Path) -> No
     redeem(authority, used, key)
     authority.members.evict("alice", "key\nlost")
     again = Authority.load(tmp_path, RUN)
-    assert again.members.refusal("alice") == again.members.is_allowed(Identity(RUN, "peer", "alice")) == "key lost"
+    assert again.members.why_refused(Identity(RUN, "peer", "alice")) == "key lost"
     for attempt in (lambda: redeem(again, pending, new_key()), lambda: redeem(again, used, key), lambda: invite(again)):
         with pytest.raises(RefusedError, match=r"alice was evicted \(key lost\); choose another name"):
             attempt()
 
 
 def test_who_was_never_enrolled_is_refused_and_cannot_be_evicted(authority: Authority) -> None:
-    assert authority.members.refusal("mallory") == "mallory is not a member of this run"
+    assert authority.members.why_refused(Identity(RUN, "peer", "mallory")) == "mallory is not a member of this run"
     for peer_id, reason in (("mallory", "not a member"), ("operator", "cannot be evicted")):
         with pytest.raises(RefusedError, match=reason):
             authority.members.evict(peer_id, "x")
-    assert authority.members.refusal("operator") is None
+    assert authority.members.why_refused(Identity(RUN, "operator", "operator")) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[{}]", '[{"peer_id": "a"}]', "7"])

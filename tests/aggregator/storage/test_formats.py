@@ -21,6 +21,7 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from edit.errors import FormatError
 from edit.merging.injection import Injected, Injection
+from editpb.identity import Identity
 from tests.aggregator.security.test_authority import request
 from tests.aggregator.storage.test_store import append, config, founded
 from tests.support.served import TOML
@@ -112,6 +113,6 @@ def test_members_without_a_format_are_read(tmp_path: Path) -> None:
     path = tmp_path / "members.json"
     path.write_text('[{"peer_id": "a", "role": "peer", "serial": "1f", "issued": 2.5, "evicted": null}]')
     members = Members(path)
-    assert members.refusal("a") is None
+    assert members.why_refused(Identity("run", "peer", "a")) is None
     members.evict("a", "left")
-    assert Members(path).refusal("a") == "left"
+    assert (record := Members(path).get("a")) is not None and record.evicted == "left"

@@ -111,7 +111,7 @@ def test_joining_makes_a_folder_that_opens_the_run(run: Run, tmp_path: Path, hos
     assert (enrolled.identity, enrolled.endpoints, enrolled.run_id) == (ALICE, ENDPOINTS, RUN)
     assert {path.name for path in home.iterdir()} == {"identity.json", "peer.key", "peer.pem", "ca.pem"}
     assert (home / "peer.key").stat().st_mode & 0o777 == 0o600
-    assert run.authority.members.refusal("alice") is None
+    assert not run.authority.members.evicted("alice") and run.authority.members.get("alice") is not None
 
 
 def test_addresses_are_tried_in_order(run: Run, tmp_path: Path) -> None:
