@@ -1,4 +1,4 @@
-"""What happens in a run, as values, and the feed that tells every subscriber.
+"""What happens in a run, as values, the feed that tells every subscriber, and the log as the first of them.
 
 event                published when
 -------------------  ---------------------------------------------------------------------------------------------------------
@@ -17,12 +17,13 @@ RunEnded             the last outer step or token is merged, or the run was drai
 OrderGiven           the operator's order is on disk
 Advised              a setting cannot work, or a member is too slow for it
 
-Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`aggregator.event_log`), the recent rounds that `status` shows
+Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`log_event`), the recent rounds that `status` shows
 (`aggregator.control.status`), and the run itself (`aggregator.control.run`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,7 +52,10 @@ __all__ = [
     "RunFounded",
     "StepCommitted",
     "Subscriber",
+    "log_event",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +208,31 @@ class RunFeed:
         now = self._unix()
         for subscriber in self._subscribers:
             subscriber(event, now)
+
+
+def log_event(event: RunEvent, unix: float) -> None:
+    """Log one line for an event that an operator wants to read."""
+    match event:
+        case MemberEnrolled(peer_id, role):
+            _log.info("%s enrolled as %s", peer_id, role)
+        case MemberChanged(peer_id, state, reason, live=False):
+            _log.info("%s: %s (%s)", peer_id, state, reason)
+        case RankLost(peer_id, reason):
+            _log.info("%s: lost to the round (%s)", peer_id, reason)
+        case ResyncChanged(peer_id, reason):
+            _log.warning("%s: %s", peer_id, reason or "resynced")
+        case RunFounded(peer_id, parameters, fragments):
+            _log.info("%s founded the run: %d parameters in %d fragments", peer_id, parameters, fragments)
+        case ContributionRefused(peer_id, reason):
+            _log.info("%s: its contribution is refused: %s", peer_id, reason)
+        case PeerFaulted(peer_id, _, reason):
+            _log.warning("%s: %s", peer_id, reason)
+        case RoundReport():
+            result = "committed" if event.committed else "aborted"
+            _log.info("round %d %s: %s (%.2f s)", event.round_id, result, event.reason, event.seconds)
+        case RunEnded(outer_step, tokens):
+            _log.info("finished at outer step %d, %d tokens", outer_step, tokens)
+        case OrderGiven(order, "", _):
+            _log.info("the operator %s the run", order)
+        case Advised(peer_id, advice):
+            _log.warning("%s", f"{peer_id}: {advice}" if peer_id else advice)

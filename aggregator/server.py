@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import grpc
 
 from aggregator.control.run import Run
-from aggregator.event_log import log_event
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
-from aggregator.run_feed import RunFeed
+from aggregator.run_feed import RunFeed, log_event
 from aggregator.security.authority import Authority, Members, check_equipped
-from aggregator.services.admission import Admission
+from aggregator.services.authorization import Authorizer
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService
@@ -89,11 +88,11 @@ class Coordinator:
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
-        admission = Admission(folder.run_id, run.members)
+        authorizer = Authorizer(folder.run_id, run.members)
         enrol = grpc.aio.server(options=server_options()) if authority else None
         coordinator = cls(folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, worker)
-        control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, admission), coordinator._main)
-        data_pb2_grpc.add_DataServicer_to_server(DataService(run, admission), coordinator._main)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
+        data_pb2_grpc.add_DataServicer_to_server(DataService(run, authorizer), coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)

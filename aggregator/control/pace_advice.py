@@ -1,7 +1,7 @@
 """What the members' measured speeds and the settings mean together.
 
 How many inner steps each member is to take, which member is too slow for the settings, and why no round can ever commit. The
-functions are pure. `PaceAdvice` keeps the fastest member's speed, and what was said already, so that it is said once.
+functions are pure. `PaceAdvice` keeps the fastest member's speed, and of which members was said already that they are too slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class PaceAdvice:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._too_slow: set[str] = set()  # members that were reported as too slow
-        self._impossible = ""  # the last reason that was returned as new
         self._fastest_s = 0.0
 
     def update(self, members: Iterable[Member]) -> None:
@@ -41,11 +40,6 @@ class PaceAdvice:
         if warning:
             self._too_slow.add(peer_id)
         return warning
-
-    def newly_impossible(self, reason: str) -> bool:
-        """Take why no round can commit now, or ''. Return whether it is another reason than before."""
-        before, self._impossible = self._impossible, reason
-        return bool(reason) and reason != before
 
 
 def fastest(step_s: Iterable[float]) -> float:

@@ -69,7 +69,7 @@ class Run:
         self._first_round_id = first_round_id
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
-        self._held_up = ""  # what the views say of it
+        self._held_up = ""  # as the views say it: counted once per change, not once per rank
         self._sequence = 0
         self.feed.subscribe(self._on_event)
 
@@ -137,10 +137,10 @@ class Run:
     def _show_change(self) -> None:
         """Send every rank the run as it stands now."""
         self._advice.update(self.attendances.membership.members.values())
-        reason = self._impossible()
-        self._held_up = reason or self._paused()
-        if self._advice.newly_impossible(reason):
+        reason = self.held_up()
+        if reason and reason not in (self._held_up, _PAUSED):
             self.feed.publish(Advised("", reason))
+        self._held_up = reason
         self._sequence += 1
         self.attendances.wake()
 
@@ -198,15 +198,10 @@ class Run:
 
     def held_up(self) -> str:
         """Return why no round comes, or ''."""
-        return self._impossible() or self._paused()
-
-    def _impossible(self) -> str:
-        if self._rounds is None:  # peers are still to come
-            return ""
-        joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
-        return impossible(self.config.rounds, self._rounds.outer.outer_step, joined)
-
-    def _paused(self) -> str:
+        if self._rounds is not None:  # before, peers are still to come
+            joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
+            if reason := impossible(self.config.rounds, self._rounds.published.outer_step, joined):
+                return reason
         return _PAUSED if self._resources.orders.paused else ""
 
     # ---- the operator's orders -------------------------------------------------------------------------------------------

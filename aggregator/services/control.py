@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aggregator.control.attendance import Attendance
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
-from aggregator.services.admission import Admission
+from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
 from editpb import control_pb2 as cpb
 from editpb.abort_on_error import abort_on_error
@@ -29,17 +29,17 @@ _HELLO_S = 30.0  # an Attend stream whose first message takes longer is closed
 
 
 class ControlService:
-    """Control of control.proto. Every call first admits its caller, and aborts with the status of the error that it raises."""
+    """Control of control.proto. Every call first authorizes its caller; an error that it raises is the status of the call."""
 
-    def __init__(self, run: Run, admission: Admission) -> None:
-        self._run, self._admission = run, admission
+    def __init__(self, run: Run, authorizer: Authorizer) -> None:
+        self._run, self._authorizer = run, authorizer
 
     async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with abort_on_error(context):
             try:
                 try:
-                    identity = self._admission.admit(context, "peer", "region")
+                    identity = self._authorizer.authorize(context, "peer", "region")
                 finally:  # also of a refused client: its write may fail before it reads the reason
                     hello = await self._hello(messages)
                 if identity.role == "region" and hello.schema is not None:
@@ -113,31 +113,31 @@ class ControlService:
 
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
         async with abort_on_error(context):
-            self._admission.admit(context, "operator", "observer")
+            self._authorizer.authorize(context, "operator", "observer")
             return status_to_pb(run_status(self._run, request.rounds_after))
         raise AssertionError("unreachable: abort raises")
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         async with abort_on_error(context):
-            self._admission.admit(context, "operator")
+            self._authorizer.authorize(context, "operator")
             self._run.evict(*evict_request_from_pb(request))
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
         async with abort_on_error(context):
-            self._admission.admit(context, "operator")
+            self._authorizer.authorize(context, "operator")
             self._run.pause()
         return cpb.PauseReply()
 
     async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
         async with abort_on_error(context):
-            self._admission.admit(context, "operator")
+            self._authorizer.authorize(context, "operator")
             self._run.resume()
         return cpb.ResumeReply()
 
     async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
         async with abort_on_error(context):
-            self._admission.admit(context, "operator")
+            self._authorizer.authorize(context, "operator")
             self._run.drain()
         return cpb.DrainReply()
 

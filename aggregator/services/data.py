@@ -14,7 +14,7 @@ from torch import Tensor
 from aggregator.control.run import Run
 from aggregator.control.snapshot_donors import donors_of
 from aggregator.control.views import injection_state
-from aggregator.services.admission import Admission
+from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, RefusedError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injection
@@ -48,10 +48,10 @@ _DRAIN_S = 5.0
 
 
 class DataService:
-    """Data of data.proto. Every call first admits its caller, and aborts with the status of the error that it raises."""
+    """Data of data.proto. Every call first authorizes its caller; an error that it raises is the status of the call."""
 
-    def __init__(self, run: Run, admission: Admission) -> None:
-        self._run, self._admission = run, admission
+    def __init__(self, run: Run, authorizer: Authorizer) -> None:
+        self._run, self._authorizer = run, authorizer
 
     async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
         """Receive one fragment of a pseudo-gradient, or a rank's part of it.
@@ -59,7 +59,7 @@ class DataService:
         Bad bytes are that peer's fault: it is out of the round, and nothing else is touched.
         """
         async with abort_on_error(context):
-            identity = self._admission.admit(context, "peer")
+            identity = self._authorizer.authorize(context, "peer")
             header = self._header(identity, (await _first(parts, "a contribution")).header)
             try:
                 return await self._receive(header, parts)
@@ -94,7 +94,7 @@ class DataService:
     async def Probe(self, request: dpb.ContributionHeader, context: Context) -> dpb.ProbeReply:
         """Say how much of this contribution is here already, so that a broken stream resumes where it broke."""
         async with abort_on_error(context):
-            header = self._header(self._admission.admit(context, "peer"), request)
+            header = self._header(self._authorizer.authorize(context, "peer"), request)
             try:
                 upload = self._run.rounds.offer(header)
             except RemoteProtocolError as error:
@@ -108,7 +108,7 @@ class DataService:
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
         """Send one commit, or what of it concerns a rank: the same bytes for whoever asks for the same boxes."""
         async with abort_on_error(context):
-            self._admission.admit(context, "peer")
+            self._authorizer.authorize(context, "peer")
             published = self._run.rounds.published
             wanted = update_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
@@ -121,7 +121,7 @@ class DataService:
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         """Describe the newest snapshot, and name members that serve it, too."""
         async with abort_on_error(context):
-            identity = self._admission.admit(context, "peer", "region", "observer", "operator")
+            identity = self._authorizer.authorize(context, "peer", "region", "observer", "operator")
             self._run.check_run_id(request.run_id)
             manifest = self._run.rounds.published.describe_snapshot()
             donors = donors_of(manifest, self._run.attendances.membership.members.values(), identity.peer_id)
@@ -131,7 +131,7 @@ class DataService:
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
         """Send one fragment of a snapshot that was described, or the boxes of it that are wanted."""
         async with abort_on_error(context):
-            self._admission.admit(context, "peer", "region", "observer", "operator")
+            self._authorizer.authorize(context, "peer", "region", "observer", "operator")
             published = self._run.rounds.published
             wanted = snapshot_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
@@ -142,7 +142,7 @@ class DataService:
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """Receive the founder's initial parameters."""
         async with abort_on_error(context):
-            identity = self._admission.admit(context, "peer")
+            identity = self._authorizer.authorize(context, "peer")
             header = found_header_from_pb((await _first(parts, "founding")).header)
             schema = self._run.check_founder(identity.peer_id, header)
             theta = await _receive_fragments(schema.fragments, parts, lambda: self._run.attendances.progress(identity.peer_id))
@@ -152,7 +152,7 @@ class DataService:
     async def Inject(self, parts: AsyncIterator[dpb.InjectPart], context: Context) -> dpb.InjectReply:
         """Receive what the run above has decided; the regional aggregator alone may send it."""
         async with abort_on_error(context):
-            self._admission.admit(context, "region")
+            self._authorizer.authorize(context, "region")
             async with _drained_on_error(parts):
                 rounds, schema = self._run.rounds, self._run.rounds.published.schema
                 header = inject_header_from_pb((await _first(parts, "an injection")).header, schema)
@@ -168,7 +168,7 @@ class DataService:
     async def DescribeInjection(self, request: dpb.InjectionStateRequest, context: Context) -> dpb.InjectionState:
         """Describe the run as its regional aggregator sees it."""
         async with abort_on_error(context):
-            self._admission.admit(context, "region", "observer", "operator")
+            self._authorizer.authorize(context, "region", "observer", "operator")
             self._run.check_run_id(request.run_id)
             return injection_state_to_pb(injection_state(self._run.rounds))
         raise AssertionError("unreachable: abort raises")

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-__all__ = ["Admission"]
+__all__ = ["Authorizer"]
 
 _PARSED_CERTIFICATES = 1024  # kept, so that a peer's certificate is parsed once and not at each call
 
 
-class Admission:
-    """Admits callers of one run."""
+class Authorizer:
+    """Decides who may call one run."""
 
     def __init__(self, run_id: str, members: Members) -> None:
         self._run_id, self._members = run_id, members
         self._parse = lru_cache(_PARSED_CERTIFICATES)(x509.load_pem_x509_certificate)
 
-    def admit(self, context: Context, *roles: str) -> Identity:
+    def authorize(self, context: Context, *roles: str) -> Identity:
         """Return who calls: a member of this run in one of these roles. Call this before anything else of the request is read.
 
         Raises EvictedError, RefusedError (another run, another role, not a member, a certificate that was replaced).
