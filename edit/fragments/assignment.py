@@ -1,10 +1,8 @@
 """Which fragments belong to which aggregator, when a run is spread over several.
 
-Owns: that assignment, a pure function of the model's schema and the number of aggregators, so that everybody computes the same.
-Must not know: addresses, carriers, what an aggregator does with its fragments.
-
-Parts are neighbours in forward order. So the parts' fragments one after the other are the model's, and the digest over all of
-them is the one that a single aggregator would have.
+The assignment is a pure function of the model's schema and the number of aggregators, so every process computes the same.
+The fragments of an aggregator are neighbours in forward order. So the aggregators' fragments one after the other are the
+model's, and the digest over all of them is the one that a single aggregator would have.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ __all__ = ["assign"]
 
 
 def assign(schema: Schema, aggregators: int) -> tuple[range, ...]:
-    """The fragment ids of each aggregator's part, by aggregator: neighbours, about as many elements each, none empty.
+    """Return the fragment ids of each aggregator: neighbours, about as many elements each, none empty.
 
-    No part has more elements than its share of them and the largest fragment together. Raises ConfigError when there are more
-    aggregators than fragments.
+    No aggregator has more elements than an equal share of them plus the largest fragment. Raises ConfigError when there are
+    more aggregators than fragments.
     """
     count = len(schema.fragments)
     if not 1 <= aggregators <= count:

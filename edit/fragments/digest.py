@@ -17,15 +17,15 @@ __all__ = ["combine", "digest", "fragment_hash"]
 
 
 def fragment_hash(fragment: Tensor) -> bytes:
-    """BLAKE3 of a flat fp32 tensor's little-endian bytes."""
+    """Return the BLAKE3 (32 bytes) of a flat fp32 CPU tensor's little-endian bytes."""
     return blake3(fragment.detach().contiguous().numpy().data.cast("B")).digest()
 
 
 def combine(hashes: Iterable[bytes]) -> str:
-    """The digest (hex) of theta from its fragments' hashes, in fragment order."""
+    """Return the digest (hex) of theta from its fragments' hashes, in fragment order."""
     return blake3(b"".join(hashes)).hexdigest()
 
 
 def digest(fragments: Sequence[Tensor]) -> str:
-    """BLAKE3 (hex) over the BLAKE3 of each fragment's bytes: equal exactly when theta is equal to the bit."""
+    """Return the digest (hex) of theta, one flat fp32 CPU tensor per fragment: equal exactly when theta is equal to the bit."""
     return combine(fragment_hash(fragment) for fragment in fragments)

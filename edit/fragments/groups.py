@@ -13,10 +13,10 @@ PATTERNS = ("sequential", "strided")
 
 
 def fragments_due(outer_step: int, fragments: int, groups: int, pattern: str) -> tuple[int, ...]:
-    """The fragment ids that the advance FROM `outer_step` exchanges: group `outer_step mod groups`, ascending.
+    """Return the fragment ids that the advance FROM `outer_step` exchanges: group `outer_step mod groups`, ascending.
 
-    Streaming DiLoCo (arXiv 2501.18512, section 2.2): P groups, each exchanged every H steps, H / P steps after the one before.
-    sequential: neighbouring fragments form a group; strided: every P-th fragment. One group: all fragments, each outer step.
+    Each of the P groups is exchanged every H inner steps, H / P inner steps after the one before. pattern: `sequential`:
+    neighbouring fragments form a group; `strided`: every P-th fragment. One group: all fragments, each outer step.
     Raises ConfigError when there are more groups than fragments.
     """
     if not 1 <= groups <= fragments:

@@ -1,8 +1,6 @@
-"""What is exchanged: the trainable tensors of a model, grouped layer-wise into fragments.
+"""The trainable tensors of a model, grouped layer-wise into fragments, in forward order.
 
-Owns: the plan (which tensor belongs to which fragment, in forward order), its hash, and the comparison of two plans. A fragment
-travels as one flat fp32 vector: its tensors, row-major, one after the other in the plan's order. Must not know: peers, rounds,
-codecs.
+A fragment travels as one flat fp32 vector: its tensors, row-major, one after the other in the schema's order.
 """
 
 from __future__ import annotations
@@ -27,13 +25,16 @@ _BLOCK = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One full (unsharded) tensor: its qualified name and shape."""
+    """One full (unsharded) tensor."""
 
+    # As in `named_parameters()`.
     name: str
+    # () for a scalar.
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -41,19 +42,24 @@ class TensorSpec:
 class FragmentSpec:
     """The unit of exchange: one transformer block, or one of the modules around the blocks."""
 
+    # The position in the schema.
     fragment_id: int
+    # The qualified name of the block or module.
     name: str
+    # In the order in which they follow one another in the flat vector.
     tensors: tuple[TensorSpec, ...]
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return sum(tensor.numel for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """All fragments of a model, fragment_id = position. Raises RemoteProtocolError where the parts contradict one another."""
+    """All fragments of a model. Raises RemoteProtocolError for a schema that contradicts itself."""
 
+    # In forward order; the position is the fragment_id.
     fragments: tuple[FragmentSpec, ...]
     # SHA-256 (hex) over names, shapes and grouping, computed once. Two peers train together only if theirs are equal.
     schema_hash: str = field(init=False, repr=False, compare=False)
@@ -72,20 +78,21 @@ class Schema:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return sum(fragment.numel for fragment in self.fragments)
 
-    def part(self, fragment_ids: Iterable[int]) -> Schema:
-        """These fragments alone, in the order given, numbered from 0."""
+    def subset(self, fragment_ids: Iterable[int]) -> Schema:
+        """Return a schema of these fragments alone, in the order given, numbered from 0."""
         return Schema(tuple(replace(self.fragments[i], fragment_id=new) for new, i in enumerate(fragment_ids)))
 
     def to_json(self) -> str:
-        """Names, shapes and grouping as canonical JSON: [[fragment, [[tensor, [size, ...]], ...]], ...]."""
+        """Return names, shapes and grouping as canonical JSON: [[fragment, [[tensor, [size, ...]], ...]], ...]."""
         plan = [[f.name, [[t.name, list(t.shape)] for t in f.tensors]] for f in self.fragments]
         return json.dumps(plan, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Schema:
-        """What `to_json` wrote. Raises RemoteProtocolError for anything else."""
+        """Read what `to_json` returned. Raises RemoteProtocolError for anything else."""
         try:
             return cls(
                 tuple(
@@ -101,7 +108,7 @@ class Schema:
             raise RemoteProtocolError(f"schema: not what to_json writes ({error})") from error
 
     def first_difference(self, other: Schema) -> str | None:
-        """One line that names the first tensor in which `other` differs from this schema, or None."""
+        """Name the first tensor in which a peer's schema differs from this one, in one line; None when they are equal."""
         mine = [(f.name, t) for f in self.fragments for t in f.tensors]
         theirs = [(f.name, t) for f in other.fragments for t in f.tensors]
         for (my_fragment, a), (their_fragment, b) in zip(mine, theirs, strict=False):
@@ -119,7 +126,7 @@ class Schema:
 
 
 def plan_fragments(named_parameters: Iterable[tuple[str, nn.Parameter | Tensor]]) -> Schema:
-    """Group trainable parameters layer-wise, in the order given (a module's own order is its forward order).
+    """Group trainable parameters layer-wise, in the order given (a module lists its parameters in forward order).
 
     Tensors under a numbered block (`blocks.3.attn.weight`) form the fragment of that block (`blocks.3`); the others form one
     fragment per top-level module. Tied weights appear once, as in `named_parameters()`. Frozen parameters are left out.

@@ -1,7 +1,7 @@
-"""The part of a fragment that one rank of a sharded replica holds: boxes of full tensors (as torch.distributed.checkpoint).
+"""What one rank of a sharded replica holds of a fragment: boxes of full tensors, as torch.distributed.checkpoint has them.
 
-Owns: the geometry. A `Shard` is some boxes of one fragment as one flat vector (the boxes in order, each row-major), and how
-that vector lies in the flat vector of the whole fragment. Must not know: ranks, meshes, codecs, peers.
+A `Shard` is some boxes of one fragment as one flat vector (the boxes in order, each row-major). This module maps that vector
+to and from the flat vector of the whole fragment.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ __all__ = ["Box", "Shard", "StridedRun", "partition_fault"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of one full tensor. tensor: its position in the fragment; offsets, sizes: one per dimension, sizes >= 1."""
+    """A rectangle of one full tensor."""
 
+    # The tensor's position in its fragment.
     tensor: int
+    # One per dimension.
     offsets: tuple[int, ...]
+    # One per dimension, each at least 1.
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def overlaps(self, other: Box) -> bool:
-        """Whether they share an element."""
+        """Return whether the two boxes share an element."""
         return self.tensor == other.tensor and all(
             a < d + e and d < a + b for a, b, d, e in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
@@ -43,25 +47,27 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class StridedRun:
-    """A box in its fragment's flat vector: runs of `length` elements from `start`, counts[i] times strides[i] elements apart.
+    """A box in its fragment's flat vector: contiguous runs of equal length at regular distances, in the box's own order."""
 
-    Row-major, so in the box's own order. number: of runs; one is contiguous.
-    """
-
+    # Where the first run begins, in elements.
     start: int
+    # How many runs there are along each outer dimension, and how many elements lie between their beginnings.
     counts: tuple[int, ...]
     strides: tuple[int, ...]
+    # Elements in each run.
     length: int
 
     @property
     def number(self) -> int:
+        """The number of runs; 1 when the box is contiguous."""
         return math.prod(self.counts)
 
 
 class Shard:
-    """Boxes of `fragment`; None: the whole of it. Raises RemoteProtocolError for a box that does not lie inside its tensor.
+    """Some boxes of a fragment, as one flat vector.
 
-    Two boxes of one shard may not overlap. A shard may be empty: this rank holds nothing of the fragment.
+    boxes: in the vector's order; None: the whole fragment; empty: this rank holds nothing of it.
+    Raises RemoteProtocolError for a box that does not lie inside its tensor, and for two that overlap.
     """
 
     def __init__(self, fragment: FragmentSpec, boxes: Sequence[Box] | None = None) -> None:
@@ -74,22 +80,22 @@ class Shard:
         self.numel = sum(box.numel for box in self.boxes)
 
     def take(self, flat: Tensor) -> Tensor:
-        """This shard of the fragment's flat vector; `flat` itself when the shard is the whole, else a new tensor."""
+        """Return this shard's vector out of the fragment's; `flat` itself for the whole fragment, else a new tensor."""
         if self.is_whole:
             return flat
-        part = flat.new_empty(self.numel)
-        for inside, outside in self._views(part, flat):
+        vector = flat.new_empty(self.numel)
+        for inside, outside in self._views(vector, flat):
             inside.copy_(outside)
-        return part
+        return vector
 
-    def put(self, part: Tensor, flat: Tensor) -> None:
-        """Write this region's vector into the fragment's flat vector."""
-        for inside, outside in self._views(part, flat):
+    def put(self, vector: Tensor, flat: Tensor) -> None:
+        """Write this shard's vector into the fragment's flat vector."""
+        for inside, outside in self._views(vector, flat):
             outside.copy_(inside)
 
-    def add(self, part: Tensor, flat: Tensor) -> None:
-        """Add this region's vector to the fragment's flat vector, in place."""
-        for inside, outside in self._views(part, flat):
+    def add(self, vector: Tensor, flat: Tensor) -> None:
+        """Add this shard's vector to the fragment's flat vector, in place."""
+        for inside, outside in self._views(vector, flat):
             outside.add_(inside)
 
     @cached_property
@@ -112,8 +118,8 @@ class Shard:
     def _origins(self) -> tuple[int, ...]:
         return tuple(accumulate((tensor.numel for tensor in self.fragment.tensors), initial=0))
 
-    def _views(self, part: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        expected, given = (self.numel, self._origins[-1]), (part.numel(), flat.numel())
+    def _views(self, vector: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        expected, given = (self.numel, self._origins[-1]), (vector.numel(), flat.numel())
         if given != expected:
             raise LocalProtocolError(f"a shard of {expected} elements was given vectors of {given}")
         start = 0
@@ -123,12 +129,12 @@ class Shard:
             )
             for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 outside = outside.narrow(dimension, offset, size)
-            yield part[start : start + box.numel].view(box.sizes), outside
+            yield vector[start : start + box.numel].view(box.sizes), outside
             start += box.numel
 
 
 def partition_fault(fragment: FragmentSpec, shares: Sequence[Sequence[Box]]) -> str | None:
-    """What keeps `shares` (boxes, by rank) from covering every element of the fragment exactly once, or None."""
+    """Say in one line why `shares` (boxes, by rank) do not cover every element of the fragment exactly once, or return None."""
     boxes = [box for share in shares for box in share]
     if fault := _outside(boxes, fragment) or _overlap(boxes, fragment):
         return fault
@@ -176,16 +182,19 @@ def _overlap(boxes: Sequence[Box], fragment: FragmentSpec) -> str | None:
 
 
 def _any_overlap(boxes: list[Box]) -> bool:
-    """Whether two boxes of one tensor overlap. Groups are split at gaps along any dimension: a grid costs n log n, not n^2."""
+    """Return whether two boxes of one tensor overlap.
+
+    Groups are split at gaps along any dimension, so that a grid of boxes costs n log n, not n^2.
+    """
     groups = [boxes]
     while groups:
         group = groups.pop()
         if len(group) < 2:
             continue
         for dimension in range(len(group[0].sizes)):
-            parts = _split(group, dimension)
-            if len(parts) > 1:
-                groups += parts
+            apart = _split(group, dimension)
+            if len(apart) > 1:
+                groups += apart
                 break
         else:
             if any(a.overlaps(b) for a, b in combinations(group, 2)):
@@ -194,7 +203,7 @@ def _any_overlap(boxes: list[Box]) -> bool:
 
 
 def _split(boxes: list[Box], dimension: int) -> list[list[Box]]:
-    """Groups whose extents along `dimension` do not meet."""
+    """Split boxes into groups whose extents along `dimension` do not meet."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offsets[dimension]):

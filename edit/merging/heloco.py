@@ -1,11 +1,12 @@
-"""HeLoCo (arXiv 2606.00271): what of a pseudo-gradient goes against the outer momentum is shrunk or turned towards it.
+"""HeLoCo (arXiv 2606.00271): shrink what of a pseudo-gradient goes against the outer momentum, or turn it towards it.
 
-Owns: that correction, of one contribution. Must not know: weights, peers, the outer step. Per tensor, with u and v the unit
-vectors of Delta and of the momentum, c = u . v and conf = ||Delta|| / (||Delta|| + kappa ||m|| + eps):
+Per tensor, with u and v the unit vectors of Delta and of the momentum, c = u . v and
+conf = ||Delta|| / (||Delta|| + kappa ||m|| + eps):
 
 - c >= c_ok: Delta stays.
-- c < 0: Delta - beta c ||Delta|| v, beta = min(k_s (-c) conf, beta_max): its part against the momentum is shrunk.
-- between: ||Delta|| times the unit vector of (1 - lambda) u + lambda v, lambda = min(k_d (1 - c) conf, 1): turned, as long.
+- c < 0: Delta - beta c ||Delta|| v, beta = min(k_s (-c) conf, beta_max): its component against the momentum is shrunk.
+- between: ||Delta|| times the unit vector of (1 - lambda) u + lambda v, lambda = min(k_d (1 - c) conf, 1): it is turned and
+  keeps its length.
 
 c_ok is the paper's; k_s = k_d = kappa = beta_max = 1 are ours. The paper's momentum is a mean, m <- mu m + (1 - mu) G, ours a
 sum, so m = (1 - mu) momentum. A tensor without momentum (as before the first outer step), or of zeros, stays.
@@ -34,24 +35,27 @@ _EPS = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """The outer momentum of one fragment: a flat fp32 vector; decay: mu; numels: of the fragment's tensors, in order."""
+    """The outer momentum of one fragment."""
 
+    # Flat fp32, shape [fragment.numel].
     vector: Tensor
+    # mu.
     decay: float
+    # Elements of each of the fragment's tensors, in order.
     numels: Sequence[int]
 
 
 def correct(delta: Tensor, momentum: Momentum) -> None:
     """Correct a flat fp32 pseudo-gradient in place, tensor by tensor."""
     numels = list(momentum.numels)
-    for part, reference in zip(torch.split(delta, numels), torch.split(momentum.vector, numels), strict=True):
-        kept, added = _coefficients(part, reference, momentum.decay)
+    for tensor, reference in zip(torch.split(delta, numels), torch.split(momentum.vector, numels), strict=True):
+        kept, added = _coefficients(tensor, reference, momentum.decay)
         if added:
-            part.mul_(kept).add_(torch.mul(reference, added))
+            tensor.mul_(kept).add_(torch.mul(reference, added))
 
 
 def _coefficients(delta: Tensor, momentum: Tensor, decay: float) -> tuple[float, float]:
-    """(a, b) of a Delta + b momentum."""
+    """Return (a, b) of a Delta + b momentum."""
     length, reference = norm(delta), norm(momentum)
     if not (length > 0 and 0 < reference < math.inf):
         return 1.0, 0.0

@@ -1,7 +1,4 @@
-"""Lengths of flat fp32 vectors, and of what several ranks hold of one: equal on every machine, whatever its number of threads.
-
-Owns: how these sums are taken. Must not know: contributions, codecs, peers.
-"""
+"""Lengths of flat fp32 vectors, and of what several ranks hold of one: the same on any machine, with any number of threads."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ _ROW = 1024  # rows of so many are summed in fp32, each by one thread; the rows'
 
 
 def norm(flat: Tensor) -> float:
-    """||flat||_2 of a flat fp32 tensor."""
+    """Return ||flat||_2 of a flat fp32 tensor."""
     return norm_of_pieces(flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE))
 
 
 def norm_of_pieces(pieces: Iterable[Tensor]) -> float:
-    """As `norm` of all pieces together; NaN or Inf when an element is not finite or the norm overflows."""
+    """Return the norm of all pieces together; NaN or Inf when an element is not finite or the norm overflows."""
     total = 0.0
     for piece in pieces:
         whole = piece.numel() - piece.numel() % _ROW
@@ -34,7 +31,7 @@ def norm_of_pieces(pieces: Iterable[Tensor]) -> float:
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    """The inner product of two flat fp32 tensors of one length."""
+    """Return the inner product of two flat fp32 tensors of one length."""
     total = 0.0
     for start in range(0, a.numel(), _PIECE):
         products = a[start : start + _PIECE] * b[start : start + _PIECE]
@@ -45,7 +42,7 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 
 def whole_norm(norms: Iterable[float]) -> float:
-    """||Delta||_2 of a replica from its parts' norms, whatever their order; NaN or Inf when one is, or when it overflows."""
+    """Return ||Delta||_2 of a replica from its shards' norms, in any order; NaN or Inf when one is, or when it overflows."""
     squares = [norm * norm for norm in norms]
     if not all(map(math.isfinite, squares)):
         return math.nan if any(map(math.isnan, squares)) else math.inf

@@ -1,8 +1,7 @@
-"""Outer optimizers.
+"""Outer optimizers: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), Adam and Yogi.
 
-Owns: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), Adam and Yogi, and the bits they give: every operation
-is a separate, correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=), so s is the
-same on every CPU. Must not know: codecs, verdicts, peers.
+Every operation is a separate, correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=),
+so s has the same bits on every CPU.
 
 D has the sign of a gradient (outer minus local), so Adam and Yogi subtract where Reddi et al. 2021 (arXiv 2003.00295,
 algorithm 2), whose delta is local minus outer, add. As there, no bias correction, and the second moment starts from eps ** 2.
@@ -24,7 +23,7 @@ Slots = Mapping[str, Tensor]
 
 
 def initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
-    """The optimizer state before the first step.
+    """Return the optimizer state before the first step.
 
     {} for sgd, momentum for nesterov, also buffer and count for delayed_nesterov, first and second for adam and yogi.
     """
@@ -38,7 +37,7 @@ def initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
 
 
 def outer_step(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """(s, new state) for the merged pseudo-gradient D; theta <- theta - s. Pure: neither argument changes."""
+    """Return (s, new state) for the merged pseudo-gradient D; theta <- theta - s. Pure: neither argument changes."""
     return _RULES[config.optimizer](config, slots, merged)
 
 

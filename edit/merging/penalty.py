@@ -1,7 +1,7 @@
 """The EDiT penalty on scalars: whose contribution is anomalous, and how much weight the others have.
 
-Owns: the verdicts, the moving statistics behind them and the weights (Cheng et al., arXiv 2412.07210, section 3.3).
-Pure functions of floats. Must not know: tensors, codecs, rounds.
+The verdicts, the moving statistics behind them and the weights of Cheng et al., arXiv 2412.07210, section 3.3. Pure functions
+of floats.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _IDLE_NEEDS = 3  # finite norms in a round before a median can call one of them 
 
 @dataclass(frozen=True, slots=True)
 class NormStatistics:
-    """Bias-corrected moving mean and variance of one peer's norms in one fragment, over `count` norms that were not bad."""
+    """Bias-corrected moving mean and variance of one peer's norms in one fragment."""
 
     mean: float = 0.0
     variance: float = 0.0
+    # Norms behind them: those with verdict OK.
     count: int = 0
 
     @property
@@ -35,7 +36,7 @@ class NormStatistics:
 
 
 def judge(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> Verdict:
-    """The verdict on a norm against the statistics from before it. One-sided: a small norm is no anomaly.
+    """Judge a norm by the statistics from before it. One-sided: a small norm is no anomaly.
 
     NONFINITE: NaN or Inf. ANOMALOUS: after W norms, more than delta sigma above the mean. With the penalty off only NONFINITE.
     """
@@ -47,7 +48,7 @@ def judge(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> Ver
 
 
 def observe(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> NormStatistics:
-    """The statistics after a norm that was not bad.
+    """Return the statistics after a norm with verdict OK.
 
     The EMA with rate alpha, corrected for its start: with rate_n = alpha / (1 - (1 - alpha)^n) the first norm IS the mean.
     mu <- mu + rate_n (G - mu); sigma^2 <- (1 - rate_n) sigma^2 + rate_n (G - mu_new)^2.
@@ -60,9 +61,9 @@ def observe(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> N
 
 
 def verdicts(norms: Mapping[str, float], before: Mapping[str, NormStatistics], config: PenaltyConfig) -> dict[str, Verdict]:
-    """Every peer's verdict in one fragment of one round, from its own history (`judge`) and from the round.
+    """Judge every peer in one fragment of one round, by its own history (`judge`) and by the round.
 
-    IDLE: of at least three finite norms, one below idle_ratio times their median: a free rider.
+    norms, before: by peer_id. IDLE: of at least three finite norms, one below idle_ratio times their median: a free rider.
     """
     judged = {peer_id: judge(norm, before.get(peer_id, NormStatistics()), config) for peer_id, norm in norms.items()}
     finite = [norm for norm in norms.values() if math.isfinite(norm)]
@@ -84,12 +85,14 @@ def weights(
     staleness: Sequence[int] = (),
     damped: bool = False,
 ) -> list[float]:
-    """Each contribution's share, by position; 0 unless its verdict is OK. They sum to 1, or are all 0 when all are bad.
+    """Return each contribution's weight, by position; 0 unless its verdict is OK.
 
-    Penalty on: softmax of -G/T over the good ones, where G is the norm as `config.norm` says. Off: uniform, or by tokens.
-    staleness: in outer steps, empty when all are fresh: shares are multiplied by `freshness`, then made to sum to 1 again.
-    damped: by `config.damping`, and not made to sum to 1 again: what comes alone counts less the older it is (arXiv 1903.03934,
-    algorithm 1).
+    The weights sum to 1, or are all 0 when no verdict is OK.
+
+    Penalty on: softmax of -G/T over the OK ones, where G is the norm as `config.norm` says. Off: uniform, or by tokens.
+    staleness: in outer steps, empty when all are 0: weights are multiplied by `freshness`, then normalised again.
+    damped: the exponent is `config.damping` and they are not normalised again, so a contribution that comes alone counts less
+    the older it is (arXiv 1903.03934, algorithm 1).
     """
     good = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.OK]
     raw = _softmax(good, norms, inner_steps, config) if config.enabled else _shares(good, inner_steps, tokens, config)
@@ -103,12 +106,12 @@ def weights(
 
 
 def freshness(staleness: int, exponent: float) -> float:
-    """(1 + s) ** -a: 1 for a contribution that is not stale (arXiv 1903.03934, section 5.2, the polynomial form)."""
+    """Return (1 + s) ** -a: 1 for a contribution that is not stale (arXiv 1903.03934, section 5.2, the polynomial form)."""
     return float((1 + staleness) ** -exponent)
 
 
 def _softmax(good: Sequence[int], norms: Sequence[float], inner_steps: Sequence[int], config: PenaltyConfig) -> list[float]:
-    """exp(-(G - G_min) / T), unnormalised: the largest is 1, so the sum is safe."""
+    """Return exp(-(G - G_min) / T), unnormalised: the largest is 1, so the sum cannot underflow."""
     if not good:
         return []
     middle = median([norms[i] for i in good])
@@ -118,15 +121,16 @@ def _softmax(good: Sequence[int], norms: Sequence[float], inner_steps: Sequence[
 
 
 def _entering(norm: float, inner_steps: int, middle: float, rule: str) -> float:
+    """Return the G that enters the softmax. middle: the median of the norms with verdict OK."""
     if rule == "per_sqrt_step":
         return norm / math.sqrt(max(inner_steps, 1))
     if rule == "relative":
-        return norm / middle if middle > 0 else 0.0  # all (or most) did nothing: uniform
+        return norm / middle if middle > 0 else 0.0  # most norms are 0: uniform
     return norm
 
 
 def _shares(good: Sequence[int], inner_steps: Sequence[int], tokens: Sequence[int], config: PenaltyConfig) -> list[float]:
-    """Uniform, by tokens, or by tokens^2 / inner steps (arXiv 2604.21428); uniform where nobody has counted any."""
+    """Return uniform weights, or by tokens, or by tokens^2 / inner steps (arXiv 2604.21428); uniform when all counts are 0."""
     counted = [float(max(tokens[i], 0)) for i in good]
     if config.weighting == "tokens2_per_step":
         counted = [count * count / max(inner_steps[i], 1) for i, count in zip(good, counted, strict=True)]

@@ -82,7 +82,7 @@ class Layout:
     def __init__(self, model: nn.Module, ranks: Ranks, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
         self.ranks = ranks
         whole, named = exchanged(model, buffers)
-        self.schema = whole.part(assign(whole, part[1])[part[0]])
+        self.schema = whole.subset(assign(whole, part[1])[part[0]])
         ranks.same("the model", self.schema.schema_hash)
         self.tensors = tuple(tuple(named[spec.name] for spec in fragment.tensors) for fragment in self.schema.fragments)
         self._held: list[_Boxes] = ranks.collect(_held(self.schema, self.tensors, ranks))

@@ -202,7 +202,7 @@ class TestExport:
         values = theta(3, self.schema)
         for folder, ids in zip(folders, assign(self.schema, 3), strict=True):
             store = Store(folder.outer, folder.config(), folder.run_id)
-            store.found(OuterState(self.schema.part(ids), folder.config(), [values[i] for i in ids]))
+            store.found(OuterState(self.schema.subset(ids), folder.config(), [values[i] for i in ids]))
             store.close()
         return folders, values
 

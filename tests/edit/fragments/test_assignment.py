@@ -54,9 +54,9 @@ def test_an_aggregator_without_a_fragment_is_refused(count: int) -> None:
         assign(schema_of([1, 2, 3]), count)
 
 
-def test_a_part_is_a_schema_of_its_own() -> None:
+def test_a_subset_is_a_schema_of_its_own() -> None:
     whole = schema_of([3, 4, 5])
-    part = whole.part([1, 2])
+    part = whole.subset([1, 2])
     assert [(f.fragment_id, f.name, f.numel) for f in part.fragments] == [(0, "layer1", 4), (1, "layer2", 5)]
-    assert len({whole.schema_hash, part.schema_hash, whole.part([0]).schema_hash}) == 3
-    assert whole.part(range(3)) == whole
+    assert len({whole.schema_hash, part.schema_hash, whole.subset([0]).schema_hash}) == 3
+    assert whole.subset(range(3)) == whole

@@ -1,12 +1,10 @@
-"""Outer optimizers: against torch.optim and the paper's equations in fp64, bit-stable, sign as a gradient; the digest."""
+"""Outer optimizers: against torch.optim and the paper's equations in fp64, bit-stable, sign as a gradient."""
 
 import pytest
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from edit.config.run import OuterConfig
-from edit.fragments.digest import digest
 from edit.merging.outer_optimizers import initial_slots, outer_step
 from edit.reference import delayed_nesterov
 
@@ -115,18 +113,3 @@ def test_a_step_is_pure_and_goes_along_d(optimizer: str) -> None:
 def test_sgd_with_lr_one_makes_theta_the_mean_of_the_peers() -> None:
     step, _ = outer_step(OuterConfig(optimizer="sgd", lr=1.0), {}, torch.tensor([0.25]))
     assert step.item() == 0.25
-
-
-def test_the_digest_is_a_hash_of_the_fragments_hashes() -> None:
-    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
-    hashes = [blake3(bytes.fromhex(text)).digest() for text in ("0000803f00000040", "00004040")]
-    assert digest([a, b]) == blake3(b"".join(hashes)).hexdigest()
-
-
-def test_the_digest_sees_the_last_bit_the_sign_of_zero_and_the_cut() -> None:
-    theta = torch.tensor([1.0, 0.0, 3.0])
-    nearby = theta.clone()
-    nearby[0] = torch.nextafter(theta[0], torch.tensor(2.0))
-    others = [[nearby], [torch.tensor([1.0, -0.0, 3.0])], [theta[:1], theta[1:]], [theta, torch.zeros(0)]]
-    assert len({digest(one) for one in [[theta], *others]}) == 5
-    assert digest([torch.stack([theta, theta], dim=1)[:, 0]]) == digest([theta]), "a strided view counts by its values"
