@@ -1,8 +1,4 @@
-"""The settings of the algorithm itself: when a peer exchanges, what a merge and the outer step compute, when a round closes.
-
-Owns: the sections sync, penalty, outer, codec and rounds of a run's configuration, with their defaults and bounds. Must not
-know: the model, addresses, files. What one section makes of another is checked by `edit.config.run.RunConfig`.
-"""
+"""The settings of the algorithm itself: when a peer exchanges, what a merge and the outer step compute, when a round closes."""
 
 from __future__ import annotations
 
@@ -29,37 +25,39 @@ CODECS = ("fp32", "bf16", "fp16", "int8")  # those of `edit.codecs`, whose impor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """When fragments are exchanged and how an update is applied.
+    """The section [sync]: when fragments are exchanged and how an update is applied."""
 
-    every: H, the inner steps between two exchanges of the same fragment. outer_steps: the run ends after so many outer steps;
-    tokens: or, unless 0, once so many have been merged, whichever comes first.
-    schedule: `steps`, or `time` (A-EDiT): a peer contributes at the first optimizer step at which `time_s` seconds (of its own
-    clock; for one fragment, so with groups every time_s / P) have passed since the last outcome was applied. `every` then is
-    only what the learning rate's schedule counts an outer step as.
-    dylu: each peer's H is scaled by its measured speed, so that all contribute together (arXiv 2401.09135, section 5).
-    groups: P of Streaming DiLoCo: an outer step exchanges one of P groups of fragments, every H / P inner steps; pattern:
-    `sequential` (neighbours) or `strided` (every P-th).
-    mode: `blocking`: training waits for the update; `forward`: for the update of a layer, just before that layer's forward;
-    `delayed`: the update is applied `delay` inner steps after the contribution; `eager`: training goes on at once from an
-    estimate of the update, which is replaced by the update `delay` inner steps later.
-    mix: with `delayed`, what becomes of the progress made meanwhile: `replay` puts it onto the new outer parameters, `replace`
-    drops it, `lerp` keeps alpha of the local parameters (alpha * local + (1 - alpha) * outer).
-    strict: never train on without an outcome, even when the coordinator is away: slower after faults, but an interrupted
-    run is the same as one that was not, to the bit.
-    """
-
+    # H: inner steps between two exchanges of the same fragment. With schedule = "time" it only tells the learning rate's
+    # schedule how many inner steps an outer step counts as. EDiT's paper uses 128.
     every: int = 128
+    # The run ends after so many outer steps, or earlier by `tokens`.
     outer_steps: int = 1000
+    # P of Streaming DiLoCo (arXiv 2501.18512): an outer step exchanges one of P groups of fragments, every H / P inner steps.
     groups: int = 1
+    # Which fragments form a group: `sequential`: neighbours; `strided`: every P-th.
     pattern: str = "strided"
+    # How training waits for an update. `blocking`: at the exchange; `forward`: for a layer's update just before that layer's
+    # next forward; `delayed`: not at all, the update is applied `delay` inner steps later; `eager`: as `delayed`, and meanwhile
+    # training goes on from an estimate of the update.
     mode: str = "blocking"
+    # Inner steps from a contribution to its update, with mode `delayed` or `eager`.
     delay: int = 1
+    # With `delayed`, what becomes of the progress made meanwhile. `replay`: it is added to the new outer parameters; `replace`:
+    # it is dropped; `lerp`: the local parameters become alpha * local + (1 - alpha) * outer.
     mix: str = "replay"
+    # With mix = "lerp".
     alpha: float = 0.5
+    # Never train on without an outcome, even when the coordinator is away: slower after faults, but an interrupted run ends
+    # with the same bits as one that was not interrupted.
     strict: bool = False
+    # `steps`: a peer contributes every H / P inner steps. `time` (A-EDiT, arXiv 2412.07210): at the first inner step at which
+    # `time_s` / P seconds have passed since the last outcome was applied.
     schedule: str = "steps"
+    # Seconds of the peer's own clock between two exchanges of the same fragment, with schedule = "time".
     time_s: float = 600.0
+    # Scale each peer's H by its measured speed, so that all contribute together (arXiv 2401.09135, section 5).
     dylu: bool = False
+    # The run ends once so many tokens are merged; 0: only outer_steps counts.
     tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -92,7 +90,7 @@ class SyncConfig:
 
     @property
     def overlap(self) -> int:
-        """Inner steps that a peer goes on training after it began to contribute, before it waits for the update."""
+        """Inner steps that a peer trains on after it began to contribute, before it waits for the update."""
         return self.delay if self.mode in ("delayed", "eager") else 0
 
     @property
@@ -103,29 +101,35 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyConfig:
-    """The EDiT pseudo-gradient penalty (arXiv 2412.07210, section 3.3); `enabled = false` gives DiLoCo's mean.
+    """The section [penalty]: the EDiT pseudo-gradient penalty (arXiv 2412.07210, section 3.3).
 
-    alpha: EMA rate of the norm statistics; delta: z-score above which a norm is anomalous; observations: W, norms to see before
-    the detector judges; temperature: T of the softmax over -G/T; clip: phi, the largest norm of a merged fragment, 0 turns it
-    off; norm: what enters the softmax (`raw` G, `per_sqrt_step` G/sqrt(inner steps), `relative` G / median of the round);
-    idle_ratio: a norm below this share of the round's median is a free rider, weight 0 (0 turns it off);
-    weighting: with the penalty off, `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
-    staleness: a contribution that was carried over and is s outer steps old has its share multiplied by (1 + s) ** -staleness
-    (arXiv 1903.03934); the shares are then made to sum to 1 again. damping: that exponent with rounds.merging = "arrivals",
-    where they are not: what arrives counts less the older it is. 0, because each arrival of M peers is M - 1 outer steps old,
-    and damping all of them cost loss in each setting measured (docs/measurements.md).
+    The defaults of alpha, delta, temperature and clip are the paper's.
     """
 
+    # False: no verdict but NONFINITE, no clip, and a mean by `weighting`: DiLoCo's.
     enabled: bool = True
+    # Rate of the moving statistics of a peer's norms.
     alpha: float = 0.02
+    # Standard deviations above its mean from which a norm is anomalous.
     delta: float = 3.0
+    # W: norms of a peer that must be seen before one of them can be anomalous; the authors' code waits for 120.
     observations: int = 10
+    # T of the softmax over -G / T.
     temperature: float = 1.0
+    # phi: the largest norm of a merged fragment; 0: no clip.
     clip: float = 10.0
+    # The G that enters the softmax. `raw`: the norm; `per_sqrt_step`: norm / sqrt(inner steps); `relative`: norm / median of
+    # the round.
     norm: str = "relative"
+    # A norm below this share of the round's median is a free rider's and gets weight 0; 0: no such verdict.
     idle_ratio: float = 0.01
+    # With the penalty off: `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
     weighting: str = "uniform"
+    # A contribution that is s outer steps old has its weight multiplied by (1 + s) ** -staleness (arXiv 1903.03934); the
+    # weights are then normalised again. With rounds.max_staleness above 0.
     staleness: float = 0.5
+    # The same exponent with rounds.merging = "arrivals", where the weights are not normalised again. 0, because each arrival
+    # of M peers is M - 1 outer steps old, and damping all of them cost loss in each setting measured (docs/measurements.md).
     damping: float = 0.0
 
     def __post_init__(self) -> None:
@@ -143,27 +147,29 @@ class PenaltyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer, and how contributions become the one pseudo-gradient it is given.
+    """The section [outer]: the outer optimizer, and how contributions become the one pseudo-gradient it is given.
 
-    optimizer: sgd | nesterov | adam | yogi | delayed_nesterov (for merging = "arrivals"); momentum for both nesterovs; beta1,
-    beta2, eps for adam, yogi; period: N, after how many outer steps delayed_nesterov's momentum moves (the number of peers);
-    c: the share of the momentum that it applies at the outer steps between, at most 1 / N.
-    direction: `mean`, or `rda`: the direction is the mean of the contributions' directions, the length the mean of their
-    lengths (arXiv 2604.21428). correct: `none`, or `heloco`: what goes against the momentum is shrunk or turned towards it,
-    tensor by tensor (arXiv 2606.00271).
-
-    Short runs want a small or no momentum (see docs); EDiT's paper uses 0.8 / 0.85, DiLoCo's 0.7 / 0.9.
+    EDiT's paper uses lr 0.8 and momentum 0.85, DiLoCo's 0.7 and 0.9. Short runs want a small momentum or none
+    (docs/outer-settings.md).
     """
 
+    # sgd | nesterov | adam | yogi | delayed_nesterov; the last is meant for rounds.merging = "arrivals".
     optimizer: str = "nesterov"
+    # nu.
     lr: float = 0.8
+    # mu of nesterov and delayed_nesterov.
     momentum: float = 0.85
+    # Of adam and yogi (arXiv 2003.00295).
     beta1: float = 0.9
     beta2: float = 0.99
     eps: float = 1e-3
+    # N of delayed_nesterov (arXiv 2401.09135): its momentum moves at every N-th outer step; the number of peers fits.
     period: int = 4
+    # The share of the momentum that delayed_nesterov applies at the outer steps between, at most 1 / N.
     c: float = 0.0
+    # `mean`, or `rda` (arXiv 2604.21428): the mean of the contributions' directions, with the mean of their lengths.
     direction: str = "mean"
+    # `none`, or `heloco` (arXiv 2606.00271): what goes against the momentum is shrunk or turned towards it, tensor by tensor.
     correct: str = "none"
 
     def __post_init__(self) -> None:
@@ -227,9 +233,11 @@ def _number(value: str, text: str) -> int | float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecConfig:
-    """up, down: codec of the contributions and of the published update, by name (see `edit.codecs`)."""
+    """The section [codec]: how vectors are encoded on the wire, as the text of a CodecSpec (see `edit.codecs`)."""
 
+    # Of the contributions.
     up: str = "int8"
+    # Of the published update.
     down: str = "bf16"
 
     def __post_init__(self) -> None:
@@ -239,28 +247,28 @@ class CodecConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundsConfig:
-    """When a round opens and closes.
+    """The section [rounds]: when a round opens and closes."""
 
-    start_peers: live peers before the first round opens; quorum: contributors without which a round never commits;
-    floor_s, ceiling_s: bounds of the deadline; spread: k in median + k * MAD of each peer's measured times;
-    wait: for whom a round still waits when the quorum is in: `times`: for each missing peer until it is overdue by its own
-    measured times, then grace_s longer; `slack`: for nobody beyond grace_s, or as long as that costs nobody anything, because
-    those who are in still train behind the exchange (sync.delay). So a slow peer never holds up a quorum of faster ones.
-    grace_s: how much longer.
-    merging: `rounds`: as said; `arrivals`: each contribution is merged as soon as it is complete, nobody is waited for, and the
-    settings above have no effect.
-    max_staleness: a contribution against outer step s is merged at t as long as t - s does not exceed it, and refused after
-    that: with `rounds` 0 means that one that misses its round is lost, more that it counts in a later one.
-    """
-
+    # Live peers before the first round opens.
     start_peers: int = 1
+    # Contributions without which a round never commits.
     quorum: int = 1
+    # Bounds of a round's deadline, in seconds.
     floor_s: float = 5.0
     ceiling_s: float = 600.0
+    # k of median + k * MAD: when a peer is overdue by its own measured times.
     spread: float = 6.0
+    # For whom a round waits once the quorum is in. `times`: for each missing peer until it is overdue, then grace_s longer;
+    # `slack`: for nobody beyond grace_s, or for as long as it costs nobody anything, because those who are in still train
+    # behind the exchange (sync.delay).
     wait: str = "times"
+    # How much longer, in seconds.
     grace_s: float = 2.0
+    # `rounds`: as above; `arrivals`: each contribution is merged as soon as it is complete, nobody is waited for, and the
+    # settings above have no effect.
     merging: str = "rounds"
+    # A contribution computed against outer step s is merged at outer step t as long as t - s does not exceed this, and refused
+    # after that. 0: a contribution that misses its round is lost.
     max_staleness: int = 0
 
     def __post_init__(self) -> None:

@@ -1,9 +1,7 @@
-"""One run's configuration: frozen, keyword-only, validated values, and their TOML form.
+"""One run's configuration, from `run.toml` on the coordinator; peers receive the same values as JSON on joining.
 
-Owns: every setting of a run, its default, its bounds, and the messages for wrong ones. `run.toml` on the coordinator is the
-single source; peers receive the same values as JSON on joining. Must not know: files other than the one it is given, the
-environment, the network. An unknown key, or a key that the rest of the configuration would make ineffective, is a ConfigError
-that names it (defect T11 of the EDiT authors' code: settings silently ignored).
+An unknown key, or a key that the rest of the configuration makes ineffective, is a ConfigError that names it (defect T11 of the
+EDiT authors' code: settings silently ignored).
 """
 
 from __future__ import annotations
@@ -50,19 +48,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model a run trains.
+    """The section [model]: which model a run trains."""
 
-    name: `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
-    entry point of group `edit.models` that each peer's operator has allowed. layers, heads and width belong to `builtin:gpt`.
-    options: of the transformers configuration or for the entry point; an error for a builtin.
-    """
-
+    # `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
+    # entry point of group `edit.models` that each peer's operator has allowed.
     name: str = "builtin:gpt"
+    # Of builtin:gpt only: transformer blocks, attention heads, size of the residual stream.
     layers: int = 4
     heads: int = 4
     width: int = 128
+    # Tokens in a sequence.
     context: int = 128
+    # Different tokens; 256 for bytes.
     vocabulary: int = 256
+    # Of the transformers configuration or for the entry point; an error for a builtin.
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,21 +83,24 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerConfig:
-    """The inner optimizer (AdamW) of every peer: its schedule (linear warm-up, then cosine to `lr * final_lr_ratio`).
+    """The section [inner]: the inner optimizer (AdamW) of every peer, with linear warm-up and cosine decay."""
 
-    batch_size: sequences per micro-batch; accumulation: micro-batches per inner step; clip_norm: global gradient norm, 0 turns
-    clipping off; autocast: bf16 autocast where the device has it.
-    """
-
+    # The learning rate after the warm-up.
     lr: float = 2e-3
+    # The learning rate at the end of the run, as a share of lr.
     final_lr_ratio: float = 0.1
+    # Inner steps of the warm-up.
     warmup_steps: int = 50
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
+    # Sequences in a micro-batch.
     batch_size: int = 4
+    # Micro-batches in an inner step.
     accumulation: int = 1
+    # The largest global norm of the gradient; 0: no clipping.
     clip_norm: float = 1.0
+    # Use bf16 autocast where the device has it.
     autocast: bool = True
 
     def __post_init__(self) -> None:
@@ -115,9 +117,11 @@ class InnerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    """heartbeat_s: how often a peer reports; lease_s: silence after which it is lost."""
+    """The section [membership]: how peers show that they are there."""
 
+    # Seconds between two reports of a peer.
     heartbeat_s: float = 2.0
+    # Seconds of silence after which a peer is lost; at least twice heartbeat_s.
     lease_s: float = 6.0
 
     def __post_init__(self) -> None:
@@ -132,16 +136,15 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """What the aggregator keeps, where.
+    """The section [storage]: what an aggregator keeps."""
 
-    buffer_bytes: contributions held in memory before they spill to disk; checkpoint_every: outer steps between checkpoints;
-    keep_checkpoints: how many; keep_updates: published updates kept for peers that missed a commit, over a restart, too; with
-    sync.groups so many of each group.
-    """
-
+    # Bytes of contributions held in memory before they spill to disk.
     buffer_bytes: int = 256 << 20
+    # Outer steps between two checkpoints.
     checkpoint_every: int = 20
+    # How many checkpoints are kept.
     keep_checkpoints: int = 2
+    # How many published updates are kept for peers that missed a commit, also over a restart; with sync.groups, of each group.
     keep_updates: int = 4
 
     def __post_init__(self) -> None:
@@ -153,14 +156,13 @@ class StorageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The coordinator's own addresses; never sent to peers.
+    """The section [server]: the coordinator's own addresses; never sent to peers."""
 
-    listen: HOST:PORT of control and data (mutual TLS); enrol_listen: HOST:PORT where invitations are redeemed;
-    advertise: host names or addresses that peers dial and that the server's certificate names.
-    """
-
+    # HOST:PORT of control and data (mutual TLS).
     listen: str = "127.0.0.1:7700"
+    # HOST:PORT where invitations are redeemed.
     enrol_listen: str = "127.0.0.1:7701"
+    # Host names or addresses under which peers reach it; the server's certificate names them.
     advertise: tuple[str, ...] = ("127.0.0.1", "localhost")
 
     def __post_init__(self) -> None:
@@ -174,13 +176,14 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorsConfig:
-    """Over which aggregators the model's fragments are spread.
+    """The section [aggregators]: over which aggregators the model's fragments are spread.
 
-    addresses: HOST:PORT of each further one, as peers dial it and its certificate names it; aggregator 0 is the coordinator
-    itself. They have about equal shares of the parameters, in this order; which it is, is fixed once the run is founded. One
-    listens on the port of its address (on a loopback address only there) and has no use for the section `server`.
+    Aggregator 0 is the coordinator itself. All have about equal shares of the parameters, in order; the assignment is fixed
+    once the run is founded. A further aggregator listens on the port of its address (on a loopback address only there) and has
+    no use for the section [server].
     """
 
+    # HOST:PORT of each further aggregator, as peers reach it and its certificate names it.
     addresses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -194,15 +197,17 @@ class AggregatorsConfig:
 
     @property
     def count(self) -> int:
-        """How many there are, the coordinator included."""
+        """The number of aggregators, the coordinator included."""
         return 1 + len(self.addresses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that all peers of one run share. `name` becomes part of the run_id; `seed` seeds the initial parameters."""
+    """Everything that all peers of one run share."""
 
+    # Becomes part of the run_id.
     name: str = "run"
+    # Of the initial parameters.
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
@@ -231,7 +236,7 @@ class RunConfig:
 
     @property
     def kept_updates(self) -> int:
-        """How many published updates are kept in all. With groups an outer step is the update of one group only."""
+        """The number of published updates that are kept in all: with groups, an update is of one group only."""
         return self.storage.keep_updates * self.sync.groups
 
     @classmethod
@@ -259,7 +264,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
-        """Parse what `to_json` wrote. Every key is present there, so ineffective keys are not looked for."""
+        """Read what `to_json` returned. Every key is present there, so ineffective keys are not looked for."""
         try:
             mapping = json.loads(text)
         except ValueError as error:
@@ -269,14 +274,14 @@ class RunConfig:
         return build(cls, mapping, "")
 
     def to_json(self) -> str:
-        """The configuration as peers receive it: everything but the server's own section."""
+        """Return the configuration as peers receive it: everything but the server's own section."""
         values = dataclasses.asdict(self)
         del values["server"]
         return json.dumps(values, sort_keys=True)
 
 
 def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
-    """T11: a key that was written but can have no effect in this combination is an error."""
+    """Raise ConfigError for a key that is written but has no effect in this combination (T11)."""
     for applies, section, keys, because in _ineffective(config):
         written = sorted(keys & set(mapping.get(section, {})))
         if applies and written:
@@ -284,7 +289,7 @@ def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
 
 
 def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]:
-    """(whether it applies, section, keys, because of what)."""
+    """Yield (whether the rule applies, section, keys that then have no effect, because of what)."""
     sync, penalty, outer, rounds = config.sync, config.penalty, config.outer, config.rounds
     of_penalty = {f.name for f in dataclasses.fields(PenaltyConfig)} - {"enabled", "weighting", "staleness", "damping"}
     yield not penalty.enabled, "penalty", of_penalty, "penalty.enabled = false"

@@ -1,7 +1,4 @@
-"""How settings are checked and built from tables: bounds, types, unknown keys. Every fault is a ConfigError naming its field.
-
-Owns: the wording of these messages. Must not know: any one setting.
-"""
+"""Check settings and build them from tables: bounds, types, unknown keys. Every fault is a ConfigError that names its field."""
 
 from __future__ import annotations
 
@@ -20,24 +17,28 @@ _T = typing.TypeVar("_T")
 
 
 def require(ok: bool, field_name: str, value: object, rule: str) -> None:
+    """Raise ConfigError("FIELD = VALUE: RULE") unless `ok`."""
     if not ok:
         raise ConfigError(f"{field_name} = {value!r}: {rule}")
 
 
 def positive(field_name: str, value: float) -> None:
+    """Raise ConfigError unless `value` is finite and above 0."""
     require(math.isfinite(value) and value > 0, field_name, value, "must be a finite number above 0")
 
 
 def within(field_name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError unless low <= value <= high."""
     require(low <= value <= high, field_name, value, f"must be between {low:g} and {high:g}")
 
 
 def one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of those allowed."""
     require(value in allowed, field_name, value, f"must be one of {', '.join(allowed)}")
 
 
 def build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:
-    """A configuration dataclass from nested tables; prefix: stands before its fields in messages, as `sync.`.
+    """Build a configuration dataclass from nested tables. prefix: stands before its fields in messages, as `sync.`.
 
     Raises ConfigError for unknown keys and wrong types, and whatever the class itself raises.
     """
