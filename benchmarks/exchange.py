@@ -41,7 +41,7 @@ from edit.replica.replica import Replica
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
-from peers.identity.peer_folder import Home
+from peers.identity.peer_folder import PeerFolder
 
 CHUNK = 1 << 20
 ROUNDS = 4  # the first one warms up and is not counted
@@ -73,7 +73,7 @@ class _Model(torch.nn.Module):
 def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None:
     """One peer process: exchange when told to, report when it began to encode and when everything is applied."""
     torch.set_num_threads(1)
-    enrolled = Home(home).load(time.time())
+    enrolled = PeerFolder(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))
     feedback = ErrorFeedback(codec_name, [fragment.numel for fragment in replica.schema.fragments])
     with IoThread() as io:

@@ -15,7 +15,7 @@ from edit.replica.ranks import Ranks
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.io_thread import IoThread
-from peers.identity.peer_folder import Home
+from peers.identity.peer_folder import PeerFolder
 from peers.training.torchrun import launched
 
 __all__ = ["connect"]
@@ -33,7 +33,7 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[AllA
         ranks: of this replica; None: all processes of the initialised torch.distributed world, or this one alone. Under
             torchrun initialise torch.distributed first.
     """
-    enrolled = Home(Path(home)).load(time.time())
+    enrolled = PeerFolder(Path(home)).load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     ranks = _world() if ranks is None else ranks

@@ -22,11 +22,11 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
-from peers.identity.peer_folder import Enrolled, Home
+from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
-from peers.training.sharding import lay_out, process_group
+from peers.training.sharding import make_layout, process_group
 from peers.training.torchrun import ALONE, Launch, launched
 from peers.training.trainer import choose_device, use_threads
 
@@ -40,7 +40,7 @@ def run_peer(options: PeerOptions) -> None:
 
     Raises ConfigError, RefusedError, EvictedError.
     """
-    enrolled = Home(options.home).load(time.time())
+    enrolled = PeerFolder(options.home).load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{options.home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     launch = launched()
@@ -51,7 +51,7 @@ def run_peer(options: PeerOptions) -> None:
         attend(options, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch, server)
 
 
-def server_of(options: PeerOptions, enrolled: Enrolled, launch: Launch) -> SnapshotServer | None:
+def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch) -> SnapshotServer | None:
     """Return the server of this peer's snapshots, where the operator wants one. Raises ConfigError where there can be none."""
     if (listen := options.serve_snapshots) is None:
         return None
@@ -83,7 +83,7 @@ def attend(
         try:
             with connect_hub(io, channels, identity, ranks, server) as (connection, config, run_step):
                 _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
-                layout = lay_out(launch, options.tensor_parallel, config.inner.batch_size, device)
+                layout = make_layout(launch, options.tensor_parallel, config.inner.batch_size, device)
                 place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
                 if run_step > 0:
                     connection.prefetch()

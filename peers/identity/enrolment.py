@@ -1,7 +1,6 @@
-"""Joining a run: makes the key, redeems the invitation, checks what comes back, keeps it. Blocking, for the command line.
+"""Joining a run: create the key, redeem the invitation, check the reply, store it. Blocking, for the command line.
 
-Owns: the one call of an unenrolled machine, which trusts the authority in the invitation and nobody else. Must not know:
-training.
+This is the only call without a client certificate; it trusts only the authority in the invitation.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
 from editpb.status import from_rpc
 from peers.carriers.hub.channels import enrolment_channel, handshake_refusal
-from peers.identity.peer_folder import Home, certificate_fault
+from peers.identity.peer_folder import PeerFolder, certificate_fault
 
 __all__ = ["join"]
 
@@ -33,12 +32,13 @@ MAX_CERTIFICATE_BYTES = 16_384
 def join(invitation_text: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_S) -> Identity:
     """Redeem an invitation into the folder `home`. now: unix seconds; timeout_s: of each address that is tried.
 
-    May be repeated after any failure, with the same invitation: the key in `home` is used again.
-    Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (nobody answers),
+    It can be repeated after any failure with the same invitation: the key in `home` is reused.
+
+    Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (no answer),
     RemoteProtocolError (the reply does not fit), StorageError.
     """
     invitation = Invitation.decode(invitation_text, now)
-    folder = Home(home)
+    folder = PeerFolder(home)
     _check_unclaimed(folder, invitation.identity)
     authority = _authority(invitation)
     key = folder.make_key()
@@ -49,7 +49,7 @@ def join(invitation_text: str, home: Path, now: float, *, timeout_s: float = TIM
     return invitation.identity
 
 
-def _check_unclaimed(folder: Home, invited: Identity) -> None:
+def _check_unclaimed(folder: PeerFolder, invited: Identity) -> None:
     present = folder.identity()
     if present is not None and present != invited:
         raise ConfigError(
@@ -72,7 +72,7 @@ def _request(key: ec.EllipticCurvePrivateKey, identity: Identity) -> bytes:
 
 
 def _first_answer(invitation: Invitation, call: Callable[[str], pb.EnrolReply]) -> pb.EnrolReply:
-    """The first address that answers: a refusal is an answer; silence, or a server of another authority, is not."""
+    """Return the first reply. A refusal counts as a reply; silence, or a server of another authority, does not."""
     strangers: list[str] = []
     silent: list[str] = []
     for endpoint in invitation.enrol:

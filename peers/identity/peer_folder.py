@@ -1,7 +1,6 @@
-"""The peer's folder: who it is, its key, its certificate, the authority it trusts, where the coordinator listens.
+"""The peer's folder: identity.json (with the coordinator's addresses), peer.key (0600), peer.pem and ca.pem, with their checks.
 
-Owns: identity.json, peer.key (0600), peer.pem, ca.pem, and what is wrong with them. identity.json is written last: a folder
-without it is not enrolled, and its key is only a key. Must not know: invitations, calls.
+identity.json is written last: a folder without it is not enrolled.
 """
 
 from __future__ import annotations
@@ -23,30 +22,27 @@ from edit.errors import ConfigError, RefusedError
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 
-__all__ = ["Enrolled", "Home", "certificate_fault"]
+__all__ = ["Enrolment", "PeerFolder", "certificate_fault"]
 
 FORMAT = 1  # of identity.json
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
-    """What a peer needs to dial: who it is, HOST:PORT of control and data, and its credentials (mutual TLS).
-
-    serving: its credentials for serving other members; None when its certificate does not allow that.
-    """
+class Enrolment:
+    """What a peer needs to connect."""
 
     identity: Identity
-    endpoints: tuple[str, ...]
-    credentials: grpc.ChannelCredentials
-    serving: grpc.ServerCredentials | None
+    endpoints: tuple[str, ...]  # HOST:PORT of control and data
+    credentials: grpc.ChannelCredentials  # mutual TLS
+    serving: grpc.ServerCredentials | None  # for serving other members; None when its certificate does not allow that
 
     @property
     def run_id(self) -> str:
         return self.identity.run_id
 
 
-class Home:
-    """One peer's folder. Nothing is read or written before a method is called."""
+class PeerFolder:
+    """One peer's folder. The constructor reads and writes nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,35 +50,35 @@ class Home:
         self._certificate, self._ca = path / "peer.pem", path / "ca.pem"
 
     def identity(self) -> Identity | None:
-        """Who this folder belongs to; None when no invitation was redeemed in it. Raises ConfigError when it is damaged."""
+        """Return the owner of this folder, or None before an invitation was redeemed. Raises ConfigError when it is damaged."""
         return self._read_identity()[0] if self._identity.exists() else None
 
-    def load(self, now: float | None = None) -> Enrolled:
-        """Everything, checked against one another. now: unix seconds; an expired certificate is an error then.
+    def load(self, now: float | None = None) -> Enrolment:
+        """Load everything and check that it fits together. now: unix seconds; if given, an expired certificate is an error.
 
-        Raises ConfigError of one line that says how to mend it.
+        Raises ConfigError with one line that says how to repair it.
         """
         if not self._identity.exists():
             raise ConfigError(f"no invitation redeemed in {self.path}; run: edit-peer join INVITATION --home {self.path}")
         identity, endpoints = self._read_identity()
         self._check_private()
         ca, certificate, key = (_read(path) for path in (self._ca, self._certificate, self._key))
-        mend = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
+        repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
         try:
             own, authority = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificate(ca)
         except ValueError as error:
-            raise ConfigError(f"{self._certificate} or {self._ca} is damaged; {mend}") from error
+            raise ConfigError(f"{self._certificate} or {self._ca} is damaged; {repair}") from error
         fault = certificate_fault(own, authority, identity, _load_key(self._key, key))
         if fault is not None:
-            raise ConfigError(f"{self._certificate}: {fault}; {mend}")
+            raise ConfigError(f"{self._certificate}: {fault}; {repair}")
         if now is not None and own.not_valid_after_utc.timestamp() <= now:
             day = own.not_valid_after_utc.date().isoformat()
-            raise ConfigError(f"{self._certificate}: expired on {day}; {mend}")
+            raise ConfigError(f"{self._certificate}: expired on {day}; {repair}")
         serving = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True) if _may_serve(own) else None
-        return Enrolled(identity, endpoints, grpc.ssl_channel_credentials(ca, key, certificate), serving)
+        return Enrolment(identity, endpoints, grpc.ssl_channel_credentials(ca, key, certificate), serving)
 
     def make_key(self) -> ec.EllipticCurvePrivateKey:
-        """This folder's key: the one that is there, so that joining can be retried, else a new one (P-256, 0600).
+        """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
 
         Raises ConfigError (damaged, readable by others), StorageError.
         """
@@ -98,7 +94,7 @@ class Home:
         return _load_key(self._key, _read(self._key))
 
     def store(self, identity: Identity, endpoints: Sequence[str], certificate_der: bytes, ca_der: bytes) -> None:
-        """Keep what an invitation was redeemed for; identity.json last. Raises StorageError."""
+        """Store the result of an enrolment; identity.json last. Raises StorageError."""
         write_atomic(self._ca, _pem(ca_der))
         write_atomic(self._certificate, _pem(certificate_der))
         values = {
@@ -132,7 +128,7 @@ class Home:
 def certificate_fault(
     certificate: x509.Certificate, authority: x509.Certificate, identity: Identity, key: ec.EllipticCurvePrivateKey
 ) -> str | None:
-    """What is wrong with a member's certificate, or None: signed by `authority`, for `identity`, for `key`."""
+    """Return what is wrong with a member's certificate, or None if `authority` signed it for `identity` and `key`."""
     try:
         certificate.verify_directly_issued_by(authority)
         named, public = from_certificate(certificate), certificate.public_key()
@@ -148,7 +144,7 @@ def certificate_fault(
 
 
 def _may_serve(certificate: x509.Certificate) -> bool:
-    """Whether other members will take this certificate for a server's; those of peers enrolled by older versions are not."""
+    """Return whether members accept this certificate from a server. Certificates from older versions are not accepted."""
     try:
         return ExtendedKeyUsageOID.SERVER_AUTH in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:

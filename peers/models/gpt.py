@@ -1,8 +1,7 @@
-"""The built-in model: a small GPT over bytes (or any tokens below `vocabulary`), one page, plain PyTorch.
+"""The built-in model: a small GPT over bytes (or any tokens below `vocabulary`), in plain PyTorch.
 
-Owns: the architecture and its initial values. Must not know: optimizers, devices, data, peers. Pre-norm blocks, rotary
-positions (RoFormer, arXiv 2104.09864), squared ReLU (Primer, arXiv 2109.08668), no biases, head tied to the embedding: the best
-validation loss per second on one CPU thread among the alternatives listed below.
+Pre-norm blocks, rotary positions (RoFormer, arXiv 2104.09864), squared ReLU (Primer, arXiv 2109.08668), no biases, head tied to
+the embedding: the best validation loss per second on one CPU thread among the alternatives listed below.
 
 Shapes: B sequences, T tokens each (T <= context), C = width, N heads, D = C / N channels per head, V = vocabulary.
 """
@@ -31,22 +30,22 @@ _ROTARY_BASE = 1000.0
 
 
 def rotary_table(context: int, channels: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's rotation angles, each (context, 1, 1, channels / 2)."""
+    """Return cosine and sine of every position's rotation angles, each (context, 1, 1, channels / 2)."""
     frequencies = _ROTARY_BASE ** (-torch.arange(0, channels, 2, dtype=torch.float32) / channels)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)[:, None, None, :]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each channel pair (i, i + D/2) by its position's angle. x: (B, T, ..., D); cos, sin: (T, 1, 1, D/2)."""
+    """Rotate each channel pair (i, i + D/2) by its position's angle. x: (B, T, ..., D); cos, sin: (T, 1, 1, D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention, all heads in one product; under tensor parallelism those of this rank.
+    """Causal self-attention, all heads in one product; with tensor parallelism, this rank's heads.
 
-    The rows of `qkv` are ordered by head, then query, key, value, so that a share of the rows is a share of the heads.
+    The rows of `qkv` are ordered by head, then query, key, value, so that a shard of the rows is a shard of the heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,8 +1,7 @@
-"""`hf:` models at a peer: a causal language model of transformers that takes (tokens, targets) and gives the mean loss.
+"""`hf:` models: a causal language model of transformers that takes (tokens, targets) and returns the mean loss.
 
-Owns: how such a model is called in training, and the operator's own model folder (`--model-folder`): it must agree with the
-run, and a peer that founds the run starts from its weights. Parameter names are those of transformers, so that a daemon and a
-user's own loop around the same model can train together. Must not know: training, data, the network.
+The operator's model folder (`--model-folder`) must agree with the run; a peer that founds the run starts from its weights.
+Parameter names are those of transformers, so that a daemon and a user's own loop can train the same model together.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ __all__ = ["build"]
 
 
 def build(model: ModelConfig, seed: int, folder: Path | None) -> nn.Module:
-    """The run's `hf:` model on the CPU; forward(tokens, targets), both (B, T) int64, is the mean loss in nats per token.
+    """Return the run's `hf:` model on the CPU; forward(tokens, targets), both (B, T) int64, is the mean loss in nats per token.
 
-    folder: config.json and, if there, weights as .safetensors, which then replace those that follow from `seed`. Raises
-    ConfigError when the folder is not what the run trains.
+    folder: config.json and, if there, weights as .safetensors, which then replace those that follow from `seed`.
+
+    Raises ConfigError when the folder does not fit the run.
     """
     config = configuration(model)
     if folder is None:
@@ -39,7 +39,7 @@ def build(model: ModelConfig, seed: int, folder: Path | None) -> nn.Module:
 
 
 def _with_loss(module: nn.Module) -> nn.Module:
-    """`module` itself, called otherwise: a module around it would change the name of every parameter."""
+    """Return `module` with another forward. A wrapper module would change the name of every parameter."""
     module.forward = types.MethodType(_mean_loss, module)
     return module
 

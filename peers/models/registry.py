@@ -1,8 +1,7 @@
-"""Which module a run's `[model]` section means on this peer.
+"""Builds the model that a run's `[model]` section names: built-in, `hf:`, or an entry point.
 
-Owns: the choice among built-in, `hf:` and entry point, and the gate before entry points. Model code never comes over the wire:
-a run may only NAME a class of transformers, or an entry point of group `edit.models` that this peer's operator installed and
-allowed. Must not know: training, data, the network.
+Model code never comes over the network. A run can only name a class of transformers, or an entry point of the group
+`edit.models` that this peer's operator has installed and allowed.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ def build(
     folder: Path | None = None,
     replaced: bool = False,
 ) -> nn.Module:
-    """The run's model with initial values that follow from `seed`, on the CPU.
+    """Return the run's model on the CPU, with initial values that follow from `seed`.
 
-    replaced: the caller will replace the values of all trainable parameters, so that the built-in model need not draw any.
+    replaced: the caller replaces the values of all trainable parameters, so the built-in model need not draw any.
 
     An entry point is called with one mapping: `model.options`, and `context` and `vocabulary` of the run. It returns an
     nn.Module whose forward(tokens, targets), both (B, T) int64, gives the mean loss as a scalar. installed: the entry points to
-    choose from; by default those of this environment, looked up only for a run that names one. folder: of an `hf:` model, see
+    choose from; None: those of this environment, looked up only if the run names one. folder: of an `hf:` model, see
     `peers.models.huggingface`.
 
-    Raises ConfigError when the entry point is not allowed here, not installed, ambiguous, cannot be loaded, or is no model; and
-    for an `hf:` model that transformers does not have, whose options are wrong, or that `folder` contradicts.
+    Raises ConfigError when the entry point is not allowed, not installed, ambiguous, cannot be loaded, or returns no model; and
+    for an `hf:` model that transformers does not have, whose options are wrong, or that does not fit `folder`.
     """
     kind, _, name = config.name.partition(":")
     if kind == "hf":

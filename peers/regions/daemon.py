@@ -21,7 +21,7 @@ from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
 from peers.daemon import stopping
-from peers.identity.peer_folder import Enrolled, Home
+from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.regions.last_contribution import SentFile
 from peers.regions.lower_run import RunBelow
 
@@ -47,8 +47,8 @@ def run_region(home: Path, below: Path) -> None:
             _log.info("stopping as told")
 
 
-def _enrolled(home: Path, role: str, run: str) -> Enrolled:
-    enrolled = Home(home).load(time.time())
+def _enrolled(home: Path, role: str, run: str) -> Enrolment:
+    enrolled = PeerFolder(home).load(time.time())
     if enrolled.identity.role != role:
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; {run} must invite with --role {role}")
     return enrolled
@@ -60,8 +60,8 @@ class _Regional:
     def __init__(
         self,
         io: IoThread,
-        upper: Enrolled,
-        lower: Enrolled,
+        upper: Enrolment,
+        lower: Enrolment,
         memory: Memory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,10 +83,10 @@ class _Regional:
                     self._loop(region, schema, collective, lower.sync.interval)
             self._say_ended(region)
 
-    def _collective(self, enrolled: Enrolled) -> HubCollective:
+    def _collective(self, enrolled: Enrolment) -> HubCollective:
         return HubCollective(self._io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
 
-    def _configuration(self, enrolled: Enrolled) -> RunConfig:
+    def _configuration(self, enrolled: Enrolment) -> RunConfig:
         with leaving(self._collective(enrolled)) as reader:
             config, _ = reader.configuration()
         if config.aggregators.addresses:

@@ -1,7 +1,4 @@
-"""Training alone, without any exchange: the baseline that a peer of a run is compared with.
-
-Owns: the plain loop, its progress lines, the final file. Must not know: the network, rounds, the outer optimizer.
-"""
+"""Training without any exchange: the baseline for the peers of a run."""
 
 from __future__ import annotations
 
@@ -26,21 +23,17 @@ __all__ = ["AlonePlan", "train_alone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlonePlan:
-    """What to train, for how long, and where the results go.
-
-    steps: own inner steps, also the length of the schedule; progress: JSON lines, one per report_every steps; parameters:
-    safetensors file of the final values by name; validation: held-out text, measured every validate_every steps and last.
-    """
+    """What to train, for how long, and where the results go."""
 
     config: RunConfig
     data: Tokens
     data_seed: int
-    steps: int
-    progress: Path
-    parameters: Path
-    report_every: int = 10
-    validation: Tokens | None = None
-    validate_every: int = 0
+    steps: int  # inner steps, also the length of the learning rate's schedule
+    progress: Path  # a file of JSON lines
+    parameters: Path  # a safetensors file of the final values by name
+    report_every: int = 10  # inner steps between two lines
+    validation: Tokens | None = None  # held-out text, measured every validate_every steps and at the end
+    validate_every: int = 0  # 0: only at the end
     validation_batches: int = 16
 
     def __post_init__(self) -> None:
@@ -50,10 +43,10 @@ class AlonePlan:
 
 
 def train_alone(plan: AlonePlan, model: nn.Module, *, device: torch.device, clock: Callable[[], float]) -> float | None:
-    """Train `model` (as `peers.models.registry.build` gives it) by itself; returns the final validation loss, or None.
+    """Train `model` (from `peers.models.registry.build`) and return the final validation loss, or None.
 
     Lines: {"kind": "alone", "step", "loss", "tokens_per_s", "lr", "t"}, loss the mean since the line before, t in seconds since
-    the start; and {"kind": "alone", "step", "validation_loss"}. Each is flushed: an interrupted run leaves what it has.
+    the start; and {"kind": "alone", "step", "validation_loss"}. Each is flushed, so that an interrupted run loses none.
 
     Raises ConfigError when a result file cannot be written.
     """
@@ -102,7 +95,7 @@ def _write(lines: TextIO, values: dict[str, float]) -> None:
 
 
 def _save(model: nn.Module, path: Path) -> None:
-    """Write to a file beside it and rename, so that a reader never sees half a file. Tied weights appear once."""
+    """Write to a temporary file and rename it, so that a reader never sees half a file. Tied weights are written once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:

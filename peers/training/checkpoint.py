@@ -1,10 +1,10 @@
-"""What a peer's checkpoint holds, and how a peer goes on from one: to the bit with the same number of ranks.
+"""What a peer's checkpoint holds, how training resumes from one, and when one is written.
 
-Owns: the list of what training depends on, by name: parameters, buffers, the inner optimizer's state, random numbers, the data
-position, the EditWorker's own state. Must not know: files, when to save, rounds.
+A checkpoint holds everything that training depends on: parameters, buffers, the inner optimizer's state, random numbers, the
+data position, and the EditWorker's own state. With the same number of ranks training resumes to the bit.
 
 Tensors of the replica (parameters, moments, outer parameters, residuals) are DTensors under their parameter's name, so that any
-number of ranks can take them up. Buffers and random states belong to a rank; another number of ranks takes rank 0's.
+number of ranks can load them. Buffers and random states belong to a rank; another number of ranks loads rank 0's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from peers.training.checkpoint_files import Checkpoints, Saved
 from peers.training.data import Batches
 from peers.training.trainer import Trainer
 
-__all__ = ["Autosave", "Resumable", "Stateful"]
+__all__ = ["PeriodicCheckpoints", "Resumable", "Stateful"]
 
-SPACING = 10.0
+SPACING = 10.0  # a save of w seconds is followed by the next after SPACING * w seconds at the earliest
 _log = logging.getLogger("peers")
 
 
 class Stateful(Protocol):
-    """An EditWorker, as far as a checkpoint knows it: {"scalars": plain values, SECTION: {parameter name: tensor}}."""
+    """The part of an EditWorker that a checkpoint uses. State: {"scalars": plain values, SECTION: {parameter name: tensor}}."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]: ...
@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """The parts of a training whose state makes it what it is."""
+    """The parts of a training whose state is saved."""
 
     trainer: Trainer
     batches: Batches
@@ -51,7 +51,7 @@ class Resumable:
     ranks: Ranks
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Begin a checkpoint of the training as it stands. Changes nothing."""
+        """Begin a checkpoint of the present state. Changes nothing."""
         state = self.worker.state_dict()
         scalars = {"steps": self.trainer.steps, "data": self.batches.state(), "worker": state["scalars"]}
         tensors = {f"worker/{section}/{name}": tensor for section, name, tensor in _sections(state)}
@@ -64,7 +64,7 @@ class Resumable:
         checkpoints.save(tensors, scalars)
 
     def load(self, checkpoints: Checkpoints, saved: Saved, run_step: int = 0) -> None:
-        """Go on from `saved`; call before the worker is entered. Raises StorageError, ConfigError when it does not fit.
+        """Load `saved`; call it before the worker is entered. Raises StorageError, ConfigError when it does not fit.
 
         run_step: an outer step that the run has reached. Where the worker will begin with the run's parameters because of it,
         those that were saved are not read.
@@ -118,11 +118,11 @@ class Resumable:
                 state[parameters[name]][part] = tensor
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """What training changes; frozen parameters are as the model was built."""
+        """Return the trainable parameters by name; frozen ones are as the model was built."""
         return {name: parameter for name, parameter in self.trainer.model.named_parameters() if parameter.requires_grad}
 
     def _of_this_rank(self) -> dict[str, Tensor]:
-        """Random states (copies) and persistent buffers (themselves, so that loading fills them)."""
+        """Return random states (copies) and persistent buffers (the tensors themselves, so that loading fills them)."""
         model = self.trainer.model
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         kept = {f"buffer.{name}": tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -132,13 +132,13 @@ class Resumable:
         return kept
 
 
-class Autosave:
-    """Takes up the newest checkpoint and makes new ones every so many outer steps. checkpoints: None keeps and takes none.
+class PeriodicCheckpoints:
+    """Resume from the newest checkpoint, and write a new one every `every` outer steps.
 
-    One is left out while the one before is still being written, and until SPACING times as long as that took has passed since
-    it began: a large model with short rounds would do little else. patient: none is ever left out, and a contribution is made
-    only once the last one is whole: so, saving at every outer step, a peer that is killed is at most one outer step behind what
-    it has brought the run to. clock: monotonic seconds.
+    checkpoints: None neither reads nor writes any. A checkpoint is skipped while the one before is still being written, and
+    until SPACING times the duration of that save has passed since it began, because a large model with short rounds would do
+    little else. strict: none is skipped, and a contribution waits until the last one is complete, so that, with every = 1, a
+    killed peer is at most one outer step behind what it has contributed. clock: monotonic seconds.
     """
 
     def __init__(
@@ -147,64 +147,64 @@ class Autosave:
         checkpoints: Checkpoints | None,
         every: int = 1,
         *,
-        patient: bool = False,
+        strict: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._resumable = resumable
         self._checkpoints = checkpoints
         self._every = every
-        self._patient = patient
+        self._strict = strict
         self._clock, self._began = clock, -math.inf
         self._from: Saved | None = None
         self._outer_step = 0
 
     def resume(self, run_step: int = 0) -> None:
-        """Go on from the newest checkpoint, if there is one. run_step: an outer step that the run has reached.
+        """Resume from the newest checkpoint, if there is one. run_step: an outer step that the run has reached.
 
         Raises ConfigError when it is not this training's.
         """
         self._from = None if self._checkpoints is None else self._checkpoints.newest()
         if self._checkpoints is not None and self._from is not None:
             self._resumable.load(self._checkpoints, self._from, run_step)
-            _log.info("going on from %s, inner step %d", self._from.path, self._resumable.trainer.steps)
+            _log.info("resuming from %s, inner step %d", self._from.path, self._resumable.trainer.steps)
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """Why the run could not be entered: name the checkpoint that was taken up, if one was."""
-        return error if self._from is None else ConfigError(f"{self._from.path}: {error}; --fresh leaves it aside")
+        """Return the error with the name of the checkpoint that was loaded, if one was."""
+        return error if self._from is None else ConfigError(f"{self._from.path}: {error}; --fresh moves it aside")
 
     def begin(self, outer_step: int) -> None:
-        """The run is entered. Without a checkpoint make one, and wait for it: so this peer can go on exactly from the start."""
+        """Note that the run is joined. If no checkpoint was loaded, write one and wait, so that a resume is always exact."""
         self._outer_step = outer_step
         if self._checkpoints is not None and self._from is None:
             self._save(self._checkpoints)
             self._checkpoints.wait()
 
-    def stepped(self, outer_step: int) -> None:
-        """After each inner step: begin a checkpoint when enough outer steps have been taken."""
+    def after_step(self, outer_step: int) -> None:
+        """Begin a checkpoint if enough outer steps have been taken. Call it after each inner step."""
         if self._checkpoints is None or outer_step - self._outer_step < self._every:
             return
-        if self._patient or self._resumable.ranks.all([self._checkpoints.idle and self._rested(self._checkpoints)])[0]:
+        if self._strict or self._resumable.ranks.all([self._checkpoints.idle and self._spaced(self._checkpoints)])[0]:
             self._outer_step = outer_step
             self._save(self._checkpoints)
 
-    def settle(self) -> None:
-        """Before an inner step that ends with a contribution."""
-        if self._checkpoints is not None and self._patient:
+    def before_contribution(self) -> None:
+        """Wait for the last checkpoint, if strict. Call it before an inner step that ends with a contribution."""
+        if self._checkpoints is not None and self._strict:
             self._checkpoints.wait()
-            self._resumable.ranks.all([True])  # what rank 0 has made whole the others may build on
+            self._resumable.ranks.all([True])  # the other ranks wait until rank 0 has completed it
 
-    def last(self) -> None:
-        """The training is asked to stop, between two inner steps: save, and wait until it is written."""
+    def save_last(self) -> None:
+        """Save and wait until it is written. Call it between two inner steps, when training stops."""
         if self._checkpoints is not None:
             self._save(self._checkpoints)
         self.close()
 
     def close(self) -> None:
-        """Wait for a save that is under way."""
+        """Wait for a save that is in progress."""
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
-    def _rested(self, checkpoints: Checkpoints) -> bool:
+    def _spaced(self, checkpoints: Checkpoints) -> bool:
         return self._clock() - self._began >= SPACING * checkpoints.seconds
 
     def _save(self, checkpoints: Checkpoints) -> None:
@@ -221,7 +221,7 @@ def _sections(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _like(parameter: nn.Parameter, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What to load into, laid out over the ranks as `parameter` is if it has its shape; else whole at every rank (a count)."""
+    """Return a tensor to load into: sharded as `parameter` if it has its shape, else whole at every rank (a count)."""
     if isinstance(parameter, DTensor) and parameter.shape == size:
         return torch.empty_like(parameter.detach(), dtype=dtype)
     return torch.empty(size, dtype=dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""A peer's checkpoints on disk: written beside the training, whole or not there, the last few kept.
+"""A peer's checkpoints on disk: written in the background while training continues, complete or absent, the last few kept.
 
 Owns: the folder, one subfolder for each checkpoint (torch.distributed.checkpoint's files and `peer.json`, which names every
 file with its length and BLAKE3), which one is taken up, what is wrong with the others. Must not know: what the tensors mean.
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from edit.durable_files import read_json, rename, write_json
 from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import ALONE, Ranks
-from peers.training.sharding import PATIENCE
+from peers.training.sharding import COLLECTIVE_TIMEOUT
 
 __all__ = ["Checkpoints", "Owner", "Saved"]
 
@@ -49,7 +49,7 @@ _log = logging.getLogger("peers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Whose checkpoint it is; one of another owner is refused."""
+    """The owner of a checkpoint; one of another owner is refused."""
 
     run_id: str
     peer_id: str
@@ -68,7 +68,7 @@ class Saved:
 class Checkpoints:
     """One replica's checkpoints in `folder`; every rank makes one, with the same arguments, and calls the same methods.
 
-    keep: how many whole ones stay; clock: monotonic seconds. Making it removes what an earlier life left half-written. Raises
+    keep: how many whole ones stay; clock: monotonic seconds. Making it removes what an earlier life left unfinished. Raises
     ConfigError when the folder cannot be used.
     """
 
@@ -81,24 +81,24 @@ class Checkpoints:
         self._owner = owner
         self._keep = keep
         self._ranks = ranks
-        self._group = None if ranks.size == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = None if ranks.size == 1 else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._next = ranks.lead(self._tidy)
-        self._landed = threading.Event()
-        self._landed.set()
+        self._saved = threading.Event()
+        self._saved.set()
         self._clock, self._began = clock, 0.0
         self.seconds = 0.0  # that the last save took, from its beginning until it was whole
 
     @property
     def idle(self) -> bool:
-        """Whether no save is under way at this rank."""
-        return self._landed.is_set()
+        """Whether no save is in progress at this rank."""
+        return self._saved.is_set()
 
     def wait(self) -> None:
-        """Until no save is under way at this rank."""
-        self._landed.wait()
+        """Wait until no save is in progress at this rank."""
+        self._saved.wait()
 
     def save(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Copy the tensors to the CPU, then write in the background; call only when all ranks are idle.
+        """Copy the tensors to the CPU, then write in the background. Call it when all ranks are idle.
 
         tensors: each rank's own; a DTensor is written once, in shards, and a name that several ranks have must mean the same.
         scalars: values that JSON can hold, of rank 0. A failure is logged and leaves the earlier checkpoints.
@@ -108,7 +108,7 @@ class Checkpoints:
         number, self._next = self._next, self._next + 1
         partial = self._folder / f".partial-{number:08d}"
         text = json.dumps({"ranks": self._ranks.size, "scalars": scalars})
-        self._landed.clear()
+        self._saved.clear()
         try:
             written = async_save(
                 dict(tensors),
@@ -118,23 +118,23 @@ class Checkpoints:
                 no_dist=self._group is None,
             )
         except BaseException:
-            self._landed.set()
+            self._saved.set()
             raise
-        cast("Future[Metadata]", written).add_done_callback(lambda done: self._apply_one(done, partial, number, text))
+        cast("Future[Metadata]", written).add_done_callback(lambda done: self._finish_save(done, partial, number, text))
 
     def set_aside(self) -> None:
-        """Rename all checkpoints so that neither this life nor a later one takes them up; they are never removed."""
+        """Rename all checkpoints so that they are never loaded; they are not removed."""
         self._ranks.lead(self._set_aside)
 
     def newest(self) -> Saved | None:
-        """The newest whole checkpoint, which rank 0 looks for; None: there is none. Damaged ones are skipped with a line.
+        """Return the newest complete checkpoint, which rank 0 looks for, or None. Damaged ones are skipped and logged.
 
         Raises ConfigError when it belongs to another run, peer or model.
         """
         return self._ranks.lead(self._newest)
 
     def load(self, saved: Saved, target: Callable[[str, torch.Size, torch.dtype], Tensor | None]) -> dict[str, Tensor]:
-        """The tensors by name. target: an empty tensor for each, this rank's part of it when it is a DTensor; None: not wanted.
+        """Return the tensors by name. target: gives a tensor to load into (a DTensor: this rank's shard), or None to skip.
 
         Raises StorageError when the files do not hold what they should.
         """
@@ -142,7 +142,7 @@ class Checkpoints:
         known = reader.read_metadata().state_dict_metadata
         tensors: dict[str, Tensor] = {}
         for name, kept in known.items():
-            assert isinstance(kept, TensorStorageMetadata)  # nothing else is ever saved
+            assert isinstance(kept, TensorStorageMetadata)  # only tensors are saved
             into = target(name, kept.size, kept.properties.dtype)
             if into is not None:
                 tensors[name] = into
@@ -155,11 +155,11 @@ class Checkpoints:
     # ---- at rank 0 -------------------------------------------------------------------------------------------------------
 
     def _tidy(self) -> int:
-        """Make the folder, remove half-written checkpoints; returns the next number."""
+        """Create the folder, remove unfinished checkpoints, return the next number."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for partial in self._folder.glob(".partial-*"):
-                _log.info("%s: half-written, removed", partial)
+                _log.info("%s: unfinished, removed", partial)
                 shutil.rmtree(partial)
         except OSError as error:
             raise ConfigError(f"--checkpoints {self._folder}: cannot be used ({error.strerror})") from error
@@ -170,7 +170,7 @@ class Checkpoints:
             path = self._path(number)
             aside = path.with_name(f"ignored-{number:08d}-{time.time_ns()}")
             path.rename(aside)
-            _log.info("%s: left aside as %s", path, aside.name)
+            _log.info("%s: moved aside as %s", path, aside.name)
 
     def _numbers(self) -> list[int]:
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
@@ -185,7 +185,7 @@ class Checkpoints:
             try:
                 manifest = _verified(path)
             except StorageError as error:
-                _log.warning("%s; taking the checkpoint before it", error)
+                _log.warning("%s; trying the checkpoint before it", error)
                 continue
             self._check_owner(path, manifest["owner"])
             return Saved(path, manifest["ranks"], manifest["scalars"])
@@ -195,26 +195,26 @@ class Checkpoints:
         for key, mine in asdict(self._owner).items():
             if theirs.get(key) != mine:
                 raise ConfigError(
-                    f"{path}: belongs to another {_CALLED[key]} ({theirs.get(key)}, not {mine}); "
-                    "give another folder with --checkpoints, or --fresh to leave it aside"
+                    f"{path}: belongs to another {_WORDS[key]} ({theirs.get(key)}, not {mine}); "
+                    "give another folder with --checkpoints, or --fresh to move it aside"
                 )
 
     # ---- on the saving thread --------------------------------------------------------------------------------------------
 
-    def _apply_one(self, written: Future[Metadata], partial: Path, number: int, text: str) -> None:
-        """All ranks have written (or it failed): rank 0 makes the checkpoint whole."""
+    def _finish_save(self, written: Future[Metadata], partial: Path, number: int, text: str) -> None:
+        """Called when all ranks have written, or one failed: rank 0 completes the checkpoint."""
         try:
             written.result()
             if self._ranks.leads:
                 self._publish(partial, number, json.loads(text))
-        except (Exception, CheckpointException) as error:  # training goes on with the checkpoints there are
+        except (Exception, CheckpointException) as error:  # training continues with the checkpoints there are
             why = str(error).strip().splitlines()  # torch's is a traceback: its last line says what
             _log.warning("checkpoint %d was not written: %s", number, why[-1] if why else type(error).__name__)
             if self._ranks.leads:
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             self.seconds = self._clock() - self._began
-            self._landed.set()
+            self._saved.set()
 
     def _publish(self, partial: Path, number: int, values: Mapping[str, Any]) -> None:
         files = {path.name: _measure(path) for path in sorted(partial.iterdir())}
@@ -225,7 +225,7 @@ class Checkpoints:
 
 
 class _Copies(AsyncStager):
-    """How `async_save` gets what it writes while the training goes on: copies on the CPU, made before it returns."""
+    """Gives `async_save` copies on the CPU, made before it returns, so that training can continue."""
 
     _synchronize_after_execute = False
 
@@ -233,24 +233,24 @@ class _Copies(AsyncStager):
         return {name: _copied(tensor) for name, tensor in state_dict.items()}
 
     def synchronize_staging(self) -> None:
-        """`stage` leaves nothing to wait for."""
+        """Do nothing: `stage` is synchronous."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A DTensor keeps its mesh and placements, whatever the mesh is of."""
+    """Return a copy on the CPU. A DTensor keeps its mesh and placements."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-_CALLED = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
+_WORDS = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
 
 
 def _verified(path: Path) -> dict[str, Any]:
-    """The checkpoint's manifest, after a look at every byte. Raises StorageError that names what is missing or wrong."""
+    """Return the checkpoint's manifest after checking every file. Raises StorageError that names what is missing or damaged."""
     try:
         manifest = read_json(path / _MANIFEST, version=FORMAT)
         if not all(isinstance(manifest[key], dict) for key in ("owner", "scalars", "files")):
@@ -269,6 +269,6 @@ def _verified(path: Path) -> dict[str, Any]:
 
 
 def _measure(path: Path) -> tuple[int, str]:
-    """Length in bytes and BLAKE3 of a file."""
+    """Return length in bytes and BLAKE3 of a file."""
     size = path.stat().st_size
     return size, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() if size else ""

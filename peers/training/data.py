@@ -1,8 +1,7 @@
-"""A peer's own data: what its operator points at becomes a row of tokens, and the row becomes batches.
+"""A peer's own data: files become one row of tokens, and the row becomes batches; also the loss on held-out data.
 
-Owns: reading files, the order of the windows, the position in it, held-out evaluation. Must not know: optimizers, rounds, other
-peers. Text is read as bytes, token = byte; the files of a folder are joined by byte 0, which no text contains. Every pass over
-the data visits all its windows once, in an order computed from the seed and never stored, so a position is two integers.
+Text is read as bytes, a token is a byte; the files of a folder are joined by byte 0, which no text contains. Every pass over
+the data visits all its windows once, in an order that is computed from the seed and not stored, so a position is two integers.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ _U64 = np.uint64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """A row of token ids, in memory or memory-mapped. skipped: how many files of a folder were left out, by reason."""
+    """A row of token ids, in memory or memory-mapped."""
 
     array: npt.NDArray[np.unsignedinteger]
     origin: str
     vocabulary: int
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)  # files of a folder that were left out, by reason
 
     def __len__(self) -> int:
         return int(self.array.shape[0])
 
     def windows(self, starts: npt.NDArray[np.int64], length: int) -> Tensor:
-        """Rows of `length` tokens from each start: (len(starts), length) int64. ConfigError for an id beyond the vocabulary."""
+        """Return `length` tokens from each start: (len(starts), length) int64. Raises ConfigError for an id out of range."""
         rows = self.array[starts[:, None] + np.arange(length)]
         if self.array.itemsize > 1 and int(rows.max()) >= self.vocabulary:
             row, column = np.argwhere(rows >= self.vocabulary)[0]
@@ -119,7 +118,7 @@ def _files(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
 
 
 def _read_text(path: Path) -> tuple[bytes, str]:
-    """The file's bytes, or the reason why it is skipped."""
+    """Return the file's bytes, or the reason why it is skipped."""
     try:
         if not path.is_file():
             return b"", "not a file"
@@ -137,12 +136,12 @@ def _is_binary(path: Path) -> bool:
 
 
 def stream_seed(run_seed: int, peer_id: str) -> int:
-    """The seed of one peer's window order: the same peer of the same run repeats it, peers with equal data differ."""
+    """Return the seed of a peer's window order: the same for the same peer and run, different for peers with equal data."""
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{peer_id}".encode()).digest()[:8], "big")
 
 
 def permute(indices: npt.NDArray[np.uint64], size: int, key: int) -> npt.NDArray[np.uint64]:
-    """Where a pseudo-random permutation of range(size), fixed by `key`, sends each index.
+    """Return where a pseudo-random permutation of range(size), given by `key`, sends each index.
 
     A four-round Feistel network over the next power of four, cycle-walked back into range (Black and Rogaway 2002): nothing is
     stored, whatever the size.
@@ -199,7 +198,7 @@ class Batches:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def _starts(self, count: int) -> npt.NDArray[np.int64]:
-        """The next `count` window starts; moves the position."""
+        """Return the next `count` window starts and advance the position."""
         parts = []
         while count:
             offset, size = self._plan()
@@ -214,17 +213,17 @@ class Batches:
         return np.concatenate(parts)
 
     def _plan(self) -> tuple[int, int]:
-        """Offset and number of windows of the current pass."""
+        """Return the offset and the number of windows of the current pass."""
         room = len(self._source) - self._context  # possible starts
         offset = _hash(self._seed, self._pass, 0) % min(room, self._context)
         return offset, (len(self._source) - 1 - offset) // self._context
 
     def state(self) -> dict[str, int]:
-        """The position as plain integers, together with what it is a position in."""
+        """Return the position, and what it is a position in, as plain integers."""
         return {**self._identity(), "pass": self._pass, "index": self._index}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Go on from `state`. Raises ConfigError, and stays where it is, when that belongs to other data or settings."""
+        """Load a position. Raises ConfigError, and changes nothing, when it belongs to other data or settings."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ConfigError(
@@ -242,9 +241,9 @@ class Batches:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tokens, context: int, max_batches: int, batch_size: int = 16) -> float:
-    """Mean loss in nats per token over at most max_batches * batch_size windows spread evenly over the row.
+    """Return the mean loss in nats per token over at most max_batches * batch_size windows spread evenly over the row.
 
-    The windows do not overlap and depend on no seed, so values of different models compare. The training flag stays as it was.
+    The windows do not overlap and depend on no seed, so values of different models compare. The training flag is restored.
     """
     device = next(model.parameters()).device
     available = (len(tokens) - 1) // context

@@ -1,7 +1,4 @@
-"""Damage on purpose, for tests and demonstrations: `nan@K,huge@L` spoils what this peer contributes at outer steps K and L.
-
-Owns: the notation, and the damage to the local parameters just before the exchange. Must not know: carriers, coordinators.
-"""
+"""Faults for tests and the demo: `nan@K,huge@L` damages what this peer contributes at the outer steps K and L."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ HUGE = 1e4
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kind: `nan` (one element of one tensor) or `huge` (the pseudo-gradient times 10,000); at the exchange of `outer_step`."""
+    """A fault in the contribution at one outer step."""
 
-    kind: str
+    kind: str  # nan (one element of one tensor) or huge (the pseudo-gradient times 10,000)
     outer_step: int
 
 
@@ -40,7 +37,7 @@ class _Worker(Protocol):
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """`nan@3,huge@5` -> faults; empty text: none. Raises ConfigError."""
+    """Parse `nan@3,huge@5`; an empty text gives no faults. Raises ConfigError."""
     faults = []
     for part in filter(None, text.split(",")):
         kind, _, step = part.partition("@")
@@ -51,10 +48,10 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 class FaultInjector:
-    """Call `damage` after each optimizer step and before the EditWorker's own hook; each fault strikes once.
+    """Damage the local parameters before an exchange, once for each fault.
 
-    interval: inner steps between two exchanges; announce: told of each strike, in one line. Of a sharded model each rank
-    damages the part it holds.
+    Register `damage` as a hook after the optimizer step, before the EditWorker's own hook. interval: inner steps between two
+    exchanges; announce: logs a line for each fault. In a sharded model each rank damages its own shards.
     """
 
     def __init__(
@@ -67,13 +64,13 @@ class FaultInjector:
         self._announce = announce
 
     def damage(self, *_: object) -> None:
-        """Spoil the local parameters when this step's exchange is the one of the next fault."""
+        """Damage the local parameters if the next fault is due at this step's exchange."""
         worker = self._worker
         due = not worker.pending and worker.round_inner_steps + 1 >= self._interval
         if not self._waiting or not due or worker.outer_step < self._waiting[0].outer_step:
             return
         fault = self._waiting.pop(0)
-        self._announce(f"fault on purpose: {fault.kind} at outer step {worker.outer_step}")
+        self._announce(f"injected fault: {fault.kind} at outer step {worker.outer_step}")
         with torch.no_grad():
             if fault.kind == "nan":
                 held = (_local(parameter) for parameter in self._model.parameters() if parameter.requires_grad)

@@ -22,14 +22,14 @@ from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState
 from peers.carriers.run_connection import Interrupted, Origin, RunConnection
 from peers.models.registry import build
-from peers.training.checkpoint import Autosave, Resumable
+from peers.training.checkpoint import PeriodicCheckpoints, Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
 from peers.training.data import Batches, Tokens, open_tokens, stream_seed
 from peers.training.fault_injection import FaultInjector
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
-from peers.training.sharding import Layout, shard
-from peers.training.throughput import Pace
+from peers.training.sharding import RankLayout, shard_model
+from peers.training.throughput import Throughput
 from peers.training.trainer import Trainer
 
 __all__ = ["Place", "Training"]
@@ -43,7 +43,7 @@ class Place:
 
     identity: Identity  # of the peer
     device: torch.device
-    layout: Layout  # how the replica is divided over its ranks
+    layout: RankLayout  # how the replica is divided over its ranks
     ranks: Ranks  # of the replica, and which of them this is
     restarts: int = 0  # how often torchrun started it again
 
@@ -64,7 +64,7 @@ class Training:
         self._place = place
         self._connection = connection
         self._metrics = metrics
-        self._pace = Pace(options.throttle)
+        self._throughput = Throughput(options.throttle)
         self._origins: dict[int, Origin] = {}  # by aggregator: of the last snapshot that metrics tell of
         self._told: dict[int, tuple[int, str]] = {}  # by aggregator: the outer step and reason logged last
 
@@ -94,7 +94,7 @@ class Training:
             saving.begin(worker.outer_step)
             self._show(worker)
             self._loop(trainer, worker, saving)
-        saving.last()
+        saving.save_last()
         for number, part in enumerate(worker.parts):
             if len(worker.parts) > 1:
                 _log.info("aggregator %d: outer step %d, digest %s", number, part.outer_step, part.digest[:12])
@@ -115,7 +115,7 @@ class Training:
         allowed, folder = self._options.allowed_models, self._options.model_folder
         model = build(config.model, config.seed, allowed, folder=folder, replaced=founded)
         return Trainer(
-            shard(model, layout),
+            shard_model(model, layout),
             batches,
             config.inner,
             total_steps=config.sync.interval * config.sync.outer_steps,
@@ -124,16 +124,16 @@ class Training:
             layout=layout,
         )
 
-    def _saving(self, resumable: Resumable) -> Autosave:
+    def _saving(self, resumable: Resumable) -> PeriodicCheckpoints:
         options, place = self._options, self._place
         if options.checkpoint_every == 0:
-            return Autosave(resumable, None)
+            return PeriodicCheckpoints(resumable, None)
         schema = plan_fragments(resumable.trainer.model.named_parameters())
         owner = Owner(run_id=place.identity.run_id, peer_id=place.identity.peer_id, schema_hash=schema.schema_hash)
         checkpoints = Checkpoints(options.checkpoint_folder, owner, options.keep_checkpoints, place.ranks)
         if options.fresh and place.restarts == 0:
             checkpoints.set_aside()
-        return Autosave(resumable, checkpoints, options.checkpoint_every, patient=self._config.sync.strict)
+        return PeriodicCheckpoints(resumable, checkpoints, options.checkpoint_every, strict=self._config.sync.strict)
 
     def _position(self, worker: EditWorker) -> int:
         """Return the run's global inner step; what is contributed counts as exchanged, an outer step as `interval` inner ones.
@@ -143,17 +143,17 @@ class Training:
         interval = self._config.sync.interval
         return max((part.outer_step + part.pending) * interval + min(part.round_inner_steps, interval) for part in worker.parts)
 
-    def _loop(self, trainer: Trainer, worker: EditWorker, saving: Autosave) -> None:
+    def _loop(self, trainer: Trainer, worker: EditWorker, saving: PeriodicCheckpoints) -> None:
         while not self._over(worker):
             try:
                 self._connection.check()
             except Interrupted:
-                saving.last()
+                saving.save_last()
                 raise
             if worker.round_inner_steps + 1 >= self._config.sync.interval:
-                saving.settle()
+                saving.before_contribution()
             self._step(trainer, worker)
-            saving.stepped(worker.outer_step)
+            saving.after_step(worker.outer_step)
 
     def _over(self, worker: EditWorker) -> bool:
         """Return whether training is over. Catch up with a run that has ended first, unless cut off from it."""
@@ -178,14 +178,14 @@ class Training:
         inner = self._config.inner
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
         result = trainer.step()
-        self._pace.add(result)
+        self._throughput.add(result)
         self._show(worker)
         self._report(worker)
         self._tell(worker)
-        self._metrics.step(worker.inner_steps, result.loss, self._pace.tokens_per_s, worker.outer_step)
+        self._metrics.step(worker.inner_steps, result.loss, self._throughput.tokens_per_s, worker.outer_step)
         if self._options.throttle > 1:
             with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
-                self._connection.pause(self._pace.rest_s)
+                self._connection.pause(self._throughput.idle_s)
 
     def _show(self, worker: EditWorker) -> None:
         """Tell metrics where the outer parameters came from, and offer them to members that join."""
@@ -204,9 +204,9 @@ class Training:
                     digest=part.digest,
                     inner_steps=worker.inner_steps,
                     round_inner_steps=part.round_inner_steps,
-                    loss=self._pace.loss,
-                    tokens_per_s=self._pace.tokens_per_s,
-                    step_s=self._pace.step_s,
+                    loss=self._throughput.loss,
+                    tokens_per_s=self._throughput.tokens_per_s,
+                    step_s=self._throughput.step_s,
                 )
             )
 
@@ -217,7 +217,7 @@ class Training:
                 continue
             self._told[number] = part.outer_step, part.reason
             of = f"aggregator {number}: " if len(worker.parts) > 1 else ""
-            _log.info("%souter step %d, loss %.4f: %s", of, part.outer_step, self._pace.loss, part.reason)
+            _log.info("%souter step %d, loss %.4f: %s", of, part.outer_step, self._throughput.loss, part.reason)
             self._metrics.outer(part.outer_step, part.digest, part.reason, number)
 
 

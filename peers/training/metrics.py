@@ -1,7 +1,4 @@
-"""The peer's own metrics file: JSON lines, each flushed, so that a killed peer leaves what it had.
-
-Owns: the file and the shape of its lines. Must not know: training, the run.
-"""
+"""The peer's metrics file: JSON lines, each flushed, so that a killed peer loses none."""
 
 from __future__ import annotations
 
@@ -17,16 +14,18 @@ from edit.errors import ConfigError
 
 __all__ = ["Metrics"]
 
-EVERY = 10
+EVERY = 10  # inner steps between two lines
 
 
 class Metrics:
-    """Context manager; without a path nothing is written. A file that is there is continued. clock: unix seconds.
+    """Context manager over the file, to which lines are appended. path: None writes nothing. clock: unix seconds.
 
-    Lines: {"kind": "step", "t", "step", "loss", "tokens_per_s", "outer_step"} every tenth step, a loss that is not finite as
-    null; {"kind": "outer", "t", "outer_step", "digest", "reason", "aggregator"} whenever the outer parameters or the reason
-    changed, of the fragments of that aggregator;
-    {"kind": "snapshot", "t", "outer_step", "digest", "sources"} for each snapshot taken: the names of those it came from.
+    kind      keys                                             written
+    --------  -----------------------------------------------  ------------------------------------------------------------
+    step      t, step, loss, tokens_per_s, outer_step          every tenth inner step; a loss that is not finite is null
+    outer     t, outer_step, digest, reason, aggregator        when the outer parameters or the reason of this aggregator's
+                                                               fragments changed
+    snapshot  t, outer_step, digest, sources                   for each snapshot; sources: the members that sent it
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -48,18 +47,18 @@ class Metrics:
             self._file.close()
 
     def step(self, step: int, loss: float, tokens_per_s: float, outer_step: int) -> None:
-        """One inner step was taken."""
+        """Write that an inner step was taken, if it is a tenth one."""
         if step % EVERY == 0:
             shown = loss if math.isfinite(loss) else None
             self._write("step", {"step": step, "loss": shown, "tokens_per_s": round(tokens_per_s, 1), "outer_step": outer_step})
 
     def outer(self, outer_step: int, digest: str, reason: str, aggregator: int = 0) -> None:
-        """The outer parameters of this aggregator's fragments moved, or an attempt to move them was lost."""
+        """Write that the outer parameters of this aggregator's fragments changed, or that a round was lost."""
         values = {"outer_step": outer_step, "digest": digest, "reason": reason, "aggregator": aggregator}
         self._write("outer", values)
 
     def snapshot(self, outer_step: int, digest: str, sources: Sequence[str]) -> None:
-        """The outer parameters were fetched whole."""
+        """Write that a snapshot was read."""
         self._write("snapshot", {"outer_step": outer_step, "digest": digest, "sources": list(sources)})
 
     def _write(self, kind: str, values: dict[str, object]) -> None:

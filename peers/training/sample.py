@@ -1,4 +1,4 @@
-"""Text from a byte-level model. Owns: the sampling rule. Must not know: training, files, which model it is."""
+"""Text from a byte-level model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["generate"]
 def generate(
     model: nn.Module, prompt: bytes, length: int, *, context: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> bytes:
-    """`length` bytes that the model continues `prompt` with; an empty prompt stands for the start of a file.
+    """Return `length` bytes that continue `prompt`; an empty prompt is the start of a file.
 
     model(tokens) gives logits (B, T, V); ids above 255 are never drawn. The window grows up to `context`, then slides.
-    temperature 0 takes the likeliest byte; top_k 0 draws from all. The same seed gives the same bytes on the same machine.
+    temperature 0 takes the most likely byte; top_k 0 draws from all. The same seed gives the same bytes on the same machine.
 
     Raises ConfigError for a negative length, temperature or top_k.
     """
@@ -40,7 +40,7 @@ def generate(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token id. logits: (V,) on the CPU."""
+    """Draw one token id. logits: (V,) on the CPU."""
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):

@@ -1,8 +1,7 @@
-"""How the ranks of one replica share its model: FSDP2, and tensor parallelism where the model says how.
+"""Sharding of one replica over its ranks: FSDP2, and tensor parallelism where the model has a plan for it.
 
-Owns: the process group, the device mesh, the split of the parameters and of a batch's rows. Must not know: the network,
-optimizers, rounds. With one rank nothing is split and nothing is communicated. Every parameter lies on the one mesh of the
-replica, so that norms, boxes and checkpoints mean the same for all of them.
+With one rank nothing is sharded or communicated. All parameters are on the one mesh of the replica, so that norms, boxes and
+checkpoints mean the same for all of them.
 """
 
 from __future__ import annotations
@@ -28,113 +27,123 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from edit.errors import ConfigError, TransportError
 from peers.training.torchrun import Launch
 
-__all__ = ["PATIENCE", "UNDIVIDED", "Layout", "clip_gradients", "lay_out", "meet", "process_group", "shard"]
+__all__ = [
+    "COLLECTIVE_TIMEOUT",
+    "ONE_RANK",
+    "RankLayout",
+    "clip_gradients",
+    "make_layout",
+    "process_group",
+    "rendezvous_prefix",
+    "shard_model",
+]
 
-PATIENCE = timedelta(days=7)
-"""How long a rank waits for another: rank 0 may wait for the coordinator. A rank that dies is noticed at once all the same."""
-MEETING = timedelta(minutes=10)
-"""How long the ranks of a replica wait for one another when they start."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""How long a rank waits in a collective call: rank 0 may be waiting for the coordinator. A dead rank is noticed at once."""
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+"""How long the ranks of a replica wait for each other at the start."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward of their own
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where a rank stands. mesh: (dp,) or (dp, tp); None: one rank."""
+class RankLayout:
+    """The device mesh of a replica, and this rank's position in it."""
 
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None  # (dp,) or (dp, tp); None: one rank
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch is this rank's."""
+        """The index of this rank's share of a batch."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
     @property
     def data_size(self) -> int:
-        """Into how many shares a batch is split; ranks of one tensor-parallel group have the same share."""
+        """The number of shares of a batch. Ranks of one tensor-parallel group have the same share."""
         return 1 if self.mesh is None else self.mesh["dp"].size()
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks over which a matrix product is split."""
+        """The number of ranks over which a matrix product is split."""
         return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh["tp"].size()
 
     def rows(self, batch: Tensor) -> Tensor:
-        """This rank's rows of a batch (B, ...): (B / data_size, ...), the first ranks one more where it does not divide."""
+        """Return this rank's rows of a batch (B, ...): (B / data_size, ...), or one more at the first ranks."""
         return batch.tensor_split(self.data_size)[self.data_rank]
 
     def weight(self, rows: int, batch: int) -> float:
-        """What to multiply the mean loss of `rows` with so that the mean of all ranks' gradients is that of the batch."""
+        """Return the factor for the mean loss of `rows` so that the mean of all ranks' gradients is the batch's gradient."""
         return rows * self.data_size / batch
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over the shares; `value` is changed."""
+        """Return the mean over the shares, in place."""
         if self.mesh is not None and self.data_size > 1:
             dist.all_reduce(value, group=self.mesh.get_group("dp"))
             value /= self.data_size
         return value
 
 
-UNDIVIDED = Layout()
+ONE_RANK = RankLayout()
 
 
 @contextlib.contextmanager
 def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
-    """torch.distributed among the ranks of a replica: gloo, on CUDA nccl too. Nothing for a replica of one rank.
+    """Context manager: initialize torch.distributed over the ranks of a replica, with gloo, and nccl on CUDA.
 
-    Inside, the loss of a rank is a TransportError.
+    Does nothing for one rank. Inside it, the loss of another rank raises TransportError.
     """
     if launch.size == 1:
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, size = next(rendezvous("env://", timeout=MEETING))
+    store, rank, size = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(meet(store, rank, size), store),
+        store=PrefixStore(rendezvous_prefix(store, rank, size), store),
         rank=rank,
         world_size=size,
-        timeout=PATIENCE,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type
             raise TransportError(f"another rank of this replica is gone: {str(error).splitlines()[0]}") from error
         raise
-    dist.destroy_process_group()  # not after an error: the process ends, and the other ranks may be gone
+    dist.destroy_process_group()  # not after an error: the process ends, and the other ranks may be dead
 
 
-def meet(store: Store, rank: int, size: int) -> str:
-    """A word that the living ranks share. torchrun starts a replica again over the same store, which still holds the addresses
-    of the dead (torch 2.13: gloo then dials those); under this word there is nothing yet.
+def rendezvous_prefix(store: Store, rank: int, size: int) -> str:
+    """Return a new key prefix that all living ranks agree on. Raises TransportError when a rank does not come.
 
-    Each rank says who it is; rank 0 tells every newcomer its word until all have heard it. Raises TransportError.
+    torchrun restarts a replica over the same store, which still has the addresses of the dead ranks (torch 2.13: gloo then
+    connects to those). Under a new prefix there are none. Each rank writes a random id of its process; rank 0 answers every new
+    id with the prefix, until all ranks have confirmed it.
     """
-    mine = uuid.uuid4().hex
+    own = uuid.uuid4().hex  # at rank 0 the prefix
     if rank:
-        store.set(f"edit/here/{rank}", mine)
-        word = str(store.get(f"edit/word/{mine}").decode())
-        store.set(f"edit/heard/{word}/{rank}", "")
-        return word
-    deaf = dict.fromkeys(range(1, size), "")
-    deadline = time.monotonic() + MEETING.total_seconds()
-    while deaf:
+        store.set(f"edit/here/{rank}", own)
+        prefix = str(store.get(f"edit/prefix/{own}").decode())
+        store.set(f"edit/confirmed/{prefix}/{rank}", "")
+        return prefix
+    missing = dict.fromkeys(range(1, size), "")  # rank -> the id that was answered last
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while missing:
         if time.monotonic() > deadline:
-            raise TransportError(f"rank {min(deaf)} of this replica did not come within {MEETING}")
-        for other, told in list(deaf.items()):
-            if store.check([f"edit/heard/{mine}/{other}"]):
-                del deaf[other]
-            elif store.check([f"edit/here/{other}"]) and (theirs := str(store.get(f"edit/here/{other}").decode())) != told:
-                store.set(f"edit/word/{theirs}", mine)
-                deaf[other] = theirs
+            raise TransportError(f"rank {min(missing)} of this replica did not come within {RENDEZVOUS_TIMEOUT}")
+        for other, answered in list(missing.items()):
+            if store.check([f"edit/confirmed/{own}/{other}"]):
+                del missing[other]
+            elif store.check([f"edit/here/{other}"]) and (theirs := str(store.get(f"edit/here/{other}").decode())) != answered:
+                store.set(f"edit/prefix/{theirs}", own)
+                missing[other] = theirs
         time.sleep(0.02)
-    return mine
+    return own
 
 
-def lay_out(launch: Launch, tensor_parallel: int, batch_size: int, device: torch.device) -> Layout:
-    """The mesh of a replica inside its process group. Raises ConfigError when the ranks do not fit."""
+def make_layout(launch: Launch, tensor_parallel: int, batch_size: int, device: torch.device) -> RankLayout:
+    """Return the mesh of a replica, inside its process group. Raises ConfigError when the ranks do not fit the run."""
     if tensor_parallel < 1 or launch.size % tensor_parallel:
         raise ConfigError(f"--tensor-parallel {tensor_parallel}: does not divide the {launch.size} ranks of this replica")
     shares = launch.size // tensor_parallel
@@ -144,30 +153,30 @@ def lay_out(launch: Launch, tensor_parallel: int, batch_size: int, device: torch
             f"start {batch_size * tensor_parallel} ranks or fewer"
         )
     if launch.size == 1:
-        return UNDIVIDED
+        return ONE_RANK
     if tensor_parallel == 1:
-        return Layout(init_device_mesh(device.type, (shares,), mesh_dim_names=("dp",)))
-    return Layout(init_device_mesh(device.type, (shares, tensor_parallel), mesh_dim_names=("dp", "tp")))
+        return RankLayout(init_device_mesh(device.type, (shares,), mesh_dim_names=("dp",)))
+    return RankLayout(init_device_mesh(device.type, (shares, tensor_parallel), mesh_dim_names=("dp", "tp")))
 
 
-def shard(model: nn.Module, layout: Layout) -> nn.Module:
-    """Split the parameters of `model`, equal at all ranks, in place; they become DTensors. One rank: the model as it is.
+def shard_model(model: nn.Module, layout: RankLayout) -> nn.Module:
+    """Shard the parameters of `model`, which are equal at all ranks, in place: they become DTensors. With one rank do nothing.
 
-    Tensor parallelism follows the model's own `tensor_parallel_plan(ranks)`: module names (with *) to ParallelStyles; whatever
-    it leaves out is whole at every rank of the group. Raises ConfigError when there is no such plan or it does not fit.
+    Tensor parallelism follows the model's own `tensor_parallel_plan(ranks)`: module names (with *) to ParallelStyles; what it
+    leaves out is whole at every rank of the group. Raises ConfigError when there is no such plan or it does not fit.
     """
     if layout.mesh is None:
         return model
     if layout.tensor_parallel > 1:
-        _split_products(model, layout.mesh["tp"])
+        _apply_tensor_parallelism(model, layout.mesh["tp"])
     for block in _blocks(model):
         fully_shard(block, mesh=layout.mesh["dp"])
     fully_shard(model, mesh=layout.mesh["dp"])
     return model
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, clip_norm: float) -> None:
-    """Scale the gradients to a norm of at most `clip_norm` over the whole replica; the factor is equal at all ranks."""
+def clip_gradients(parameters: Iterable[nn.Parameter], layout: RankLayout, clip_norm: float) -> None:
+    """Scale the gradients to a norm of at most `clip_norm` over the whole replica, with the same factor at all ranks."""
     parameters = list(parameters)
     if layout.mesh is None:
         nn.utils.clip_grad_norm_(parameters, clip_norm)
@@ -184,13 +193,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, clip_norm
 
 
 def _owns(tensor: DTensor) -> bool:
-    """Whether this rank counts its shard: of those that hold the same one, the first does."""
+    """Return whether this rank counts its shard: of the ranks with the same shard, the first does."""
     mesh = tensor.device_mesh
     return all(mesh.get_local_rank(i) == 0 for i, placement in enumerate(tensor.placements) if placement.is_replicate())
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The elements of the model's largest lists: those outermost ones with at least half as many elements as the largest."""
+    """Yield the blocks to shard: the elements of the outermost lists with at least half the parameters of the largest."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = [
         module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists if other != name)
@@ -204,7 +213,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
                 yield block
 
 
-def _split_products(model: nn.Module, mesh: DeviceMesh) -> None:
+def _apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     make = cast("Callable[[int], Mapping[str, ParallelStyle]] | None", getattr(model, "tensor_parallel_plan", None))
     if make is None:
         raise ConfigError(
@@ -218,7 +227,7 @@ def _split_products(model: nn.Module, mesh: DeviceMesh) -> None:
         if own and not any(isinstance(parameter, DTensor) for parameter in own.values()):
             if any(True for _ in module.children()):
                 raise ConfigError(f"--tensor-parallel: {name or type(model).__name__} holds parameters and modules; plan it")
-            _Whole()._apply(module, mesh)
+            _Replicated()._apply(module, mesh)
 
 
 def _check_even(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -227,8 +236,8 @@ def _check_even(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
             raise ConfigError(f"--tensor-parallel {mesh.size()}: does not divide {name} {list(parameter.shape)} evenly")
 
 
-class _Whole(ParallelStyle):
-    """A module that every rank of a tensor-parallel group computes in full, on plain tensors; its parameters are DTensors."""
+class _Replicated(ParallelStyle):
+    """A module that every rank of a tensor-parallel group computes whole, on plain tensors; its parameters are DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]

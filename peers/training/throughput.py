@@ -1,7 +1,4 @@
-"""Loss and speed of the last inner steps, as heartbeats and log lines report them.
-
-Owns: the window, and how long a throttled peer idles. Must not know: clocks, training, who reads the numbers.
-"""
+"""Loss and speed of the last inner steps, for heartbeats and the log."""
 
 from __future__ import annotations
 
@@ -11,13 +8,16 @@ from statistics import fmean, median
 
 from peers.training.trainer import StepResult
 
-__all__ = ["Pace"]
+__all__ = ["Throughput"]
 
-WINDOW = 20
+WINDOW = 20  # inner steps
 
 
-class Pace:
-    """throttle: how many times longer a step shall take. Waits for exchanges and throttling do not count as speed."""
+class Throughput:
+    """Mean loss and median speed of the last WINDOW inner steps, without waits for exchanges.
+
+    throttle: how many times as long a step shall take.
+    """
 
     def __init__(self, throttle: float) -> None:
         self._throttle = throttle
@@ -26,25 +26,25 @@ class Pace:
         self._tokens = 0
 
     def add(self, result: StepResult) -> None:
-        """One more step."""
+        """Add one inner step."""
         self._losses.append(result.loss)
         self._seconds.append(result.seconds)
         self._tokens = result.tokens
 
     @property
     def loss(self) -> float:
-        """Mean of the losses that are finite; NaN when none is."""
+        """The mean of the finite losses; NaN when none is finite."""
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         return fmean(finite) if finite else math.nan
 
     @property
-    def rest_s(self) -> float:
-        """How long to idle after a step so that it takes `throttle` times as long."""
+    def idle_s(self) -> float:
+        """How long to wait after a step so that it takes `throttle` times as long."""
         return (self._throttle - 1) * median(self._seconds)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, throttle included; 0 before the first."""
+        """Seconds per step, throttle included; 0 before the first."""
         return self._throttle * median(self._seconds) if self._seconds else 0.0
 
     @property

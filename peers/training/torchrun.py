@@ -1,7 +1,4 @@
-"""What torchrun tells a process about its replica; the only file of the peer that reads the environment.
-
-Owns: the names of the variables. Must not know: devices, meshes, torch.
-"""
+"""What torchrun tells a process about its replica. This is the only file of the peer that reads the environment."""
 
 from __future__ import annotations
 
@@ -18,18 +15,17 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """rank, size: of this process in its replica; local_rank, local_size: among the ranks on this machine; restarts: how often
-    torchrun has started this replica again."""
+    """The position of this process in its replica."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # among the ranks on this machine
     local_size: int = 1
-    restarts: int = 0
+    restarts: int = 0  # how often torchrun has restarted this replica
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which speaks for the replica."""
+        """Whether this is rank 0, which reports and decides for the replica."""
         return self.rank == 0
 
 
@@ -37,7 +33,7 @@ ALONE = Launch()
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The place that torchrun gave this process; without torchrun a replica of one rank.
+    """Return the position that torchrun gave this process; without torchrun, one rank.
 
     Raises ConfigError when the variables contradict one another or some are missing.
     """

@@ -1,7 +1,7 @@
-"""Inner training of one replica: AdamW, warm-up and cosine, clipping, accumulation, autocast.
+"""Inner training of one replica: AdamW, learning-rate schedule, clipping, accumulation, autocast.
 
-Owns: the inner optimizer, the schedule, the device. Must not know: peers, rounds, outer parameters, files. Whoever exchanges
-hooks `model` and `optimizer` from outside, and sets `position` so that a peer that joins late has the run's learning rate.
+An EditWorker hooks `model` and `optimizer` from outside. The loop sets `position`, so that a late peer uses the run's learning
+rate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from edit.config.run import InnerConfig
 from edit.errors import ConfigError
-from peers.training.sharding import UNDIVIDED, Layout, clip_gradients
+from peers.training.sharding import ONE_RANK, RankLayout, clip_gradients
 from peers.training.torchrun import ALONE, Launch
 
 __all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
@@ -25,16 +25,15 @@ __all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threa
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One inner step. loss: mean nats per token before the step; tokens: targets seen, both of the whole replica; seconds:
-    wall-clock, device included."""
+    """One inner step of the whole replica."""
 
-    loss: float
-    tokens: int
-    seconds: float
+    loss: float  # mean nats per token, before the step
+    tokens: int  # targets
+    seconds: float  # wall-clock time, device included
 
 
 def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
-    """The device to train on: CUDA where there is one, else the CPU; `name` overrides. Each rank on a machine has its own.
+    """Return the device to train on: `name`, else CUDA if available, else the CPU. Each rank on a machine has its own.
 
     Raises ConfigError when it is not usable.
     """
@@ -61,7 +60,7 @@ def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
 
 
 def use_threads(count: int | None) -> None:
-    """Let torch compute with `count` CPU threads in this process; None keeps torch's choice. Raises ConfigError below 1."""
+    """Set the number of torch's CPU threads in this process; None keeps torch's choice. Raises ConfigError below 1."""
     if count is None:
         return
     if count < 1:
@@ -70,7 +69,7 @@ def use_threads(count: int | None) -> None:
 
 
 def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float:
-    """The rate of the step that follows `position` finished ones: linear warm-up to lr, then cosine to lr * final_lr_ratio."""
+    """Return the learning rate of the step after `position` steps: linear warm-up to lr, then cosine to lr * final_lr_ratio."""
     if position < config.warmup_steps:
         return config.lr * (position + 1) / config.warmup_steps
     progress = min(1.0, (position - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
@@ -79,9 +78,9 @@ def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float
 
 
 class Trainer:
-    """Takes inner steps one at a time.
+    """Take inner steps, one at a time.
 
-    batches: yields (tokens, targets), both (B, T) int64 on the CPU, for ever, the same at every rank; total_steps: length of
+    batches: yields (tokens, targets) without end, both (B, T) int64 on the CPU, the same at every rank; total_steps: length of
     the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch. position: the run's global
     inner step; until it is set from outside, the steps taken here.
     """
@@ -95,7 +94,7 @@ class Trainer:
         total_steps: int,
         device: torch.device,
         clock: Callable[[], float],
-        layout: Layout = UNDIVIDED,
+        layout: RankLayout = ONE_RANK,
     ) -> None:
         self.model = model.to(device)
         self.optimizer = _adamw(self.model, config, device)
@@ -109,9 +108,9 @@ class Trainer:
         self._layout = layout
 
     def step(self) -> StepResult:
-        """One optimizer step on the mean gradient of `accumulation` micro-batches.
+        """Take one optimizer step on the mean gradient of `accumulation` micro-batches.
 
-        The loss is read from the device once, after everything else was queued: one wait per step, none per micro-batch.
+        The loss is read from the device once, after everything else is queued: one wait per step, none per micro-batch.
         """
         started = self._clock()
         self.model.train()

@@ -16,7 +16,7 @@ from aggregator.security.authority import Authority
 from edit.errors import ConfigError
 from editpb.identity import Identity
 from peers.connection import connect
-from peers.identity.peer_folder import Home
+from peers.identity.peer_folder import PeerFolder
 from tests.support.served import new_folder
 
 
@@ -37,7 +37,7 @@ def test_a_folder_without_an_invitation_says_what_to_do(tmp_path: Path) -> None:
 def enrol(tmp_path: Path, role: str) -> None:
     folder = new_folder(tmp_path / "run")
     authority = Authority.load(folder.path, folder.run_id)
-    home, identity = Home(tmp_path / "home"), Identity(folder.run_id, role, "eve")
+    home, identity = PeerFolder(tmp_path / "home"), Identity(folder.run_id, role, "eve")
     certificate = authority.issue(identity, home.make_key().public_key(), lifetime_s=3600, now=time.time())
     ca = (folder.path / "ca.pem").read_bytes()
     der = x509.load_pem_x509_certificate(ca).public_bytes(serialization.Encoding.DER)

@@ -26,7 +26,7 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.run_connection import Interrupted
 from peers.daemon import PeerOptions, attend, run_peer, server_of
-from peers.identity.peer_folder import Enrolled
+from peers.identity.peer_folder import Enrolment
 from peers.models.registry import build
 from peers.training.fault_injection import Fault, FaultInjector, parse_faults
 from peers.training.loop import Training
@@ -110,7 +110,7 @@ def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_stat
         fake.show(phase=RunPhase.COLLECTING, round_id=FIRST_ROUND + 9, draining=False)
         fake.config = config(2)
         train(fake, tmp_path)
-        steps = [int(line.split("inner step ")[1]) for line in caplog.text.splitlines() if "going on from" in line]
+        steps = [int(line.split("inner step ")[1]) for line in caplog.text.splitlines() if "resuming from" in line]
         assert len(steps) == 1 and H + 2 <= steps[0] < 2 * H
         assert fake.state is not None and fake.state.outer_step == 2
 
@@ -261,7 +261,7 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
     injector.damage()
     injector.damage()
     assert torch.allclose(theta - model.weight, torch.tensor(5000.0))
-    assert said == ["fault on purpose: huge at outer step 1"]
+    assert said == ["injected fault: huge at outer step 1"]
 
 
 def test_options_name_what_is_wrong(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_options_name_what_is_wrong(tmp_path: Path) -> None:
         ({"keep_checkpoints": 0}, "--keep-checkpoints"),
         ({"serve_snapshots": "7801"}, "--serve-snapshots 7801: must be HOST:PORT"),
         ({"serve_snapshots": "host:70000"}, "--serve-snapshots host:70000: must be HOST:PORT"),
-        ({"serve_snapshots": "0.0.0.0:0"}, "others cannot dial 0.0.0.0; .* --advertise"),
+        ({"serve_snapshots": "0.0.0.0:0"}, "others cannot connect to 0.0.0.0; .* --advertise"),
         ({"serve_snapshots": "[::]:7801"}, "--advertise"),
         ({"serve_snapshots": "0.0.0.0:0", "advertise": "host:1"}, "--advertise host:1: .* without a port"),
         ({"advertise": "host"}, "--advertise host: .* --serve-snapshots"),
@@ -293,7 +293,7 @@ def test_where_snapshots_are_dialled(tmp_path: Path, listen: str, advertise: str
 def test_a_rank_of_several_serves_no_snapshots(tmp_path: Path) -> None:
     options = PeerOptions(home=tmp_path, data=tmp_path, serve_snapshots="127.0.0.1:0")
     with pytest.raises(ConfigError, match="a rank of 2 holds only its part of the parameters; leave it out"):
-        server_of(options, cast(Enrolled, None), Launch(rank=1, size=2, local_rank=1, local_size=2))
+        server_of(options, cast(Enrolment, None), Launch(rank=1, size=2, local_rank=1, local_size=2))
 
 
 def test_a_folder_that_is_not_enrolled_is_named(tmp_path: Path) -> None:

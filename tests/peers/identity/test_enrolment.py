@@ -27,7 +27,7 @@ from editpb.identity import Identity, from_auth_context
 from editpb.invitation import Invitation
 from peers.daemon import PeerOptions, server_of
 from peers.identity.enrolment import join
-from peers.identity.peer_folder import Home
+from peers.identity.peer_folder import PeerFolder
 from peers.training.torchrun import ALONE
 
 NOW = time.time()  # TLS reads the real clock; everything else is told this one
@@ -107,7 +107,7 @@ def refused(text: str, home: Path, now: float = NOW) -> EditError:
 def test_joining_makes_a_folder_that_opens_the_run(run: Run, tmp_path: Path, host: str) -> None:
     home = tmp_path / "deep" / "home"
     assert serving(run.pair(), run.service(), lambda port: join(run.invite(port, host=host).encode(), home, NOW)) == ALICE
-    enrolled = Home(home).load(NOW)
+    enrolled = PeerFolder(home).load(NOW)
     assert (enrolled.identity, enrolled.endpoints, enrolled.run_id) == (ALICE, ENDPOINTS, RUN)
     assert {path.name for path in home.iterdir()} == {"identity.json", "peer.key", "peer.pem", "ca.pem"}
     assert (home / "peer.key").stat().st_mode & 0o777 == 0o600
@@ -189,7 +189,7 @@ def test_a_lost_reply_does_not_burn_the_invitation(run: Run, tmp_path: Path) -> 
 
     lost, thief, identity = serving(run.pair(), LosesTheReply(run.service()), call)
     assert isinstance(lost, TransportError) and isinstance(thief, RefusedError) and identity == ALICE
-    assert Home(tmp_path / "home").load(NOW).identity == ALICE
+    assert PeerFolder(tmp_path / "home").load(NOW).identity == ALICE
 
 
 class Answers:
@@ -269,18 +269,18 @@ def test_joining_again_renews_the_certificate_with_the_same_key(run: Run, home: 
     key, certificate = (home / "peer.key").read_bytes(), (home / "peer.pem").read_bytes()
     serving(run.pair(), run.service(NOW + 30), lambda port: join(run.invite(port).encode(), home, NOW))
     assert (home / "peer.key").read_bytes() == key and (home / "peer.pem").read_bytes() != certificate
-    assert Home(home).load(NOW).identity == ALICE
+    assert PeerFolder(home).load(NOW).identity == ALICE
 
 
 def test_a_certificate_from_before_peers_could_serve_still_trains_but_serves_nothing(run: Run, home: Path) -> None:
-    assert Home(home).load(NOW).serving is not None
+    assert PeerFolder(home).load(NOW).serving is not None
     text = home / "text.txt"
     text.write_text("to be or not to be")
     with pytest.raises(ConfigError, match=r"ask for a new invitation for alice and run: edit-peer join INVITATION --home"):
         make_old(run, home)
-        server_of(PeerOptions(home=home, data=text, serve_snapshots="127.0.0.1:0"), Home(home).load(NOW), ALONE)
-    assert Home(home).load(NOW).serving is None
-    assert who_am_i(run, Home(home).load(NOW).credentials) == ALICE.uri.encode()
+        server_of(PeerOptions(home=home, data=text, serve_snapshots="127.0.0.1:0"), PeerFolder(home).load(NOW), ALONE)
+    assert PeerFolder(home).load(NOW).serving is None
+    assert who_am_i(run, PeerFolder(home).load(NOW).credentials) == ALICE.uri.encode()
 
 
 def make_old(run: Run, home: Path) -> None:
@@ -297,8 +297,8 @@ def make_old(run: Run, home: Path) -> None:
 
 def test_a_folder_that_never_joined_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no invitation redeemed in .*; run: edit-peer join INVITATION --home"):
-        Home(tmp_path).load()
-    assert Home(tmp_path).identity() is None
+        PeerFolder(tmp_path).load()
+    assert PeerFolder(tmp_path).identity() is None
 
 
 def other_key(run: Run, home: Path) -> None:
@@ -333,12 +333,12 @@ def test_a_damaged_folder_names_the_file_and_the_mend(
 ) -> None:
     damage(run, home)
     with pytest.raises(ConfigError, match=reason):
-        Home(home).load(NOW)
+        PeerFolder(home).load(NOW)
 
 
 def test_an_expired_certificate_is_told_before_dialling(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"peer\.pem: expired on 20\d\d-.*; ask for a new invitation"):
-        Home(home).load(NOW + 366 * 86400)
+        PeerFolder(home).load(NOW + 366 * 86400)
 
 
 # ---- mutual TLS with these credentials -----------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def who_am_i(run: Run, credentials: grpc.ChannelCredentials) -> bytes:
 
 
 def test_the_server_sees_the_identity_of_the_certificate(run: Run, home: Path) -> None:
-    assert who_am_i(run, Home(home).load(NOW).credentials) == ALICE.uri.encode()
+    assert who_am_i(run, PeerFolder(home).load(NOW).credentials) == ALICE.uri.encode()
 
 
 def test_a_certificate_of_another_authority_or_none_is_refused(run: Run, tmp_path: Path) -> None:

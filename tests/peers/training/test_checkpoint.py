@@ -9,7 +9,7 @@ import pytest
 
 from edit.errors import ConfigError
 from edit.replica.ranks import ALONE
-from peers.training.checkpoint import Autosave
+from peers.training.checkpoint import PeriodicCheckpoints
 from peers.training.checkpoint_files import Saved
 
 
@@ -50,8 +50,8 @@ class FakeTraining:
 SAVED = Saved(Path("folder/checkpoint-1"), 1, {})
 
 
-def autosave(checkpoints: FakeCheckpoints | None, every: int = 1, patient: bool = False) -> Autosave:
-    return Autosave(FakeTraining(), checkpoints, every, patient=patient)  # type: ignore[arg-type]
+def autosave(checkpoints: FakeCheckpoints | None, every: int = 1, strict: bool = False) -> PeriodicCheckpoints:
+    return PeriodicCheckpoints(FakeTraining(), checkpoints, every, strict=strict)  # type: ignore[arg-type]
 
 
 def test_the_first_checkpoint_is_whole_before_training_begins() -> None:
@@ -67,7 +67,7 @@ def test_going_on_from_a_checkpoint_makes_none_at_once() -> None:
     subject = autosave(checkpoints)
     subject.resume()
     subject.begin(3)
-    subject.stepped(3)
+    subject.after_step(3)
     assert checkpoints.events == ["load folder/checkpoint-1"]
 
 
@@ -78,7 +78,7 @@ def test_every_so_many_outer_steps() -> None:
     subject.begin(10)
     counts = []
     for outer_step in (10, 11, 12, 13, 13, 15, 17, 19):
-        subject.stepped(outer_step)
+        subject.after_step(outer_step)
         counts.append(checkpoints.events.count("save"))
         checkpoints.idle = True
     assert counts == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -87,50 +87,50 @@ def test_every_so_many_outer_steps() -> None:
 def test_while_one_is_being_written_the_next_has_to_wait() -> None:
     checkpoints = FakeCheckpoints()
     subject = autosave(checkpoints)
-    subject.stepped(1)
-    subject.stepped(2)
+    subject.after_step(1)
+    subject.after_step(2)
     assert checkpoints.events.count("save") == 1
     checkpoints.idle = True
-    subject.stepped(2)
+    subject.after_step(2)
     assert checkpoints.events.count("save") == 2
 
 
 def test_it_takes_a_tenth_of_the_time_at_most() -> None:
     now = 100.0
     checkpoints = FakeCheckpoints()
-    subject = Autosave(FakeTraining(), checkpoints, clock=lambda: now)  # type: ignore[arg-type]
+    subject = PeriodicCheckpoints(FakeTraining(), checkpoints, clock=lambda: now)  # type: ignore[arg-type]
     saves = []
     for outer_step in range(1, 8):
-        subject.stepped(outer_step)
+        subject.after_step(outer_step)
         saves.append(checkpoints.events.count("save"))
         checkpoints.idle, checkpoints.seconds = True, 3.0
         now += 10.0
     assert saves == [1, 1, 1, 2, 2, 2, 3]
 
 
-def test_a_patient_one_leaves_none_out_and_contributes_only_on_a_whole_one() -> None:
+def test_a_strict_one_skips_none_and_contributes_only_on_a_whole_one() -> None:
     checkpoints = FakeCheckpoints()
-    subject = autosave(checkpoints, patient=True)
+    subject = autosave(checkpoints, strict=True)
     for outer_step in (1, 2):
-        subject.stepped(outer_step)
+        subject.after_step(outer_step)
     assert checkpoints.events == ["wait", "save", "wait", "save"]
-    subject.settle()
+    subject.before_contribution()
     assert checkpoints.idle
 
 
 def test_another_one_contributes_at_once() -> None:
     checkpoints = FakeCheckpoints()
     subject = autosave(checkpoints)
-    subject.stepped(1)
-    subject.settle()
+    subject.after_step(1)
+    subject.before_contribution()
     assert not checkpoints.idle
 
 
 def test_a_stop_saves_and_waits() -> None:
     checkpoints = FakeCheckpoints()
     subject = autosave(checkpoints)
-    subject.stepped(1)
-    subject.last()
+    subject.after_step(1)
+    subject.save_last()
     assert checkpoints.events.count("save") == 2 and checkpoints.idle
 
 
@@ -138,14 +138,14 @@ def test_without_a_folder_nothing_is_kept_or_taken() -> None:
     subject = autosave(None)
     subject.resume()
     subject.begin(1)
-    subject.stepped(2)
-    subject.settle()
-    subject.last()
+    subject.after_step(2)
+    subject.before_contribution()
+    subject.save_last()
     assert str(subject.explain(ConfigError("why"))) == "why"
 
 
 def test_what_went_wrong_on_entering_names_the_checkpoint() -> None:
     subject = autosave(FakeCheckpoints(SAVED))
-    with pytest.raises(ConfigError, match="folder/checkpoint-1: too new; --fresh leaves it aside"):
+    with pytest.raises(ConfigError, match="folder/checkpoint-1: too new; --fresh moves it aside"):
         subject.resume()
         raise subject.explain(ConfigError("too new"))

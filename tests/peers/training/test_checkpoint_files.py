@@ -24,7 +24,7 @@ from peers.models.gpt import GPT
 from peers.training.checkpoint import Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
 from peers.training.data import Batches, Tokens
-from peers.training.sharding import UNDIVIDED, Layout, shard
+from peers.training.sharding import ONE_RANK, RankLayout, shard_model
 from peers.training.trainer import Trainer
 from tests.support.world import spawn
 
@@ -97,7 +97,7 @@ class Peer:
         batches = Batches(Tokens(np.arange(400, dtype=np.uint8) % 16, "row", 16), 8, 6, 3)
         config = InnerConfig(lr=0.01, warmup_steps=0)
         self.trainer = Trainer(
-            shard(model or Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
+            shard_model(model or Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
         )
         self.worker = FakeWorker(self.trainer.model)
         self.resumable = Resumable(self.trainer, batches, self.worker, ranks)
@@ -147,12 +147,12 @@ class Peer:
             assert torch.equal(mine[name], tensor), name
 
 
-def layout_of(ranks: int, split: bool) -> Layout:
+def layout_of(ranks: int, split: bool) -> RankLayout:
     if ranks == 1:
-        return UNDIVIDED
+        return ONE_RANK
     if split:
-        return Layout(init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")))
-    return Layout(init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))
+        return RankLayout(init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")))
+    return RankLayout(init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +226,7 @@ class TestTheFolder:
         (tmp_path / ".partial-00000007" / "__0_0.distcp").write_bytes(b"half")
         with caplog.at_level(logging.INFO):
             peer = Peer(tmp_path)
-        assert "half-written" in caplog.text
+        assert "unfinished" in caplog.text
         assert self.names(tmp_path) == [] and peer.checkpoints.newest() is None
 
     @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest", "torn manifest", "not a manifest"])
@@ -253,7 +253,7 @@ class TestTheFolder:
                 manifest.write_text('{"format": 1}')
         Peer(tmp_path).resume().check_state(expected)
         (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert "checkpoint-00000002" in line and "taking the checkpoint before it" in line and "\n" not in line
+        assert "checkpoint-00000002" in line and "trying the checkpoint before it" in line and "\n" not in line
 
     def test_one_of_another_format_is_refused_not_passed_over(self, tmp_path: Path) -> None:
         Peer(tmp_path).save().wait()

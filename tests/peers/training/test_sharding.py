@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from edit.config.run import InnerConfig, ModelConfig
 from edit.errors import ConfigError
 from peers.models.gpt import GPT
-from peers.training.sharding import UNDIVIDED, Layout, lay_out, meet, process_group, shard
+from peers.training.sharding import ONE_RANK, RankLayout, make_layout, process_group, rendezvous_prefix, shard_model
 from peers.training.torchrun import Launch, launched
 from peers.training.trainer import Trainer
 from tests.support.world import spawn
@@ -69,9 +69,9 @@ def model(kind: str) -> nn.Module:
     return GPT(MODEL, seed=0) if kind == "gpt" else Experts()
 
 
-def train(kind: str, layout: Layout) -> Trained:
+def train(kind: str, layout: RankLayout) -> Trained:
     trainer = Trainer(
-        shard(model(kind), layout), batches(), INNER, total_steps=100, device=CPU, clock=lambda: 0.0, layout=layout
+        shard_model(model(kind), layout), batches(), INNER, total_steps=100, device=CPU, clock=lambda: 0.0, layout=layout
     )
     results = [trainer.step() for _ in range(5)]
     named = trainer.model.named_parameters()
@@ -89,12 +89,12 @@ LAYOUTS: dict[str, tuple[object, tuple[str, ...], str]] = {
 
 
 def compare_layouts(rank: int) -> None:
-    alone = {kind: train(kind, UNDIVIDED) for kind in ("gpt", "experts")}
+    alone = {kind: train(kind, ONE_RANK) for kind in ("gpt", "experts")}
     for what, (ranks, names, kind) in LAYOUTS.items():
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)  # type: ignore[arg-type]
         if mesh.get_coordinate() is None:
             continue
-        together, expected = train(kind, Layout(mesh)), alone[kind]
+        together, expected = train(kind, RankLayout(mesh)), alone[kind]
         assert together.losses == pytest.approx(expected.losses, abs=1e-5), what
         assert together.tokens == expected.tokens == 5 * 2 * 8
         for name, tensor in expected.parameters.items():
@@ -104,9 +104,9 @@ def compare_layouts(rank: int) -> None:
 
 def check_copies(rank: int) -> None:
     """What a tensor-parallel group holds twice stays equal to the bit, and every parameter lies on the replica's one mesh."""
-    layout = Layout(DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")))
+    layout = RankLayout(DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")))
     trainer = Trainer(
-        shard(GPT(MODEL, 0), layout), batches(), INNER, total_steps=100, device=CPU, clock=lambda: 0.0, layout=layout
+        shard_model(GPT(MODEL, 0), layout), batches(), INNER, total_steps=100, device=CPU, clock=lambda: 0.0, layout=layout
     )
     for _ in range(3):
         trainer.step()
@@ -153,7 +153,7 @@ def refuse_plans(rank: int) -> None:
     }
     for message, wrong in cases.items():
         with pytest.raises(ConfigError, match=message):
-            shard(wrong, Layout(mesh))
+            shard_model(wrong, RankLayout(mesh))
 
 
 def test_a_model_that_cannot_be_split_is_named(tmp_path: Path) -> None:
@@ -171,15 +171,15 @@ def test_a_model_that_cannot_be_split_is_named(tmp_path: Path) -> None:
 )
 def test_ranks_that_do_not_fit_are_named(ranks: int, tensor_parallel: int, batch_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        lay_out(Launch(size=ranks), tensor_parallel, batch_size, CPU)
+        make_layout(Launch(size=ranks), tensor_parallel, batch_size, CPU)
 
 
 def test_one_rank_is_not_split() -> None:
     plain = GPT(MODEL, seed=0)
     with process_group(Launch(), CPU):
         assert not dist.is_initialized()
-        layout = lay_out(Launch(), 1, 1, CPU)
-    assert layout is UNDIVIDED and shard(plain, layout) is plain
+        layout = make_layout(Launch(), 1, 1, CPU)
+    assert layout is ONE_RANK and shard_model(plain, layout) is plain
     assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
 
 
@@ -192,7 +192,7 @@ def test_ranks_started_again_meet_apart_from_what_the_dead_have_left() -> None:
     words = []
     with ThreadPoolExecutor(3) as pool:
         for _ in range(2):
-            heard = {future.result() for future in [pool.submit(meet, store, rank, 3) for rank in range(3)]}
+            heard = {future.result() for future in [pool.submit(rendezvous_prefix, store, rank, 3) for rank in range(3)]}
             assert len(heard) == 1
             words += heard
     assert len({*words, "dead word"}) == 3
