@@ -1,8 +1,8 @@
-"""A run inside one process: `LocalRun` merges once every peer has contributed, `LocalCollective` is one peer's side of it.
+"""A run inside one process: `LocalRun` is the coordinator and the outer state, `LocalCollective` is one peer's side of it.
 
-Owns: the in-process carrier for tests, simulation and first experiments: the same OuterState, the same answers as the gRPC one.
-Each simulated rank of a sharded replica has a LocalCollective of its own, of the same peer. Single-threaded: interleave the
-loops of peers and ranks step by step. Must not know: models, optimizers, time.
+For tests and first experiments: the same `RoundMachine`, the same OuterState and the same answers as over gRPC. Each rank of a
+simulated sharded replica has a LocalCollective of its own, of the same peer. Single-threaded: interleave the loops of peers and
+ranks step by step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor
 from edit.codecs import codec
 from edit.config.run import RunConfig
 from edit.errors import LocalProtocolError, RefusedError
+from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.injection import Injection, check_content, check_order, check_run
 from edit.merging.merge import Measured, ShardPayload, measure
 from edit.merging.norms import whole_norm
-from edit.merging.outer_state import OuterState
+from edit.merging.outer_state import OuterState, Staged
 from edit.records import (
     Aborted,
     Commit,
@@ -34,33 +35,76 @@ from edit.records import (
     Outcome,
     Snapshot,
 )
+from edit.rounds import events
+from edit.rounds.events import Phase
+from edit.rounds.machine import RoundMachine
 
 __all__ = ["LocalCollective", "LocalRun"]
 
+NOW = 0.0  # the machine's clock stands still: no peer is ever overdue, and whoever joins an open round is waited for
+
 
 @dataclass(slots=True)
-class _Arrived:
-    """What is there of one peer's contribution to one fragment: parts and their norms by boxes, so that a retry replaces."""
+class _Fragment:
+    """What is there of one fragment of a contribution."""
 
-    outer_step: int
     inner_steps: int
     tokens: int
-    parts: dict[tuple[Box, ...], tuple[ShardPayload, float]] = field(default_factory=dict)
+    parts: dict[tuple[Box, ...], tuple[ShardPayload, float]] = field(default_factory=dict)  # with norms; a retry replaces
     complete: bool = False
 
-    def measured(self, peer_id: str, outer_step: int) -> Measured:
+    def measured(self, peer_id: str, staleness: int) -> Measured:
         norm, parts = whole_norm(norm for _, norm in self.parts.values()), tuple(part for part, _ in self.parts.values())
-        return Measured(peer_id, self.inner_steps, self.tokens, norm, parts, outer_step - self.outer_step)
+        return Measured(peer_id, self.inner_steps, self.tokens, norm, parts, staleness)
+
+
+@dataclass(slots=True)
+class _Contribution:
+    """What is there of one peer's contribution."""
+
+    round_id: int  # the round that was open when it began
+    outer_step: int
+    fragments: dict[int, _Fragment] = field(default_factory=dict)
+
+    def is_redone(self, contribution: Contribution) -> bool:
+        """Whether the work in a fragment is not the same as before, so that this is a new attempt and no retry."""
+        known, now = self.fragments.get(contribution.fragment_id), (contribution.inner_steps, contribution.tokens)
+        return known is not None and (known.inner_steps, known.tokens) != now
+
+    def take_in(self, peer_id: str, contribution: Contribution, shard: Shard) -> None:
+        """Add one rank's part of a fragment. Raises LocalProtocolError when the parts are no partition of it."""
+        spec, payload = shard.fragment, contribution.payload
+        new = _Fragment(contribution.inner_steps, contribution.tokens)
+        fragment = self.fragments.setdefault(spec.fragment_id, new)
+        fragment.parts[shard.boxes] = (ShardPayload(shard, payload), measure(payload))
+        if sum(part.shard.numel for part, _ in fragment.parts.values()) >= spec.numel:
+            if fault := partition_fault(spec, list(fragment.parts)):
+                raise LocalProtocolError(f"peer {peer_id}: {fault}")
+            fragment.complete = True
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the open round has reduced so far."""
+
+    staged: list[Staged] = field(default_factory=list)
+    merged: set[str] = field(default_factory=set)  # the peers in it
+    tokens: int = 0
 
 
 class LocalRun:
-    """One run with a fixed list of peers.
+    """One run with a fixed list of peers, all of which it waits for.
 
-    theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
-    Commits when all peers that have not left have contributed every fragment that is due, or at `close`; where arrivals are
-    merged, with each contribution. One that is in when its round closes without it counts later, as long as it is not too
-    stale. Keeps `config.kept_updates` commits for those that missed one; is finished after `config.sync.outer_steps`,
-    or once `config.sync.tokens` are merged (with groups counted where group 0 is).
+    A round commits when all peers that have not left have contributed every fragment that is due, or at `close`; where arrivals
+    are merged, with each contribution. Only whole contributions are merged. One that misses the close of its round counts in a
+    later one, as long as it is not too stale. The run is finished after `config.sync.outer_steps`, or once `config.sync.tokens`
+    are merged (with groups they are counted where group 0 is).
+
+    Args:
+        config: the run's settings. `rounds.merging` and `rounds.max_staleness` count; quorum and times have no effect.
+            `kept_updates` commits are kept for peers that missed one.
+        peers: the names of all peers.
+        theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
     """
 
     def __init__(self, config: RunConfig, peers: Sequence[str], theta: Sequence[Tensor] | None = None) -> None:
@@ -70,16 +114,15 @@ class LocalRun:
         self._named = tuple(peers)
         self._present = set(peers)
         self._theta = theta
-        self._schema: Schema | None = None
         self._state: OuterState | None = None
-        self._arrived: dict[int, dict[str, _Arrived]] = {}
+        self._machine: RoundMachine | None = None  # with the state
+        self._held: dict[str, _Contribution] = {}
+        self._round = _Round()
         self._commits: deque[Commit] = deque(maxlen=config.kept_updates)
-        self._lost: dict[str, tuple[int, str]] = {}
+        self._lost: dict[str, tuple[int, str]] = {}  # whose contribution was lost: `losses` then, and the reason
         self._evicted: dict[str, str] = {}
         self._injection: Injection | None = None
-        self._round_id = 1
         self._losses = 0
-        self._tokens = 0
 
     @property
     def state(self) -> OuterState:
@@ -90,8 +133,8 @@ class LocalRun:
 
     @property
     def round_id(self) -> int:
-        """The open round."""
-        return self._round_id
+        """The open round; 0 when none is open."""
+        return self._machine.round_id if self._machine is not None else 0
 
     @property
     def losses(self) -> int:
@@ -101,38 +144,54 @@ class LocalRun:
     @property
     def finished(self) -> bool:
         """Whether the last outer step is committed, or the last token merged."""
-        sync = self._config.sync
-        if self._state is None:
-            return False
-        return self._state.outer_step >= sync.outer_steps or 0 < sync.tokens <= self._tokens
+        return self._machine is not None and self._machine.phase is Phase.FINISHED
 
     @property
     def complete(self) -> tuple[str, ...]:
         """Whose contribution to the open round is in, all of it."""
-        if self._state is None:
-            return ()
-        due = [self._arrived.get(i, {}) for i in self._state.due]
-        return tuple(peer for peer in self._named if all(peer in part and part[peer].complete for part in due))
+        arrived = self._machine.arrived if self._machine is not None else frozenset[str]()
+        return tuple(peer_id for peer_id in self._named if peer_id in arrived)
 
     def collective(self, peer_id: str) -> LocalCollective:
-        """The side of one rank of one of the peers named at construction."""
+        """Return the side of one rank of one of the peers named at construction."""
         if peer_id not in self._named:
             raise LocalProtocolError(f"peer {peer_id} is not one of {', '.join(self._named)}")
         return LocalCollective(self, peer_id)
+
+    # -- members -----------------------------------------------------------------------------------------------------------
 
     def join(self, peer_id: str, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
         """See `Collective.join`. A peer that left comes back by joining again. Raises RefusedError, also after an eviction."""
         if peer_id in self._evicted:
             raise RefusedError(f"peer {peer_id} was evicted: {self._evicted[peer_id]}")
-        if self._schema is not None and (difference := self._schema.first_difference(schema)):
+        if self._state is not None and (difference := self._state.schema.first_difference(schema)):
             raise RefusedError(f"peer {peer_id} has another model: {difference}")
+        self._present.add(peer_id)
         if self._state is None:
             theta = self._theta if self._theta is not None else found()
-            self._state = OuterState(schema, self._config, [fragment.clone() for fragment in theta])
-            self._schema = schema
+            self._found(OuterState(schema, self._config, [fragment.clone() for fragment in theta]))
         self._discard(peer_id)
-        self._present.add(peer_id)
+        self._feed(events.MemberReady(peer_id, self.state.outer_step))
         return self.snapshot()
+
+    def _found(self, state: OuterState) -> None:
+        sync, fragments = self._config.sync, len(state.schema.fragments)
+        self._state = state
+        self._machine = RoundMachine(
+            replace(self._config.rounds, start_peers=1, quorum=1, wait="times"),
+            due=lambda step: fragments_due(step, fragments, sync.groups, sync.pattern),
+            outer_step=state.outer_step,
+            outer_steps=sync.outer_steps,
+            first_round_id=1,
+            stop_tokens=sync.tokens,
+        )
+        for event in self._all_ready():
+            self._feed(event)
+
+    def _all_ready(self) -> list[events.Event]:
+        """Every peer that has not left is waited for, whatever it has done so far."""
+        step = self.state.outer_step
+        return [events.MemberReady(peer_id, step) for peer_id in self._named if peer_id in self._present]
 
     def snapshot(self) -> Snapshot:
         """theta at the last commit."""
@@ -142,23 +201,26 @@ class LocalRun:
         """Go on without this peer; its part of the open round is dropped. Commits when it was the last one missing."""
         self._present.discard(peer_id)
         self._discard(peer_id)
-        self._commit_when_complete()
+        self._feed(events.MemberLost(peer_id, "left"))
 
     def evict(self, peer_id: str, reason: str) -> None:
         """As `leave`, for good: the peer's next question is answered with Evicted."""
         self._evicted[peer_id] = reason
         self.leave(peer_id)
 
+    # -- rounds ------------------------------------------------------------------------------------------------------------
+
     def abort(self, reason: str) -> None:
         """Lose the open round, and what is in of it: every rank of whoever has contributed is answered with Aborted, once."""
-        self._refuse({peer_id for arrived in self._arrived.values() for peer_id in arrived}, reason)
-        self._round_id += 1
+        for peer_id in tuple(self._held):
+            self._feed(events.Withdrawn(peer_id))
+        self._feed(events.RoundFailed(self.round_id, reason))
 
     def close(self, reason: str) -> None:
         """Commit the open round with what is complete, as a deadline would. Raises LocalProtocolError when nothing is."""
         if not self.complete:
-            raise LocalProtocolError(f"round {self._round_id} cannot be closed: no contribution is complete")
-        self._commit(reason)
+            raise LocalProtocolError(f"round {self.round_id} cannot be closed: no contribution is complete")
+        self._feed(events.Close(reason))
 
     def inject(self, injection: Injection) -> None:
         """Take what a regional aggregator brings; it is in with the next commit. Raises as `edit.merging.injection` says."""
@@ -169,41 +231,39 @@ class LocalRun:
         self._injection = injection
 
     def contribute(self, peer_id: str, contribution: Contribution) -> bool:
-        """Take in one fragment or one rank's part of it. False: dropped, being too stale, or of a peer that left."""
-        state, fragment_id = self.state, contribution.fragment_id
-        due = state.due if contribution.outer_step == state.outer_step else range(len(state.theta))
-        if contribution.outer_step > state.outer_step or fragment_id not in due:
+        """Take in one fragment or one rank's part of it. False: dropped, being too stale, or of a peer that left.
+
+        Raises LocalProtocolError for a fragment that is not due or does not fit the schema.
+        """
+        state, fragment_id, outer_step = self.state, contribution.fragment_id, contribution.outer_step
+        due = state.due if outer_step == state.outer_step else range(len(state.theta))
+        if outer_step > state.outer_step or fragment_id not in due:
             raise LocalProtocolError(
-                f"peer {peer_id} contributed fragment {fragment_id} for outer step {contribution.outer_step}; "
+                f"peer {peer_id} contributed fragment {fragment_id} for outer step {outer_step}; "
                 f"the run is at outer step {state.outer_step}, fragments {list(state.due)} are due"
             )
+        shard = Shard(state.schema.fragments[fragment_id], contribution.boxes)
+        if contribution.payload.numel != shard.numel:
+            found = f"{contribution.payload.numel} elements for {shard.numel}"
+            raise LocalProtocolError(f"peer {peer_id}, fragment {shard.fragment.name}: {found}")
         if self.finished or peer_id not in self._present:
             return False
-        if self._too_stale(contribution.outer_step):
-            if self._config.rounds.max_staleness:
-                self._refuse([peer_id], self._reason(contribution.outer_step))
+        held = self._held.get(peer_id)
+        if held is not None and held.outer_step == outer_step and held.is_redone(contribution):
+            self._drop(peer_id)
+            held = None
+        if held is None or held.outer_step != outer_step:
+            held = _Contribution(self.round_id, outer_step)
+        if refused := self._feed(events.Offered(peer_id, held.round_id, outer_step, fragment_id)):
+            if self._config.rounds.max_staleness:  # else a commit is the answer
+                self._tell([peer_id], refused.reason)
             return False
-        self._take_in(peer_id, contribution, Shard(state.schema.fragments[fragment_id], contribution.boxes))
-        self._commit_when_complete()
+        self._held[peer_id] = held
+        held.take_in(peer_id, contribution, shard)
+        if all(i in held.fragments and held.fragments[i].complete for i in state.due):
+            for i in state.due:
+                self._feed(events.Arrived(peer_id, held.round_id, i))
         return True
-
-    def _too_stale(self, outer_step: int) -> bool:
-        return self.state.outer_step - outer_step > self._config.rounds.max_staleness
-
-    def _take_in(self, peer_id: str, contribution: Contribution, shard: Shard) -> None:
-        fragment, payload = shard.fragment, contribution.payload
-        if payload.numel != shard.numel:
-            raise LocalProtocolError(f"peer {peer_id}, fragment {fragment.name}: {payload.numel} elements for {shard.numel}")
-        peers = self._arrived.setdefault(fragment.fragment_id, {})
-        arrived = peers.get(peer_id)
-        work = contribution.outer_step, contribution.inner_steps, contribution.tokens
-        if arrived is None or (arrived.outer_step, arrived.inner_steps, arrived.tokens) != work:
-            arrived = peers[peer_id] = _Arrived(*work)  # the work differs: a new attempt
-        arrived.parts[shard.boxes] = (ShardPayload(shard, payload), measure(payload))
-        if sum(part.shard.numel for part, _ in arrived.parts.values()) >= fragment.numel:
-            if fault := partition_fault(fragment, list(arrived.parts)):
-                raise LocalProtocolError(f"peer {peer_id}: {fault}")
-            arrived.complete = True
 
     def outcome(self, peer_id: str, outer_step: int, *, block: bool, since: int) -> Outcome | None:
         """See `Collective.outcome`. since: losses before so many are no news.
@@ -225,8 +285,9 @@ class LocalRun:
         if peer_id in self._lost and self._lost[peer_id][0] >= since:
             return Aborted(self._lost[peer_id][1])
         if block:
+            missing = [peer for peer in self._named if peer in self._present and peer not in self.complete]
             raise LocalProtocolError(
-                f"peer {peer_id} waits for the round at outer step {outer_step}, but {', '.join(self._missing())} must "
+                f"peer {peer_id} waits for the round at outer step {outer_step}, but {', '.join(missing)} must "
                 "contribute first: interleave the peers' loops step by step, or call LocalRun.leave()"
             )
         return None
@@ -236,60 +297,82 @@ class LocalRun:
         if _takes_part(peer_id, commit):
             return False
         later = any(_takes_part(peer_id, other) for other in self._commits if other.outer_step > commit.outer_step)
-        return later or any(peer_id in arrived for arrived in self._arrived.values())
+        return later or peer_id in self._held
 
-    def _missing(self) -> list[str]:
-        complete = self.complete
-        return [peer_id for peer_id in self._named if peer_id in self._present and peer_id not in complete]
+    # -- carrying out ------------------------------------------------------------------------------------------------------
 
-    def _discard(self, peer_id: str) -> None:
-        for arrived in self._arrived.values():
-            arrived.pop(peer_id, None)
-        self._lost.pop(peer_id, None)
+    def _feed(self, event: events.Event) -> events.Refused | None:
+        """Hand an event to the round machine, carry out the effects and hand it their results; return the refusal of `event`.
 
-    def _refuse(self, peers: Iterable[str], reason: str) -> None:
+        What fails loses the round, and is raised.
+        """
+        refusal: events.Refused | None = None
+        pending = deque([event])
+        while pending and self._machine is not None:
+            fed = pending.popleft()
+            for effect in self._machine.handle(fed, NOW):
+                match effect:
+                    case events.Refused() if isinstance(fed, events.Offered | events.Arrived):
+                        refusal = effect
+                    case events.Refused():
+                        del self._held[effect.peer_id]
+                        self._tell([effect.peer_id], effect.reason)
+                    case events.RoundOpened():
+                        self._round = _Round()
+                    case events.Reduce() | events.Commit():
+                        try:
+                            pending.append(self._reduce(effect) if isinstance(effect, events.Reduce) else self._commit(effect))
+                        except Exception as error:
+                            self._feed(events.RoundFailed(effect.round_id, f"{type(error).__name__}: {error}"))
+                            raise
+                    case events.RoundClosed():
+                        self._close_round(effect)
+                        pending.extend(self._all_ready())
+                    case events.RunFinished():
+                        pass
+        return refusal
+
+    def _reduce(self, effect: events.Reduce) -> events.Reduced:
+        state, fragment_id = self.state, effect.fragment_id
+        held = [(peer_id, self._held[peer_id]) for peer_id in effect.peers]
+        measured = [one.fragments[fragment_id].measured(peer_id, state.outer_step - one.outer_step) for peer_id, one in held]
+        merged = state.reduce(fragment_id, measured)
+        self._round.staged.append(state.stage(merged, self._injection))
+        self._round.merged.update(effect.peers)
+        if fragment_id == 0:
+            self._round.tokens = sum(one.tokens for one in measured)
+        return events.Reduced(effect.round_id, fragment_id)
+
+    def _commit(self, effect: events.Commit) -> events.CommitSucceeded:
+        self._commits.append(self.state.commit(effect.round_id, effect.reason, self._round.staged))
+        self._injection = None
+        return events.CommitSucceeded(effect.round_id, self._round.tokens)
+
+    def _close_round(self, effect: events.RoundClosed) -> None:
+        """Keep what is carried over. Whoever is lost with an aborted round is told; a commit is its own answer."""
+        gone = self._held.keys() - effect.carried
+        for peer_id in gone:
+            del self._held[peer_id]
+        if not effect.committed:
+            self._tell(gone, effect.reason)
+            return
+        for peer_id in self._round.merged if self._config.rounds.max_staleness else list(self._lost):
+            self._lost.pop(peer_id, None)  # older news
+
+    def _tell(self, peers: Iterable[str], reason: str) -> None:
+        """Answer each rank of these peers with Aborted, once: their contributions are lost."""
         for peer_id in peers:
-            self._discard(peer_id)
             self._lost[peer_id] = self._losses, reason
         self._losses += 1
 
-    def _commit_when_complete(self) -> None:
-        if self._state is None or not self.complete:
-            return
-        if self._config.rounds.merging == "arrivals":
-            self._commit(f"{', '.join(self.complete)} arrived")
-        elif not self._missing():
-            self._commit(f"all {len(self._present)} peers are in")
+    def _drop(self, peer_id: str) -> None:
+        if self._held.pop(peer_id, None) is not None:
+            self._feed(events.Withdrawn(peer_id))
 
-    def _commit(self, reason: str) -> None:
-        state, complete = self.state, self.complete
-        ready = {i: {peer_id: self._arrived[i].pop(peer_id) for peer_id in complete} for i in state.due}
-        if 0 in state.due:
-            self._tokens += sum(one.tokens for one in ready[0].values())
-        merged = [
-            state.reduce(i, [one.measured(peer_id, state.outer_step) for peer_id, one in ready[i].items()]) for i in state.due
-        ]
-        injection, self._injection = self._injection, None
-        staged = [state.stage(one, injection) for one in merged]
-        self._commits.append(state.commit(self._round_id, reason, staged))
-        self._round_id += 1
-        self._forget(complete)
-
-    def _forget(self, merged: Sequence[str]) -> None:
-        """After a commit: older news, and contributions that no later commit may merge."""
-        if self._config.rounds.max_staleness == 0:
-            self._arrived.clear()  # each is answered with the commit that it is no part of
-            self._lost.clear()
-            return
-        for peer_id in merged:
-            self._lost.pop(peer_id, None)
-        steps = {peer_id: one.outer_step for arrived in self._arrived.values() for peer_id, one in arrived.items()}
-        for peer_id, outer_step in steps.items():
-            if self._too_stale(outer_step):
-                self._refuse([peer_id], self._reason(outer_step))
-
-    def _reason(self, outer_step: int) -> str:
-        return f"computed against outer step {outer_step}, too stale at {self.state.outer_step}"
+    def _discard(self, peer_id: str) -> None:
+        """The peer begins anew, or is gone: forget its contribution, and the news for it."""
+        self._drop(peer_id)
+        self._lost.pop(peer_id, None)
 
 
 def _takes_part(peer_id: str, commit: Commit) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.digest import digest
 from edit.fragments.schema import plan_fragments
@@ -252,6 +252,61 @@ def test_an_aborted_round_is_told_once_and_tried_again_under_a_new_id() -> None:
     assert a.outcome(0, block=False) is None and b.outcome(0, block=False) is None
     contribute(a, 0)
     contribute(b, 0)
+    outcome = a.outcome(0, block=True)
+    assert isinstance(outcome, Committed) and outcome.commit.round_id == 2
+
+
+@pytest.mark.parametrize("rounds", [{"start_peers": 5, "quorum": 3}, {"wait": "slack", "grace_s": 0.0}, {"ceiling_s": 5.0}])
+def test_all_peers_are_waited_for_whatever_the_run_says_of_quorum_and_times(rounds: dict[str, object]) -> None:
+    run, (a, b) = founded(["a", "b"], rounds=RoundsConfig(**rounds))  # type: ignore[arg-type]
+    for outer_step in range(3):
+        contribute(a, outer_step)
+        assert run.state.outer_step == outer_step and run.complete == ("a",)
+        contribute(b, outer_step)
+    assert run.state.outer_step == 3
+
+
+def test_a_peer_that_comes_back_is_waited_for_in_the_open_round() -> None:
+    run, (a, b) = founded(["a", "b"])
+    for outer_step in range(2):
+        run.leave("b")
+        b.join(plan_fragments(small_mlp().named_parameters()), list)
+        contribute(a, outer_step)
+        assert run.state.outer_step == outer_step
+        contribute(b, outer_step)
+        assert run.state.outer_step == outer_step + 1
+
+
+def test_only_whole_contributions_are_merged_at_a_close() -> None:
+    run, (a, b) = founded(["a", "b"])
+    fragment = run.state.schema.fragments[0]
+    half = Contribution(
+        outer_step=0, fragment_id=0, inner_steps=1, tokens=1, payload=encode("fp32", torch.ones(fragment.numel))
+    )
+    b.contribute(half)
+    contribute(a, 0)
+    run.close("enough")
+    outcome = b.outcome(0, block=True)
+    assert isinstance(outcome, Committed) and outcome.commit.reason == "enough" and not outcome.carried
+    assert all(part.verdict_of("b") is None for part in outcome.commit.fragments)
+
+
+@pytest.mark.parametrize("step", ["reduce", "stage", "commit"])
+def test_a_merge_that_fails_loses_the_round_and_the_run_goes_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, (a, b) = founded(["a", "b"])
+    before = run.state.digest
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    contribute(a, 0)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+        patched.setattr(run.state, step, fails)
+        contribute(b, 0)
+    assert (run.state.outer_step, run.state.digest, run.complete) == (0, before, ())
+    assert a.outcome(0, block=True) == Aborted("RuntimeError: out of memory")
+    for side in (a, b):
+        contribute(side, 0)
     outcome = a.outcome(0, block=True)
     assert isinstance(outcome, Committed) and outcome.commit.round_id == 2
 

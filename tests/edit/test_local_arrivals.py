@@ -100,7 +100,7 @@ def test_what_is_too_stale_is_refused_with_the_reason() -> None:
     contribute(a, 1)
     run.close("deadline")
     contribute(b, 0)
-    assert b.outcome(2, block=True) == Aborted("computed against outer step 0, too stale at 2")
+    assert b.outcome(2, block=True) == Aborted("computed against outer step 0; the run is at 2, max_staleness = 1")
     assert not answer(b, 1).carried
     contribute(b, 1)
     assert b.outcome(2, block=False) is None, "news of the one before are over"
@@ -115,7 +115,7 @@ def test_half_a_contribution_that_becomes_too_stale_is_dropped() -> None:
     for outer_step in range(2):
         contribute(a, outer_step)
         run.close("deadline")
-    assert b.outcome(2, block=True) == Aborted("computed against outer step 0, too stale at 2")
+    assert b.outcome(2, block=True) == Aborted("computed against outer step 0; the run is at 2, max_staleness = 1")
 
 
 def test_without_staleness_a_late_contribution_is_lost_as_ever() -> None:

@@ -16,8 +16,10 @@ from edit.errors import LocalProtocolError
 from edit.fragments.groups import fragments_due
 from edit.rounds.events import (
     Arrived,
+    Close,
     Commit,
     CommitSucceeded,
+    Drain,
     Effect,
     Event,
     Faulted,
@@ -35,6 +37,7 @@ from edit.rounds.events import (
     RoundOpened,
     RunFinished,
     Tick,
+    Withdrawn,
 )
 from edit.rounds.machine import RoundMachine
 
@@ -242,6 +245,76 @@ def test_the_run_can_always_go_on(actions: list[tuple[str, str, int, int]], grou
         run.act("reduced", "", 0, 0)
     run.act("committed", "", 0, 0)
     assert run.machine.outer_step == min(before + 1, 6)
+
+
+LATE_WORDS = ["ready"] * 3 + ["send"] * 6 + ["answer"] * 8 + ["fail"] * 3
+LATE_WORDS += ["lost", "fault", "withdraw", "close", "wait", "pause", "resume", "resume", "drain"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(st.sampled_from(LATE_WORDS), st.sampled_from(PEERS), st.integers(0, 99)), min_size=40, max_size=120),
+    st.sampled_from([("rounds", 0), ("rounds", 2), ("arrivals", 2)]),
+)
+def test_a_round_that_is_being_merged_always_ends(actions: list[tuple[str, str, int]], rule: tuple[str, int]) -> None:
+    """Results come in any order, also after their round has failed, and rounds fail at any moment.
+
+    Whenever the machine is COMMITTING, somebody works for the open round; once all answered or failed, it is not.
+    """
+    merging, staleness = rule
+    waiting = {"quorum": 2, "floor_s": 2.0, "ceiling_s": 9.0} if merging == "rounds" else {}
+    config = RoundsConfig(merging=merging, max_staleness=staleness, **waiting)  # type: ignore[arg-type]
+    subject = RoundMachine(config, due=lambda _: (0, 1), outer_step=0, outer_steps=100, first_round_id=1)
+    working: list[Reduce | Commit] = []  # of all rounds
+    now = 0.0
+
+    def feed(event: Event) -> None:
+        working.extend(effect for effect in subject.handle(event, now) if isinstance(effect, Reduce | Commit))
+        open_ones = [effect for effect in working if effect.round_id == subject.round_id]
+        assert subject.phase is not Phase.COMMITTING or open_ones
+
+    def answer(effect: Reduce | Commit) -> None:
+        working.remove(effect)
+        is_reduce = isinstance(effect, Reduce)
+        feed(Reduced(effect.round_id, effect.fragment_id) if is_reduce else CommitSucceeded(effect.round_id))
+
+    for word, peer_id, number in actions:
+        now += 0.5
+        match word:
+            case "ready":
+                feed(MemberReady(peer_id, subject.outer_step))
+            case "send":
+                round_id, step = subject.round_id, subject.outer_step
+                for fragment_id in (0, 1):
+                    feed(Offered(peer_id, round_id, step, fragment_id))
+                    feed(Arrived(peer_id, round_id, fragment_id))
+            case "answer" if working:
+                answer(working[number % len(working)])
+            case "fail":
+                failed = working.pop(number % len(working)).round_id if working and number % 2 else subject.round_id
+                feed(RoundFailed(failed, "disk full"))
+            case "wait":
+                now += number % 12
+                feed(Tick())
+            case "lost":
+                feed(MemberLost(peer_id, "closed"))
+            case "fault":
+                feed(Faulted(peer_id, subject.round_id, "bad bytes"))
+            case "withdraw":
+                feed(Withdrawn(peer_id))
+            case "close":
+                feed(Close("now"))
+            case "pause":
+                feed(Pause())
+            case "resume":
+                feed(Resume())
+            case "drain":
+                feed(Drain())
+    if actions and actions[-1][2] % 2:
+        feed(RoundFailed(subject.round_id, "given up"))
+    while working:
+        answer(working[0])
+    assert subject.phase is not Phase.COMMITTING
 
 
 def test_the_same_events_give_the_same_effects() -> None:

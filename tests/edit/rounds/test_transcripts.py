@@ -7,9 +7,9 @@ read the diff.
     machine KEY=VALUE ...  a new machine: RoundsConfig's keys, fragments, groups, and what the machine takes
     TIME ready PEER STEP [step_s=N] TIME lost PEER REASON        TIME fault PEER REASON
     TIME offer PEER FRAGMENT        TIME arrive PEER FRAGMENT    TIME send PEER (offers and delivers all that is due)
-    TIME progress PEER BYTES OF     TIME phases PEER ...
+    TIME progress PEER BYTES OF     TIME withdraw PEER           TIME phases PEER ...
     TIME reduced [FRAGMENT]         TIME committed [tokens=N]    TIME failed REASON
-    TIME tick | pause | resume | drain                           TIME show
+    TIME tick | pause | resume | drain | close REASON            TIME show
 offer, arrive, send, progress, fault, reduced, committed and failed take round=N (default: the open round); offer and send
 take step=N.
 """
@@ -26,6 +26,7 @@ from edit.config.run import RoundsConfig
 from edit.fragments.groups import fragments_due
 from edit.rounds.events import (
     Arrived,
+    Close,
     Commit,
     CommitSucceeded,
     Drain,
@@ -46,6 +47,7 @@ from edit.rounds.events import (
     RoundOpened,
     RunFinished,
     Tick,
+    Withdrawn,
 )
 from edit.rounds.machine import RoundMachine
 
@@ -103,6 +105,8 @@ class Transcript:
             "progress": lambda: Progress(name, round_id, *(int(number) for number in arguments[1:])),
             "committed": lambda: CommitSucceeded(round_id, options.get("tokens", 0)),
             "failed": lambda: RoundFailed(round_id, " ".join(arguments)),
+            "withdraw": lambda: Withdrawn(name),
+            "close": lambda: Close(" ".join(arguments)),
             "tick": Tick,
             "pause": Pause,
             "resume": Resume,
