@@ -142,6 +142,11 @@ class LocalRun:
         return self._losses
 
     @property
+    def tokens(self) -> int:
+        """Tokens merged so far."""
+        return self._machine.tokens if self._machine is not None else 0
+
+    @property
     def finished(self) -> bool:
         """Whether the last outer step is committed, or the last token merged."""
         return self._machine is not None and self._machine.phase is Phase.FINISHED

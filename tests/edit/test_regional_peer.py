@@ -122,7 +122,7 @@ def test_a_region_counts_the_inner_steps_and_tokens_of_the_run_below() -> None:
     upper, east, west = two_sites(upper_config(sync=SyncConfig(every=2 * EVERY, outer_steps=1000)))
     turns((east, west), 2)
     assert east.region.worker.inner_steps == 2 * EVERY
-    assert upper._tokens == 2 * 200
+    assert upper.tokens == 2 * 200
 
 
 def test_a_region_that_is_ahead_trains_on_and_keeps_what_it_did_since() -> None:
