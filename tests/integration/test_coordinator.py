@@ -23,9 +23,10 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc, data_pb2
 from editpb.chunks import make_chunks
+from editpb.control_messages import peer_message_to_pb
 from editpb.data_messages import contribution_header_to_pb
 from editpb.identity import Identity
-from editpb.messages import Expel, RunPhase
+from editpb.messages import PROTOCOL, Expel, Hello, RunPhase
 from editpb.status_messages import status_from_pb
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
@@ -291,6 +292,22 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs(tmp_path: P
             expel = await b.hear(Expel)
             assert not expel.evicted
             assert "layer1.weight has shape [300] in the run and [301] at the peer" in expel.reason
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1], ids=["an older peer", "a newer peer"])
+def test_a_peer_of_another_protocol_is_refused_in_one_line_that_names_both(tmp_path: Path, protocol: int) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            call = a.control.Attend()
+            await call.write(peer_message_to_pb(Hello(run_id=a.run_id, schema=SCHEMA, protocol=protocol)))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            words = f"the peer speaks protocol {protocol}, this side {PROTOCOL}; update the older one"
+            assert refused.value.details() == words
+            await found_run(a)  # nothing of it is left: the founder is whoever attends first
 
     asyncio.run(scenario())
 

@@ -1,0 +1,84 @@
+"""The status of a real run: read without changing anything, whatever the run is doing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from aggregator.control.run import Run
+from aggregator.control.status import run_status
+from editpb.chunks import make_chunks
+from editpb.messages import RunPhase
+from editpb.run_status import RunStatus
+from tests.support.encoded import encode
+from tests.support.served import SCHEMA, found_run, new_folder, served, theta
+
+
+def still(run: Run) -> RunStatus:
+    """The status of now, read twice; reading it publishes nothing and sends no view."""
+    events: list[object] = []
+    run.feed.subscribe(lambda event, unix: events.append(event))
+    sequence = run._sequence
+    for attendance in run.attendances:
+        attendance.changed.clear()
+    first, second = run_status(run), run_status(run)
+    assert (first.phase, first.round_id, first.reason) == (second.phase, second.round_id, second.reason)
+    assert [replace(one, silent_s=0.0) for one in first.members] == [replace(one, silent_s=0.0) for one in second.members]
+    assert events == [] and run._sequence == sequence
+    assert not any(attendance.changed.is_set() for attendance in run.attendances)
+    return second
+
+
+def test_the_status_of_a_run_from_its_founding_to_its_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run", start=1)) as site, site.peer("a") as a, site.peer("b"):
+            run = site.coordinator.run
+            before = still(run)
+            assert (before.phase, before.outer_step, before.parameters, before.digest) == ("founding", 0, 0, "")
+            assert (before.expected, before.deadline_in_s, before.rounds, before.round_id) == ((), None, (), 0)
+            assert [(one.peer_id, one.state, one.reason) for one in before.members] == [
+                ("a", "invited", "never attended"),
+                ("b", "invited", "never attended"),
+            ]
+            view = await found_run(a)
+            open_round = still(run)
+            assert (open_round.phase, open_round.round_id) == ("collecting", view.round_id)
+            assert open_round.parameters == SCHEMA.numel
+            assert (open_round.expected, open_round.arrived) == (("a",), ())
+            assert open_round.deadline_in_s is not None and 0 < open_round.deadline_in_s <= 1000
+            data = bytes(encode("fp32", theta(1)[0]).data)
+            await a.send(a.header(view.round_id, 0, 0, len(data)), make_chunks(data))
+            sent = still(run).members[0]
+            assert (sent.state, sent.phase, sent.upload_bytes) == ("training", "upload", len(data))
+            assert sent.upload_total_bytes > len(data)
+            await a.contribute(view.round_id, 0, theta(1))
+            after = await a.view(lambda v: v.outer_step == 1)
+            committed = still(run)
+            assert (committed.outer_step, committed.digest) == (1, after.digest)
+            assert committed.tokens == 10
+            (closed,) = committed.rounds
+            assert (closed.round_id, closed.committed, closed.digest) == (view.round_id, True, after.digest)
+            assert [verdict.peer_id for fragment in closed.fragments for verdict in fragment.verdicts] == ["a", "a"]
+            assert run_status(run, rounds_after=view.round_id).rounds == ()
+            assert committed.members[0].contributions == 1
+            run.drain()
+            await a.view(lambda v: v.phase is RunPhase.FINISHED or v.draining)
+            assert still(run).draining
+
+    asyncio.run(scenario())
+
+
+def test_the_status_says_at_once_what_a_later_change_would_tell_the_peers(tmp_path: Path) -> None:
+    """An evicted member is one less that can make a quorum; nobody has to ask before the peers are told."""
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run", start=1, quorum=2)) as site, site.peer("a") as a, site.peer("b"):
+            await found_run(a)
+            run = site.coordinator.run
+            assert still(run).reason == ""
+            run.evict("b", "key lost")
+            reason = "rounds.quorum = 2, but only 1 peer has joined the run; invite more, or lower it in run.toml"
+            assert (await a.view(lambda v: v.reason != "")).reason == reason == still(run).reason
+
+    asyncio.run(scenario())

@@ -1,0 +1,129 @@
+"""A run's status as a record, a message and JSON: the same facts in each, and names that scripts may rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from edit.errors import RemoteProtocolError
+from edit.records import FragmentCommit, PeerVerdict, Verdict
+from editpb import control_pb2 as cpb
+from editpb.run_status import MemberStatus, RoundReport, RunStatus
+from editpb.status_messages import status_from_pb, status_to_pb
+
+VERDICT = PeerVerdict(peer_id="a", verdict=Verdict.ANOMALOUS, norm=2.5, weight=0.0, staleness=2)
+FRAGMENT = FragmentCommit(fragment_id=1, payload=None, verdicts=(VERDICT,), merged_norm=0.5, clip=0.25)
+ROUND = RoundReport(
+    round_id=1_000_001,
+    outer_step=4,
+    committed=True,
+    reason="quorum and grace",
+    seconds=2.5,
+    bytes_in=100,
+    bytes_out=50,
+    missing=("b",),
+    digest="e" * 64,
+    fragments=(FRAGMENT,),
+    carried=("c",),
+)
+MEMBER = MemberStatus(
+    peer_id="a",
+    role="peer",
+    state="training",
+    reason="heartbeat",
+    silent_s=0.5,
+    outer_step=4,
+    inner_steps=40,
+    loss=2.25,
+    tokens_per_s=1000.0,
+    step_s=0.125,
+    bytes_sent=7,
+    bytes_received=8,
+    contributions=3,
+    rejections=2,
+    absences=1,
+    deadline_s=30.0,
+    phase="upload",
+    upload_bytes=5,
+    upload_total_bytes=10,
+    download_s=1.0,
+    compute_s=2.0,
+    upload_s=3.0,
+)
+STATUS = RunStatus(
+    run_id="run",
+    phase="collecting",
+    outer_step=4,
+    outer_steps=100,
+    round_id=1_000_002,
+    reason="rounds.quorum = 2, but only 1 peer has joined the run",
+    draining=True,
+    tokens=640,
+    stop_tokens=1000,
+    digest="e" * 64,
+    parameters=12,
+    peak_memory_bytes=1 << 30,
+    expected=("a", "b"),
+    arrived=("a",),
+    deadline_in_s=12.5,
+    members=(MEMBER, MemberStatus(peer_id="b", role="peer", state="invited", reason="never attended")),
+    rounds=(ROUND,),
+)
+
+
+@pytest.mark.parametrize("phase", ["founding", "gathering", "collecting", "committing", "paused", "finished"])
+def test_a_status_survives_the_wire(phase: str) -> None:
+    status = dataclasses.replace(STATUS, phase=phase)
+    message = cpb.StatusReply.FromString(status_to_pb(status).SerializeToString())
+    assert status_from_pb(message) == status
+    assert status_from_pb(message, aggregator=2) == dataclasses.replace(status, aggregator=2)
+
+
+def test_no_deadline_survives_the_wire() -> None:
+    status = dataclasses.replace(STATUS, deadline_in_s=None)
+    assert status_from_pb(status_to_pb(status)) == status
+    assert status.as_json()["deadline_in_s"] == -1.0
+
+
+def test_no_field_is_left_out_anywhere() -> None:
+    """Every value of the samples differs from its default, so a mapping that forgets one cannot pass above."""
+    defaults = MemberStatus(peer_id="", role="", state="", reason="")
+    same = [one.name for one in dataclasses.fields(MEMBER) if getattr(MEMBER, one.name) == getattr(defaults, one.name)]
+    assert same == []
+    assert set(MEMBER.as_json()) == {one.name for one in dataclasses.fields(MEMBER)}
+    shown = {one.name for one in dataclasses.fields(STATUS)} - {"aggregator"}
+    assert set(STATUS.as_json()) == shown
+    assert set(ROUND.as_json()) == {one.name for one in dataclasses.fields(ROUND)} - {"fragments"} | {"verdicts"}
+
+
+def test_json_of_several_aggregators() -> None:
+    further = dataclasses.replace(STATUS, aggregator=1)
+    shown = dataclasses.replace(STATUS, aggregators=(further,)).as_json()
+    assert shown["aggregators"] == [further.as_json()]
+    assert next(iter(further.as_json())) == "aggregator" and "aggregators" not in further.as_json()
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_json_has_null_where_a_number_is_not_finite() -> None:
+    diverged = dataclasses.replace(MEMBER, loss=math.inf)
+    assert diverged.as_json()["loss"] is None
+    assert json.dumps(dataclasses.replace(STATUS, members=(diverged,)).as_json(), allow_nan=False)
+
+
+def test_an_unknown_phase_or_verdict_is_an_error_of_one_line() -> None:
+    with pytest.raises(RemoteProtocolError, match="run phase 77 is not known"):
+        status_from_pb(cpb.StatusReply(view=cpb.View(phase=77)))  # type: ignore[arg-type]
+    verdicts = cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="splendid")])
+    reply = cpb.StatusReply(rounds=[cpb.RoundStatus(fragments=[verdicts])])
+    with pytest.raises(RemoteProtocolError, match="verdict 'splendid' is not known"):
+        status_from_pb(reply)
+
+
+def test_asking_for_the_status_needs_no_torch() -> None:
+    code = "import sys, aggregator.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
