@@ -122,7 +122,7 @@ class RunBelow:
             self._said = str(error)
             _log.info("run below, %s: %s; trying again", self._channels.endpoint, error)
         if isinstance(error, TransportError):
-            self._channels.rotate()
+            self._io.post(self._channels.rotate)
             self._io.call(self._channels.close())
 
     def _stub(self) -> data_pb2_grpc.DataStub:

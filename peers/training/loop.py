@@ -80,7 +80,6 @@ class Training:
         worker = EditWorker(trainer.model, trainer.optimizer, self._connection.parts, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
-        trainer.position = lambda: self._position(worker)
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks))
         with contextlib.ExitStack() as stack:
             saving.resume(run_step)
@@ -177,7 +176,7 @@ class Training:
     def _step(self, trainer: Trainer, worker: EditWorker) -> None:
         inner = self._config.inner
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
-        result = trainer.step()
+        result = trainer.step(lambda: self._position(worker))
         self._throughput.add(result)
         self._show(worker)
         self._report(worker)

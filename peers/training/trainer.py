@@ -1,13 +1,11 @@
 """Inner training of one replica: AdamW, learning-rate schedule, clipping, accumulation, autocast.
 
-An EditWorker hooks `model` and `optimizer` from outside. The loop sets `position`, so that a late peer uses the run's learning
-rate.
+An EditWorker hooks `model` and `optimizer` from outside.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -81,8 +79,7 @@ class Trainer:
     """Take inner steps, one at a time.
 
     batches: yields (tokens, targets) without end, both (B, T) int64 on the CPU, the same at every rank; total_steps: length of
-    the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch. position: the run's global
-    inner step; until it is set from outside, the steps taken here.
+    the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class Trainer:
     ) -> None:
         self.model = model.to(device)
         self.optimizer = _adamw(self.model, config, device)
-        self.position: Callable[[], int] = lambda: self.steps
         self.steps = 0
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(batches)
         self._config = config
@@ -107,10 +103,13 @@ class Trainer:
         self._clock = clock
         self._layout = layout
 
-    def step(self) -> StepResult:
+    def step(self, position: Callable[[], int] | None = None) -> StepResult:
         """Take one optimizer step on the mean gradient of `accumulation` micro-batches.
 
         The loss is read from the device once, after everything else is queued: one wait per step, none per micro-batch.
+
+        position: returns the run's global inner step, so that a peer that joins late has the run's learning rate; asked after
+        the backward, since an outcome may come in before the forward. None: the steps taken here.
         """
         started = self._clock()
         self.model.train()
@@ -118,14 +117,14 @@ class Trainer:
         loss, tokens = self._accumulate()
         if self._config.clip_norm > 0:
             clip_gradients(self.model.parameters(), self._layout, self._config.clip_norm)
-        self._set_rate()
+        self._set_rate(self.steps if position is None else position())
         self.optimizer.step()
         self.steps += 1
         value = self._layout.mean(loss).item()
         return StepResult(value, tokens, self._clock() - started)
 
     def _accumulate(self) -> tuple[Tensor, int]:
-        """Backward over this rank's rows of the micro-batches; their weighted loss and the targets of the whole replica."""
+        """Run backward over this rank's rows of the micro-batches; return the weighted loss and the replica's targets."""
         total = torch.zeros((), device=self._device)
         tokens = 0
         for _ in range(self._config.accumulation):
@@ -144,19 +143,10 @@ class Trainer:
             return torch.autocast("cuda", dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _set_rate(self) -> None:
-        rate = learning_rate(self._config, self.position(), self._total_steps)
+    def _set_rate(self, position: int) -> None:
+        rate = learning_rate(self._config, position, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-
-
-class _AdamW(torch.optim.AdamW):
-    """As its base, to the bit; but that imports all of `torch.compile` for calls that are not compiled here: a second of every
-    start."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.AdamW:
@@ -168,7 +158,7 @@ def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return _AdamW(
+    return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

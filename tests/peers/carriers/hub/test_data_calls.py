@@ -15,9 +15,8 @@ from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.chunks import make_chunks
 from editpb.messages import SnapshotManifest
-from peers.carriers.hub.assembly import UpdateAssembly
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.data_calls import DataCalls, StallTimeout
+from peers.carriers.hub.data_calls import DataCalls, StallTimeout, UpdateAssembly
 from peers.carriers.run_connection import Traffic
 from tests.support.fake_donor import FakeDonor, dripping, listening, silent
 from tests.support.fake_run import schema_of, vectors
