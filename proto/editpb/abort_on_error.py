@@ -1,7 +1,4 @@
-"""How a servicer says no: an error raised on purpose becomes its status code and one line.
-
-Owns: that. Must not know: services, messages.
-"""
+"""How a servicer refuses a call: an error raised on purpose becomes a gRPC status code and one line."""
 
 from __future__ import annotations
 
@@ -20,7 +17,11 @@ __all__ = ["abort_on_error"]
 
 @asynccontextmanager
 async def abort_on_error(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Abort the call with what an EditError means; anything else is a bug, and gRPC's UNKNOWN."""
+    """Abort the call with the status of an EditError raised inside. Any other exception is a bug, and becomes gRPC's UNKNOWN.
+
+    async with abort_on_error(context):
+        ...
+    """
     try:
         yield
     except EditError as error:

@@ -1,7 +1,4 @@
-"""Cutting a byte string into bounded chunks, and putting it together again under a cap.
-
-Owns: offsets and checksums. Must not know: what the bytes mean, connections.
-"""
+"""Cut a byte string into bounded chunks, and reassemble it under a cap."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def make_chunks(data: bytes | bytearray | memoryview, chunk_bytes: int = CHUNK_B
 
 
 def checked(chunk: pb.Chunk) -> tuple[int, bytes]:
-    """(offset, bytes) of a chunk. Raises RemoteProtocolError when it is empty, too large, or its CRC-32 is another."""
+    """Return (offset, bytes) of a chunk. Raises RemoteProtocolError when it is empty, too large or damaged (CRC-32)."""
     data = chunk.data
     if not data or len(data) > MAX_CHUNK_BYTES:
         fail(f"a chunk of {len(data)} bytes; 1 to {MAX_CHUNK_BYTES} are allowed")

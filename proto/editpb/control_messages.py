@@ -33,7 +33,7 @@ __all__ = [
 
 
 def hello_to_pb(hello: msg.Hello) -> cpb.Hello:
-    """A peer's first message."""
+    """Encode a peer's first message."""
     schema = schema_to_pb(hello.schema) if hello.schema is not None else None
     return cpb.Hello(
         protocol=hello.protocol,
@@ -46,7 +46,7 @@ def hello_to_pb(hello: msg.Hello) -> cpb.Hello:
 
 
 def hello_from_pb(message: cpb.Hello) -> msg.Hello:
-    """A peer's first message; another protocol than ours is an error."""
+    """Decode a peer's first message. Another protocol than this side's is an error that names both versions."""
     if message.protocol != msg.PROTOCOL:
         fail(f"the peer speaks protocol {message.protocol}, this side {msg.PROTOCOL}; update the older one")
     ranks = within("ranks", message.ranks or 1, 1, lim.MAX_RANKS)
@@ -60,7 +60,7 @@ def hello_from_pb(message: cpb.Hello) -> msg.Hello:
 
 
 def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
-    """A peer's report."""
+    """Encode a peer's report."""
     return cpb.Heartbeat(
         state=f"PEER_STATE_{beat.state.name}",
         outer_step=beat.outer_step,
@@ -77,7 +77,7 @@ def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
 
 
 def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
-    """A peer's report; the loss may be NaN or infinite (a diverged peer still reports), the rates may not."""
+    """Decode a peer's report. The loss may be NaN or infinite (a diverged peer still reports), the rates may not."""
     return msg.Heartbeat(
         state=msg.PeerState(_enum_word(cpb.PeerState, "PEER_STATE_", message.state)),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
@@ -94,19 +94,19 @@ def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
 
 
 def serving_to_pb(serving: msg.Serving) -> cpb.Serving:
-    """Where a peer serves its snapshot."""
+    """Encode where a peer serves its snapshot."""
     return cpb.Serving(address=serving.address, ticket=serving.ticket)
 
 
 def serving_from_pb(message: cpb.Serving) -> msg.Serving:
-    """Where a peer serves its snapshot."""
+    """Decode where a peer serves its snapshot."""
     if not is_endpoint(message.address):
         fail(f"serving.address {one_line(message.address, 64)!r} is not HOST:PORT")
     return msg.Serving(message.address, check_id("ticket", message.ticket))
 
 
 def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.PeerMessage:
-    """What a peer says on Attend."""
+    """Encode what a peer says on Attend."""
     match value:
         case msg.Hello():
             return cpb.PeerMessage(hello=hello_to_pb(value))
@@ -117,7 +117,7 @@ def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.Pe
 
 
 def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat | msg.Goodbye:
-    """What a peer says on Attend."""
+    """Decode what a peer says on Attend."""
     match message.WhichOneof("kind"):
         case "hello":
             return hello_from_pb(message.hello)
@@ -130,7 +130,7 @@ def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat 
 
 
 def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
-    """The coordinator's first message."""
+    """Encode the coordinator's first message."""
     return cpb.Welcome(
         run_id=welcome.run_id,
         peer_id=welcome.peer_id,
@@ -140,7 +140,7 @@ def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
 
 
 def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
-    """The coordinator's first message; `RunConfig.from_json` validates the configuration."""
+    """Decode the coordinator's first message. `RunConfig.from_json` validates the configuration."""
     return msg.Welcome(
         run_id=check_id("run_id", message.run_id),
         peer_id=check_id("peer_id", message.peer_id),
@@ -150,7 +150,7 @@ def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
 
 
 def view_to_pb(view: msg.View) -> cpb.View:
-    """The run as it stands."""
+    """Encode the run as it stands."""
     return cpb.View(
         sequence=view.sequence,
         phase=f"RUN_PHASE_{view.phase.name}",
@@ -170,7 +170,7 @@ def view_to_pb(view: msg.View) -> cpb.View:
 
 
 def view_from_pb(message: cpb.View) -> msg.View:
-    """The run as it stands."""
+    """Decode the run as it stands."""
     return msg.View(
         sequence=within("sequence", message.sequence, 0, lim.MAX_COUNT),
         phase=phase_from_pb(message.phase),
@@ -190,12 +190,12 @@ def view_from_pb(message: cpb.View) -> msg.View:
 
 
 def phase_from_pb(value: int) -> msg.RunPhase:
-    """What the coordinator is doing."""
+    """Decode what the coordinator is doing."""
     return msg.RunPhase(_enum_word(cpb.RunPhase, "RUN_PHASE_", value))
 
 
 def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel) -> cpb.CoordinatorMessage:
-    """What the coordinator says on Attend."""
+    """Encode what the coordinator says on Attend."""
     match value:
         case msg.Welcome():
             return cpb.CoordinatorMessage(welcome=welcome_to_pb(value))
@@ -206,7 +206,7 @@ def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel) -> cpb.
 
 
 def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome | msg.View | msg.Expel:
-    """What the coordinator says on Attend."""
+    """Decode what the coordinator says on Attend."""
     match message.WhichOneof("kind"):
         case "welcome":
             return welcome_from_pb(message.welcome)
@@ -219,12 +219,12 @@ def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome 
 
 
 def evict_request_from_pb(message: cpb.EvictRequest) -> tuple[str, str]:
-    """(peer_id, reason)."""
+    """Decode (peer_id, reason)."""
     return check_id("peer_id", message.peer_id), check_text("reason", message.reason)
 
 
 def _enum_word(enum: object, prefix: str, value: int) -> str:
-    """The lower-case word of an enum value; unspecified and unknown ones are errors."""
+    """Return the lower-case name of an enum value. Unspecified and unknown values are errors."""
     names = {number: name for name, number in enum.items()}  # type: ignore[attr-defined]
     if value == 0 or value not in names:
         fail(f"{prefix.rstrip('_').lower()} {value} is not known")

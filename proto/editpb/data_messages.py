@@ -20,10 +20,10 @@ from editpb.control_messages import serving_from_pb, serving_to_pb
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
 from editpb.status_messages import fragment_verdicts_from_pb, fragment_verdicts_to_pb
 from editpb.tensor_messages import (
+    CODEC_IDS,
     boxes_to_pb,
     check_encoded_size,
     codec_from_pb,
-    codec_to_pb,
     schema_from_pb,
     schema_to_pb,
     shard_from_pb,
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.ContributionHeader:
-    """What a contribution is."""
+    """Encode the header of a contribution, or of one rank's shard of it."""
     return dpb.ContributionHeader(
         run_id=header.run_id,
         round_id=header.round_id,
@@ -58,7 +58,7 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
         schema_hash=header.schema_hash,
         inner_steps=header.inner_steps,
         tokens=header.tokens,
-        codec=codec_to_pb(header.codec),
+        codec=CODEC_IDS[header.codec],
         numel=header.numel,
         total_bytes=header.total_bytes,
         rank=header.rank,
@@ -68,8 +68,11 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
 
 
 def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema) -> msg.ContributionHeader:
-    """What a contribution is. schema: the run's; sizes and boxes are held against it when the header names the same schema
-    (another schema_hash is for the caller to refuse, with a better reason than a wrong size; boxes is then None)."""
+    """Decode the header of a contribution, or of one rank's shard of it.
+
+    schema: the run's. Sizes and boxes are checked against it when the header names the same schema_hash. Otherwise boxes is
+    None and the caller refuses the header, with a better reason than a wrong size.
+    """
     header = msg.ContributionHeader(
         run_id=check_id("run_id", message.run_id),
         round_id=within("round_id", message.round_id, 1, lim.MAX_COUNT),
@@ -89,8 +92,7 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema)
     if header.schema_hash != schema.schema_hash:
         return header
     shard = _shard_of(_fragment_of(schema, header.fragment_id), message.boxes)
-    if header.numel != shard.numel:
-        fail(f"fragment {shard.fragment.name} has {shard.numel} elements{_there(shard)}, {header.numel} were announced")
+    _check_numel(shard, shard.numel, header.numel)
     return header if shard.is_whole else dataclasses.replace(header, boxes=shard.boxes)
 
 
@@ -99,22 +101,24 @@ def _fragment_of(schema: Schema, fragment_id: int) -> FragmentSpec:
 
 
 def _shard_of(fragment: FragmentSpec, boxes: Sequence[tpb.Box]) -> Shard:
-    """Where no boxes mean the whole fragment."""
+    """Decode boxes where none means the whole fragment."""
     return shard_from_pb(boxes, fragment) if boxes else Shard(fragment)
 
 
-def _there(shard: Shard) -> str:
-    return "" if shard.is_whole else " in those boxes"
+def _check_numel(shard: Shard, expected: int, announced: int) -> None:
+    if announced != expected:
+        where = "" if shard.is_whole else " in those boxes"
+        fail(f"fragment {shard.fragment.name} has {expected} elements{where}, {announced} were announced")
 
 
 def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt, total_bytes: int) -> msg.Received:
-    """How much of a contribution of `total_bytes` the aggregator holds."""
+    """Decode how much of a contribution of `total_bytes` the aggregator holds."""
     received = within("received_bytes", message.received_bytes, 0, total_bytes)
     return msg.Received(received, message.complete)
 
 
 def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
-    """Ask for the update that led to this outer step, or for what of it concerns this rank."""
+    """Encode the request for an update, or for what of it concerns this rank."""
     held = [
         dpb.FragmentBoxes(fragment_id=shard.fragment.fragment_id, boxes=boxes_to_pb(shard.boxes))
         for shard in request.shards or ()
@@ -124,14 +128,14 @@ def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
 
 
 def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.UpdateRequest:
-    """Ask for the update that led to this outer step. shards: None when everything is wanted."""
+    """Decode the request for an update. shards is None when everything is wanted."""
     lim.at_most("fragments with boxes", message.held, len(schema.fragments))
     held: dict[int, Shard] = {}
-    for part in message.held:
-        fragment = _fragment_of(schema, part.fragment_id)
+    for one in message.held:
+        fragment = _fragment_of(schema, one.fragment_id)
         if held and fragment.fragment_id <= max(held):
-            fail(f"fragment {part.fragment_id} is named after fragment {max(held)}")
-        held[fragment.fragment_id] = shard_from_pb(part.boxes, fragment)
+            fail(f"fragment {one.fragment_id} is named after fragment {max(held)}")
+        held[fragment.fragment_id] = shard_from_pb(one.boxes, fragment)
     shards = tuple(held.get(fragment.fragment_id) or Shard(fragment) for fragment in schema.fragments)
     return msg.UpdateRequest(
         check_id("run_id", message.run_id),
@@ -141,7 +145,7 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
 
 
 def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None) -> dpb.UpdateManifest:
-    """A commit without the bytes of its payloads; they follow in the same order.
+    """Encode a commit without the bytes of its payloads; they follow in the same order.
 
     shards: those of the request, one per fragment of the schema: the payloads are announced as they will be cut to them.
     """
@@ -164,7 +168,7 @@ def _fragment_update_to_pb(fragment: FragmentCommit, shard: Shard | None) -> dpb
     numel = payload.numel if shard is None else codec(payload.codec).cut_numel(shard)
     return dpb.FragmentUpdate(
         fragment_id=fragment.fragment_id,
-        codec=codec_to_pb(payload.codec),
+        codec=CODEC_IDS[payload.codec],
         numel=numel,
         total_bytes=codec(payload.codec).encoded_size(numel),
         verdicts=verdicts,
@@ -179,7 +183,7 @@ def update_manifest_from_pb(
     due: Sequence[int] | None = None,
     shards: Sequence[Shard] | None = None,
 ) -> msg.UpdateManifest:
-    """What the update to `outer_step` (the one asked for) consists of.
+    """Decode what the update to `outer_step` (the one asked for) consists of.
 
     due: the fragments that this outer step exchanges, ascending (`edit.fragments.groups.fragments_due`); None: all of `schema`.
     shards: those of the request, one per fragment of the schema; None: everything.
@@ -209,14 +213,16 @@ def _fragment_update_from_pb(message: dpb.FragmentUpdate, shard: Shard) -> msg.F
         return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
     name = codec_from_pb(message.codec)
     expected = codec(name).cut_numel(shard)
-    if message.numel != expected:
-        fail(f"fragment {fragment.name} has {expected} elements{_there(shard)}, {message.numel} were announced")
+    _check_numel(shard, expected, message.numel)
     total = check_encoded_size(name, message.numel, message.total_bytes, f"fragment {fragment.name}")
     return msg.FragmentUpdate(commit=commit, codec=name, numel=message.numel, total_bytes=total)
 
 
 def commit_from_parts(manifest: msg.UpdateManifest, payloads: Sequence[bytes | bytearray | memoryview | None]) -> Commit:
-    """The commit, once the bytes of every fragment are there; None for each that was rolled back or has none for this rank."""
+    """Build the commit from its manifest and the bytes of every fragment, in order.
+
+    None stands for a fragment that was rolled back or of which this rank holds nothing.
+    """
     if len(payloads) != len(manifest.fragments):
         fail(f"{len(payloads)} payloads for {len(manifest.fragments)} fragments")
     return Commit(
@@ -239,7 +245,7 @@ def _with_payload(update: msg.FragmentUpdate, data: bytes | bytearray | memoryvi
 
 
 def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManifest:
-    """What a snapshot consists of."""
+    """Encode what a snapshot consists of."""
     return dpb.SnapshotManifest(
         outer_step=manifest.outer_step,
         digest=manifest.digest,
@@ -250,7 +256,7 @@ def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManif
 
 
 def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | None = None) -> msg.SnapshotManifest:
-    """What a snapshot consists of. schema: this side's own, when it has one; another one is an error."""
+    """Decode what a snapshot consists of. schema: this side's own, when it has one; another one is an error."""
     theirs = schema_from_pb(message.schema)
     if schema is not None and (difference := theirs.first_difference(schema)) is not None:
         fail(f"a snapshot of another model: {one_line(difference)}")
@@ -267,7 +273,7 @@ def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | No
 
 
 def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
-    """Ask for one fragment of a snapshot."""
+    """Encode the request for one fragment of a snapshot."""
     return dpb.SnapshotRequest(
         run_id=request.run_id,
         outer_step=request.outer_step,
@@ -279,7 +285,7 @@ def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
 
 
 def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> msg.SnapshotRequest:
-    """Ask for one fragment of a snapshot, or a part of it. offset: within the fp32 bytes of that."""
+    """Decode the request for one fragment of a snapshot, or boxes of it. offset: within the fp32 bytes of those."""
     shard = _shard_of(_fragment_of(schema, message.fragment_id), message.boxes)
     return msg.SnapshotRequest(
         run_id=check_id("run_id", message.run_id),
@@ -292,12 +298,12 @@ def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> ms
 
 
 def found_header_to_pb(header: msg.FoundHeader) -> dpb.FoundHeader:
-    """The founder announces its parameters."""
+    """Encode the founder's announcement of its parameters."""
     return dpb.FoundHeader(run_id=header.run_id, schema_hash=header.schema_hash, digest=header.digest)
 
 
 def found_header_from_pb(message: dpb.FoundHeader) -> msg.FoundHeader:
-    """The founder announces its parameters."""
+    """Decode the founder's announcement of its parameters."""
     return msg.FoundHeader(
         run_id=check_id("run_id", message.run_id),
         schema_hash=check_digest("schema_hash", message.schema_hash),

@@ -1,7 +1,7 @@
-"""Who is at the other end: what a certificate says. `edit://<run_id>/<role>/<peer_id>` stands in it as a URI.
+"""Who is at the other end: a certificate names `edit://<run_id>/<role>/<peer_id>` as a URI.
 
-Owns: the form of that URI, reading it from a certificate or from gRPC's authentication context, and the name under which a peer
-serves. Must not know: keys, files, who is still a member.
+This module has the form of that URI, reads it from a certificate or from gRPC's authentication context, and derives the name
+under which a peer serves.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SAN = "x509_subject_alternative_name"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One member of one run. Raises ConfigError when a part could not stand in a certificate."""
+    """One member of one run. Raises ConfigError when a field could not be written into a certificate."""
 
     run_id: str
-    role: str
+    role: str  # one of ROLES
     peer_id: str
 
     def __post_init__(self) -> None:
@@ -39,18 +39,21 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """As it stands in the certificate."""
+        """The URI in the certificate."""
         return f"{_SCHEME}{self.run_id}/{self.role}/{self.peer_id}"
 
     @property
     def server_name(self) -> str:
-        """What a peer's certificate says when it serves, wherever that is: no host has this name (RFC 2606), and no two members
-        share one, so that nobody can pose as another member or as the coordinator."""
+        """The DNS name in a peer's certificate for when it serves, at whatever address.
+
+        No host has this name (RFC 2606), and no two members share one, so that nobody can pose as another member or as the
+        coordinator.
+        """
         return f"{hashlib.sha256(self.uri.encode()).hexdigest()[:40]}.invalid"
 
 
 def from_uri(uri: str) -> Identity:
-    """The identity that a certificate's URI names. Raises RefusedError."""
+    """Return the identity that a certificate's URI names. Raises RefusedError."""
     parts = uri.removeprefix(_SCHEME).split("/")
     if not uri.startswith(_SCHEME) or len(parts) != 3:
         raise RefusedError(f"the certificate names {uri[:80]!r}, not edit://RUN/ROLE/PEER")
@@ -61,13 +64,13 @@ def from_uri(uri: str) -> Identity:
 
 
 def from_auth_context(context: Mapping[str, Iterable[bytes]]) -> Identity:
-    """The identity of the caller, from `grpc.ServicerContext.auth_context()`. Raises RefusedError without exactly one."""
+    """Return the caller's identity, from `grpc.ServicerContext.auth_context()`. Raises RefusedError without exactly one."""
     names = [name.decode("utf-8", "replace") for name in context.get(_SAN, ())]
     return _only([name for name in names if name.startswith(_SCHEME)])
 
 
 def admitted(context: Mapping[str, Iterable[bytes]], run_id: str, roles: Collection[str]) -> Identity:
-    """The identity of the caller, of this run and in one of `roles`. Raises RefusedError."""
+    """Return the caller's identity when it is of this run and has one of `roles`. Raises RefusedError."""
     identity = from_auth_context(context)
     if identity.run_id != run_id:
         raise RefusedError(f"the certificate is of run {identity.run_id}, this is {run_id}")
@@ -77,7 +80,7 @@ def admitted(context: Mapping[str, Iterable[bytes]], run_id: str, roles: Collect
 
 
 def from_certificate(certificate: x509.Certificate) -> Identity:
-    """The identity that a certificate names. Raises RefusedError without exactly one."""
+    """Return the identity that a certificate names. Raises RefusedError without exactly one."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:

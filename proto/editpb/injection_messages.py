@@ -16,7 +16,7 @@ __all__ = ["inject_header_from_pb", "inject_header_to_pb", "injection_state_from
 
 
 def inject_header_to_pb(header: msg.InjectHeader) -> dpb.InjectHeader:
-    """The regional aggregator announces a change."""
+    """Encode the header of an injection."""
     return dpb.InjectHeader(
         run_id=header.run_id,
         schema_hash=header.schema_hash,
@@ -29,7 +29,7 @@ def inject_header_to_pb(header: msg.InjectHeader) -> dpb.InjectHeader:
 
 
 def inject_header_from_pb(message: dpb.InjectHeader, schema: Schema) -> msg.InjectHeader:
-    """The regional aggregator announces a change."""
+    """Decode the header of an injection."""
     at_most("fragments of an injection", message.fragments, len(schema.fragments))
     fragments = tuple(message.fragments)
     if any(a >= b for a, b in pairwise(fragments)):
@@ -48,7 +48,7 @@ def inject_header_from_pb(message: dpb.InjectHeader, schema: Schema) -> msg.Inje
 
 
 def injection_state_to_pb(state: msg.InjectionState) -> dpb.InjectionState:
-    """The run below as its regional aggregator sees it."""
+    """Encode the run below as its regional aggregator sees it."""
     return dpb.InjectionState(
         outer_step=state.outer_step,
         phase=f"RUN_PHASE_{state.phase.name}",
@@ -59,7 +59,7 @@ def injection_state_to_pb(state: msg.InjectionState) -> dpb.InjectionState:
 
 
 def injection_state_from_pb(message: dpb.InjectionState) -> msg.InjectionState:
-    """The run below as its regional aggregator sees it."""
+    """Decode the run below as its regional aggregator sees it."""
     return msg.InjectionState(
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
         phase=phase_from_pb(message.phase),

@@ -1,7 +1,4 @@
-"""The text that lets one machine become one member: `edit1.` and base64url of a small JSON object. It is a secret.
-
-Owns: its form, and the messages for a wrong one. Must not know: where invitations are kept, how they are redeemed.
-"""
+"""The text that lets one machine become one member: `edit1.` and base64url of a small JSON object. It is a secret."""
 
 from __future__ import annotations
 
@@ -31,33 +28,33 @@ _DAMAGED = "the invitation is cut off or altered; copy the whole line again"
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
+    """Return whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
     found = _ENDPOINT.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 65536
 
 
 def fingerprint(ca_der: bytes) -> str:
-    """SHA-256 of a certificate, as people compare it: SHA256:AB:CD:..."""
+    """Return the SHA-256 of a certificate as people compare it: SHA256:AB:CD:..."""
     return "SHA256:" + hashlib.sha256(ca_der).digest().hex(":").upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """Redeemable once, until `expires` (unix seconds). enrol: HOST:PORT, tried in order; ca: DER, the only one to trust."""
+    """What one machine needs to become one member, once."""
 
     identity: Identity
-    token: str
-    enrol: tuple[str, ...]
-    ca: bytes
-    expires: int
+    token: str  # redeemable once
+    enrol: tuple[str, ...]  # HOST:PORT where it is redeemed, tried in order
+    ca: bytes  # DER of the only authority to trust
+    expires: int  # unix seconds
 
     @property
     def fingerprint(self) -> str:
-        """Of the run's authority, to compare over another channel."""
+        """The fingerprint of the run's authority, to compare over another channel."""
         return fingerprint(self.ca)
 
     def encode(self) -> str:
-        """The text; one line."""
+        """Return the text; one line."""
         values = {
             "v": VERSION,
             "run_id": self.identity.run_id,
@@ -73,9 +70,10 @@ class Invitation:
 
     @classmethod
     def decode(cls, text: str, now: float | None = None) -> Invitation:
-        """Read the text. now: unix seconds; RefusedError when it has expired then.
+        """Read the text.
 
-        Raises ConfigError when it is not an invitation, of another version, cut off or altered.
+        Raises ConfigError when it is not an invitation, of another version, cut off or altered; RefusedError when it has
+        expired at `now` (unix seconds; None: not checked).
         """
         invitation = _from_values(_values(text.strip()))
         if now is not None and now >= invitation.expires:

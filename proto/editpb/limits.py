@@ -1,7 +1,4 @@
-"""What a value from the wire may be: the bounds, and the checks; a violation is a RemoteProtocolError of one line.
-
-Owns: the limits, in one place. Must not know: messages, connections.
-"""
+"""What a value from the wire may be: all bounds, and the checks. A violation is a RemoteProtocolError of one line."""
 
 from __future__ import annotations
 
@@ -67,31 +64,31 @@ def fail(reason: str) -> NoReturn:
 
 
 def is_id(text: str) -> bool:
-    """Whether `text` may be a run_id, peer_id or role: 1 to 64 of letters, digits, '.', '_', '-'."""
+    """Return whether `text` may be a run_id, peer_id or role: 1 to 64 of letters, digits, '.', '_', '-'."""
     return _ID.fullmatch(text) is not None
 
 
 def one_line(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """`text` made fit to be sent or shown: no control characters, at most `limit` characters."""
+    """Return `text` as it may be sent or shown: control characters as spaces, at most `limit` characters."""
     return "".join(c if c.isprintable() else " " for c in text[:limit])
 
 
 def check_id(field: str, text: str) -> str:
-    """`text`, when it is an identifier. See `is_id`."""
+    """Return `text` when it is an identifier (see `is_id`)."""
     if not is_id(text):
         fail(f"{field} {_short(text)} is not 1 to 64 of letters, digits, '.', '_', '-'")
     return text
 
 
 def check_digest(field: str, text: str, *, empty: bool = False) -> str:
-    """`text`, when it is 64 lower-case hexadecimal digits (or nothing, where `empty` allows it)."""
+    """Return `text` when it is 64 lower-case hexadecimal digits, or empty where `empty` allows it."""
     if not (_DIGEST.fullmatch(text) or (empty and not text)):
         fail(f"{field} {_short(text)} is not 64 hexadecimal digits")
     return text
 
 
 def check_text(field: str, text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """`text`, when it is one printable line of at most `limit` characters."""
+    """Return `text` when it is one printable line of at most `limit` characters."""
     if len(text) > limit:
         fail(f"{field} has {len(text)} characters, more than {limit}")
     if not text.isprintable():
@@ -100,34 +97,34 @@ def check_text(field: str, text: str, limit: int = MAX_TEXT_CHARS) -> str:
 
 
 def check_name(field: str, text: str) -> str:
-    """`text`, when it may name a tensor or a fragment."""
+    """Return `text` when it may name a tensor or a fragment."""
     if not text:
         fail(f"{field} is empty")
     return check_text(field, text, MAX_NAME_CHARS)
 
 
 def within(field: str, value: int, low: int, high: int) -> int:
-    """`value`, when low <= value <= high."""
+    """Return `value` when low <= value <= high."""
     if not low <= value <= high:
         fail(f"{field} is {value}, not {low} to {high}")
     return value
 
 
 def at_most(field: str, values: Sized, limit: int) -> None:
-    """Check a count before anything is made of the values."""
+    """Check the number of values, before anything is made of them."""
     if len(values) > limit:
         fail(f"{len(values)} {field}, more than {limit}")
 
 
 def check_real(field: str, value: float) -> float:
-    """`value`, when it is finite and not negative."""
+    """Return `value` when it is finite and not negative."""
     if not (math.isfinite(value) and value >= 0):
         fail(f"{field} is {value}, not a finite number of at least 0")
     return value
 
 
 def check_share(field: str, value: float) -> float:
-    """`value`, when it lies between 0 and 1."""
+    """Return `value` when it lies between 0 and 1."""
     if not 0 <= value <= 1:
         fail(f"{field} is {value}, not 0 to 1")
     return value

@@ -1,7 +1,6 @@
-"""What coordinator and peers say to one another, as plain frozen values. Neither daemon handles raw protobuf beyond its stubs.
+"""What coordinator and peers say to one another, as plain frozen records. The comments of the .proto files hold here, too.
 
-Owns: the fields and their meaning (the comments of the .proto files hold too). `control_messages`, `data_messages` and
-`injection_messages` map them to and from the wire and validates. Must not know: protobuf, connections.
+`control_messages`, `data_messages` and `injection_messages` map them to and from the wire and validate what arrives.
 """
 
 from __future__ import annotations
@@ -39,71 +38,70 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 2  # Hello.protocol; raised when old and new daemons could no longer understand one another
+# The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
+# coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
+PROTOCOL = 2
 
 
 class PeerState(Enum):
     """What a peer is doing."""
 
-    STARTING = "starting"
-    TRAINING = "training"
-    EXCHANGING = "exchanging"
+    STARTING = "starting"  # loading, not yet at the run's outer parameters
+    TRAINING = "training"  # taking inner steps
+    EXCHANGING = "exchanging"  # has contributed and waits for the outcome
 
 
 class RunPhase(Enum):
     """What the coordinator is doing."""
 
-    __hash__ = object.__hash__  # an Enum's own takes longer than what is done with it
+    __hash__ = object.__hash__  # Enum's own is a Python function, slower than the look-ups that use it
 
-    FOUNDING = "founding"
-    GATHERING = "gathering"
-    COLLECTING = "collecting"
-    COMMITTING = "committing"
-    PAUSED = "paused"
-    FINISHED = "finished"
+    FOUNDING = "founding"  # there are no parameters yet
+    GATHERING = "gathering"  # too few live peers to open a round
+    COLLECTING = "collecting"  # a round is open
+    COMMITTING = "committing"  # the round is closed and is being merged and journalled
+    PAUSED = "paused"  # by the operator
+    FINISHED = "finished"  # the last outer step or token is merged, or the operator drained the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A rank's first message. schema None: it only asks for the configuration. rank, ranks: of the peer's replica; rank 0 is
-    the member, the others only get views."""
+    """A rank's first message on Attend."""
 
     run_id: str
-    schema: Schema | None = None
-    software: str = ""
-    rank: int = 0
-    ranks: int = 1
+    schema: Schema | None = None  # None: it only asks for the configuration
+    software: str = ""  # free text for the operator
+    rank: int = 0  # of the peer's replica; rank 0 is the member, the others only get views
+    ranks: int = 1  # how many ranks the replica has
     protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Where a peer serves the snapshot of its outer parameters (HOST:PORT), and what a reader of this outer step must say."""
+    """Where a peer serves the snapshot of its outer parameters."""
 
-    address: str
-    ticket: str
+    address: str  # HOST:PORT
+    ticket: str  # what a reader must show; another one for each outer step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A peer's report. digest: of its outer parameters, empty while starting; loss: NaN before the first step, and when the
-    training diverged; step_s: seconds per inner step; bytes_sent, bytes_received: data plane, since the process started;
-    serving: the snapshot of `outer_step`; None: it serves none."""
+    """A peer's report."""
 
     state: PeerState
-    outer_step: int = 0
-    digest: str = ""
-    inner_steps: int = 0
-    round_inner_steps: int = 0
-    loss: float = math.nan
+    outer_step: int = 0  # of its outer parameters
+    digest: str = ""  # of its outer parameters; empty while starting
+    inner_steps: int = 0  # since its process started
+    round_inner_steps: int = 0  # since its last contribution
+    loss: float = math.nan  # training loss, moving mean; NaN before the first step, not finite when training diverged
     tokens_per_s: float = 0.0
-    step_s: float = 0.0
-    bytes_sent: int = 0
+    step_s: float = 0.0  # seconds per inner step, moving mean
+    bytes_sent: int = 0  # data plane, since its process started
     bytes_received: int = 0
-    serving: Serving | None = None
+    serving: Serving | None = None  # the snapshot of `outer_step`; None: it serves none
 
     def as_json(self) -> dict[str, str | int | float | None]:
-        """The values of a `peer` line of metrics.jsonl; a loss that is not finite is None."""
+        """Return the values of a `peer` line of metrics.jsonl; a loss that is not finite is None."""
         return {
             "state": self.state.value,
             "outer_step": self.outer_step,
@@ -126,68 +124,60 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The coordinator's first message. config_json: `RunConfig.to_json()`; outer_step: that the run has reached."""
+    """The coordinator's first message on Attend."""
 
     run_id: str
-    peer_id: str
-    config_json: str
-    outer_step: int = 0
+    peer_id: str  # the one in the caller's certificate
+    config_json: str  # `RunConfig.to_json()`
+    outer_step: int = 0  # that the run has reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The run as it stands, whole. round_id: the open round or 0; resync: why this peer must take a snapshot, or empty.
+    """The run as it stands. Always whole, so a lost one does not matter."""
 
-    reason: why the run cannot go on as it stands, or empty; inner_steps: until this peer's next contribution, from its next
-    phase on; 0: as configured; draining: the run ends with the open round.
-    """
-
-    sequence: int
+    sequence: int  # grows with every view of a connection
     phase: RunPhase
-    outer_step: int = 0
-    round_id: int = 0
-    digest: str = ""
-    oldest_update: int = 0
-    last_round_id: int = 0
-    last_committed: bool = False
-    last_reason: str = ""
-    resync: str = ""
-    found: bool = False
-    reason: str = ""
-    inner_steps: int = 0
-    draining: bool = False
+    outer_step: int = 0  # the last committed one
+    round_id: int = 0  # the open round; 0: none
+    digest: str = ""  # of the outer parameters at `outer_step`
+    oldest_update: int = 0  # updates to outer steps oldest_update .. outer_step can be fetched
+    last_round_id: int = 0  # the last closed round
+    last_committed: bool = False  # whether it was committed
+    last_reason: str = ""  # why it closed
+    resync: str = ""  # why this peer must take a snapshot, or empty
+    found: bool = False  # "you are the founder: send your initial parameters"
+    reason: str = ""  # why the run cannot go on as it stands, or empty
+    inner_steps: int = 0  # until this peer's next contribution, from its next phase on; 0: as configured
+    draining: bool = False  # the run ends with the open round
 
 
 @dataclass(frozen=True, slots=True)
 class Expel:
-    """The coordinator's last message: evicted by the operator, or refused."""
+    """The coordinator's last message on Attend."""
 
-    evicted: bool
+    evicted: bool  # by the operator; else refused
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionHeader:
-    """What a contribution is, or one rank's part of it. numel: of the payload; total_bytes: exactly what `codec` makes of it.
-
-    boxes: what of the fragment the payload holds (see `edit.fragments.shards.Shard`), None: all of it; attempt: grows with
-    each contribution of the replica and is equal at its ranks, as inner_steps and tokens are.
-    """
+    """What a contribution to one fragment is, or one rank's shard of it. Its payload follows in chunks."""
 
     run_id: str
-    round_id: int
-    outer_step: int
-    peer_id: str
+    round_id: int  # the round it was sent for; with max_staleness above 0 a later one may merge it
+    outer_step: int  # computed against the outer parameters of this step
+    peer_id: str  # must be the certificate's
     fragment_id: int
     schema_hash: str
-    inner_steps: int
-    tokens: int
-    codec: str
-    numel: int
-    total_bytes: int
+    inner_steps: int  # the work behind it, of the whole replica, equal at all ranks
+    tokens: int  # likewise
+    codec: str  # the codec's name
+    numel: int  # elements of the payload
+    total_bytes: int  # of the payload: exactly what `codec` makes of numel elements
     rank: int = 0
-    attempt: int = 0
-    boxes: tuple[Box, ...] | None = None
+    attempt: int = 0  # grows with each contribution of the replica, equal at all ranks; a newer one replaces an older one
+    boxes: tuple[Box, ...] | None = None  # what of the fragment the payload holds; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,41 +185,37 @@ class Received:
     """How much of a contribution the aggregator holds."""
 
     received_bytes: int
-    complete: bool
+    complete: bool  # all bytes are in and intact
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """The update to `outer_step`. shards: what this rank holds, one per fragment of the schema; None: everything."""
+    """Asks for the published update to `outer_step`."""
 
     run_id: str
     outer_step: int
-    shards: tuple[Shard, ...] | None = None
+    shards: tuple[Shard, ...] | None = None  # what this rank holds, one per fragment of the schema; None: everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentUpdate:
-    """One fragment of a published update, without its bytes. codec None: rolled back, no bytes follow.
+    """One fragment of a published update, without its bytes."""
 
-    numel, total_bytes: of what is sent (`edit.codecs.cut`), 0 when this rank holds nothing of the fragment;
-    commit: the verdicts and numbers; its payload is always None here.
-    """
-
-    commit: FragmentCommit
-    codec: str | None
-    numel: int
-    total_bytes: int
+    commit: FragmentCommit  # the verdicts and numbers; its payload is always None here
+    codec: str | None  # None: rolled back, no bytes follow
+    numel: int  # elements of what is sent (`Codec.cut`); 0 when this rank holds nothing of the fragment
+    total_bytes: int  # of what is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateManifest:
-    """What a published update consists of: the fragments that the outer step exchanged; their bytes follow in this order."""
+    """What a published update consists of; the bytes of its fragments follow in the same order."""
 
     outer_step: int
     round_id: int
-    digest: str
-    reason: str
-    fragments: tuple[FragmentUpdate, ...]
+    digest: str  # of the outer parameters after it
+    reason: str  # why its round closed
+    fragments: tuple[FragmentUpdate, ...]  # those that the outer step exchanged, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,61 +228,55 @@ class Donor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotManifest:
-    """theta at `outer_step`; fragment_hash: of each fragment's fp32 little-endian bytes; donors: members that have it too."""
+    """What a snapshot of the outer parameters at `outer_step` consists of."""
 
     outer_step: int
     digest: str
     schema: Schema
-    fragment_hash: tuple[bytes, ...]
-    donors: tuple[Donor, ...] = ()
+    fragment_hash: tuple[bytes, ...]  # BLAKE3 of each fragment's fp32 little-endian bytes
+    donors: tuple[Donor, ...] = ()  # members from which it can be read as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRequest:
-    """One fragment of the snapshot at `outer_step`, from byte `offset` on. boxes: the part of it that is wanted; None: all.
-
-    ticket: of the donor that is asked; empty: the aggregator is."""
+    """Asks for one fragment of the snapshot at `outer_step`."""
 
     run_id: str
     outer_step: int
     fragment_id: int
-    offset: int = 0
-    boxes: tuple[Box, ...] | None = None
-    ticket: str = ""
+    offset: int = 0  # the first byte, within the fp32 bytes of the boxes
+    boxes: tuple[Box, ...] | None = None  # what of the fragment is wanted; None: all of it
+    ticket: str = ""  # of the donor that is asked; empty: the aggregator is asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundHeader:
-    """The founder's initial parameters follow, fp32, fragment after fragment."""
+    """The founder's initial parameters follow: fp32, fragment after fragment."""
 
     run_id: str
     schema_hash: str
-    digest: str
+    digest: str  # of the parameters that follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectHeader:
-    """An `edit.merging.injection.Injection` without its bytes, which follow, fp32, one of `fragments` after the other.
+    """An `edit.merging.injection.Injection` without its bytes, which follow: fp32, one of `fragments` after the other."""
 
-    digest: over the fragments that follow (`edit.fragments.digest.digest`).
-    """
-
-    run_id: str
+    run_id: str  # of the run below
     schema_hash: str
     brings: Injected
     base: Injected | None
     replaces: bool
-    fragments: tuple[int, ...]
-    digest: str
+    fragments: tuple[int, ...]  # whose bytes follow, ascending
+    digest: str  # `edit.fragments.digest.digest` of the fragments that follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionState:
-    """The run below as its regional aggregator sees it. tokens: merged so far; injected: what is in the outer parameters at
-    `outer_step`; accepted: what is on disk and comes in with the next commit."""
+    """The run below as its regional aggregator sees it."""
 
     outer_step: int
     phase: RunPhase
-    tokens: int
-    injected: Injected | None
-    accepted: Injected | None
+    tokens: int  # merged so far
+    injected: Injected | None  # what of the run above is in the outer parameters at `outer_step`
+    accepted: Injected | None  # what is on disk and comes in with the next commit

@@ -1,7 +1,7 @@
-"""Snapshots that are being read: theta of a past outer step stays until nobody has asked for it for a while.
+"""Snapshots that are being read: theta of a past outer step stays until nobody has asked for it for KEPT_S seconds.
 
-Owns: how long. A commit replaces tensors and never writes into them, so keeping a snapshot means keeping references. Must not
-know: connections, the clock (`now`, monotonic seconds, is an argument).
+A commit replaces tensors and never writes into them, so keeping a snapshot means keeping references. `now` is monotonic
+seconds.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from editpb.messages import SnapshotManifest
 
 __all__ = ["KEPT_S", "SnapshotCache"]
 
-KEPT_S = 60.0  # after it was last asked for
+KEPT_S = 60.0  # seconds after it was last asked for
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     manifest: SnapshotManifest
     fragments: tuple[Tensor, ...]
-    until: float
+    until: float  # monotonic seconds
 
 
 class SnapshotCache:
-    """The snapshots that may be read now, by outer step."""
+    """The snapshots that can be read now, by outer step."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
@@ -35,18 +35,18 @@ class SnapshotCache:
         return len(self._kept)
 
     def known(self, outer_step: int, now: float) -> SnapshotManifest | None:
-        """The manifest of this step, if it is here; it then stays for another while. Forgets what nobody reads."""
+        """Return the manifest of this outer step, if it is kept, and keep it for longer. Forgets what nobody has read."""
         self._kept = {step: kept for step, kept in self._kept.items() if kept.until > now}
         kept = self._kept.get(outer_step)
         return self.put(kept.manifest, kept.fragments, now) if kept is not None else None
 
     def put(self, manifest: SnapshotManifest, fragments: tuple[Tensor, ...], now: float) -> SnapshotManifest:
-        """Keep a snapshot; returns its manifest."""
+        """Keep a snapshot, and return its manifest."""
         self._kept[manifest.outer_step] = _Kept(manifest, fragments, now + KEPT_S)
         return manifest
 
     def take(self, outer_step: int, fragment_id: int, now: float) -> Tensor:
-        """One fragment, flat fp32. Raises GoneError."""
+        """Return one fragment, flat fp32, and keep the snapshot for longer. Raises GoneError when it is no longer kept."""
         kept = self._kept.get(outer_step)
         if kept is None or kept.until <= now:
             raise GoneError(f"the snapshot of outer step {outer_step} is not kept; describe a new one")

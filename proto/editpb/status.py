@@ -1,7 +1,4 @@
-"""One table between gRPC's status codes and the errors of this project, both ways.
-
-Owns: which code an error becomes, and whose fault a code means. Must not know: calls, retries.
-"""
+"""One table between gRPC's status codes and the errors of this project, both ways: a code says whose fault it was."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
         EvictedError: grpc.StatusCode.PERMISSION_DENIED,
         TransportError: grpc.StatusCode.UNAVAILABLE,
         StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,  # a full disk may have room again later
-        ConfigError: grpc.StatusCode.INTERNAL,  # of the abort_on_error side; the caller can do nothing about it
+        ConfigError: grpc.StatusCode.INTERNAL,  # of this side; the caller can do nothing about it
         LocalProtocolError: grpc.StatusCode.INTERNAL,
         EditError: grpc.StatusCode.INTERNAL,
     }
@@ -67,14 +64,14 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
 
 
 def to_status(error: EditError) -> tuple[grpc.StatusCode, str]:
-    """(code, details) with which a servicer aborts a call because of `error`."""
+    """Return (code, details) with which a servicer aborts a call because of `error`."""
     kind = next(kind for kind in type(error).__mro__ if kind in _CODES)
     prefix = _EVICTED if isinstance(error, EvictedError) else ""
     return _CODES[kind], one_line(f"{prefix}{error}", MAX_DETAILS_CHARS)
 
 
 def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
-    """The error that a failed call with this status means; its message is one line."""
+    """Return the error that a failed call with this status means; its message is one line."""
     text = one_line(details or "", MAX_DETAILS_CHARS) or code.name.lower().replace("_", " ")
     if code is grpc.StatusCode.PERMISSION_DENIED and text.startswith(_EVICTED):
         return EvictedError(text.removeprefix(_EVICTED))
@@ -82,7 +79,7 @@ def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
 
 
 def from_rpc(error: grpc.RpcError) -> EditError:
-    """`from_status` of the exception that a stub raised, of grpc or grpc.aio."""
+    """Return the error behind the exception that a stub of grpc or grpc.aio raised."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return TransportError(one_line(str(error), MAX_DETAILS_CHARS) or "the call failed")
     return from_status(error.code(), error.details())

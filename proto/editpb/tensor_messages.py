@@ -21,30 +21,25 @@ __all__ = [
     "boxes_to_pb",
     "check_encoded_size",
     "codec_from_pb",
-    "codec_to_pb",
     "schema_from_pb",
     "schema_to_pb",
     "shard_from_pb",
 ]
 
+# The wire's value for each codec of `edit.codecs`; a test holds the two together.
 CODEC_IDS: Mapping[str, tpb.CodecId] = MappingProxyType(
     {"fp32": tpb.CODEC_ID_FP32, "bf16": tpb.CODEC_ID_BF16, "fp16": tpb.CODEC_ID_FP16, "int8": tpb.CODEC_ID_INT8}
 )
 
 
-def codec_to_pb(name: str) -> tpb.CodecId:
-    """The wire's value for a codec of `edit.codecs`."""
-    return CODEC_IDS[name]
-
-
 def codec_from_pb(value: int) -> str:
-    """The name of a codec; an unknown value is an error."""
+    """Decode the name of a codec; an unknown value is an error."""
     name = next((name for name, codec_id in CODEC_IDS.items() if codec_id == value), None)
     return name if name is not None else fail(f"codec {value} is not known here; the other side may be newer")
 
 
 def schema_to_pb(schema: Schema) -> tpb.Schema:
-    """All fragments of a model."""
+    """Encode all fragments of a model."""
     return tpb.Schema(
         fragments=[
             tpb.FragmentSpec(name=f.name, tensors=[tpb.TensorSpec(name=t.name, shape=t.shape) for t in f.tensors])
@@ -54,7 +49,7 @@ def schema_to_pb(schema: Schema) -> tpb.Schema:
 
 
 def schema_from_pb(message: tpb.Schema) -> Schema:
-    """All fragments of a model; names unique, sizes within `editpb.limits`."""
+    """Decode all fragments of a model: names are unique, sizes within `editpb.limits`."""
     lim.at_most("fragments in a schema", message.fragments, lim.MAX_FRAGMENTS)
     if (tensors := sum(len(fragment.tensors) for fragment in message.fragments)) > lim.MAX_TENSORS:
         fail(f"{tensors} tensors in a schema, more than {lim.MAX_TENSORS}")
@@ -81,12 +76,12 @@ def _tensor_from_pb(message: tpb.TensorSpec) -> TensorSpec:
 
 
 def boxes_to_pb(boxes: Iterable[Box]) -> list[tpb.Box]:
-    """The part of a fragment that a rank holds."""
+    """Encode what a rank holds of a fragment."""
     return [tpb.Box(tensor=box.tensor, offsets=box.offsets, sizes=box.sizes) for box in boxes]
 
 
 def shard_from_pb(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> Shard:
-    """The part of `fragment` that a rank holds: boxes that lie inside their tensors, do not overlap, and are few."""
+    """Decode what a rank holds of `fragment`: boxes that lie inside their tensors, do not overlap, and are few."""
     counts = [0] * len(fragment.tensors)
     for box in boxes:
         lim.at_most(f"offsets of a box of fragment {fragment.name}", box.offsets, lim.MAX_DIMS)
