@@ -112,14 +112,14 @@ class DataServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Found(self, request_iterator, context):
-        """The founder's initial parameters; refused once the run has any.
+        """The founder sends its initial parameters. Refused once the run has parameters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inject(self, request_iterator, context):
-        """The regional aggregator's word, and what it needs to know for it.
+        """For the region: what the run above decided, and what it needs to know for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
