@@ -1,8 +1,24 @@
 """EDiT: local SGD with layer-wise exchange and a pseudo-gradient penalty.
 
-The public API: what a user's own loop needs (`EditWorker`, a `Collective`), a run's configuration, and the values and errors
-that cross the seams. Importing it starts nothing, reads nothing and opens nothing; torch is imported with the first name that
-needs it, so that a command line that only asks a question answers at once.
+The names exported here are the public API: what a user's own loop needs (`EditWorker`, a `Collective`), a run's configuration,
+and the values and errors that cross the seams. Importing it starts nothing and reads no file; torch is imported with the first
+name that needs it, so that a command which only asks a question answers at once.
+
+Owns: the algorithm. Must not know: sockets, threads, clocks, the environment (edit.lab aside). In reading order:
+
+reference      every rule of the algorithm, naively, on one page
+config/        the settings and their checks
+records        the values that cross a seam
+collective     the seam between the algorithm and a carrier
+fragments/     what is exchanged
+codecs/        flat fp32 vectors to bytes and back
+merging/       contributions to one outer step
+local          a whole run in one process
+replica/       a model's two sets of parameters: outer and local
+worker/        one peer's exchange
+rounds/        when a round opens, closes and commits
+integrations/  callbacks for training frameworks
+lab/           edit-lab
 """
 
 import importlib

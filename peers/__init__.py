@@ -1,4 +1,16 @@
-"""The peer daemon: enrolment, session, transports, trainer, data and models; `connect` for a user's own loop."""
+"""`edit-peer`: the daemon of one peer, and `peers.connect` for a user's own loop.
+
+Owns: how a peer joins a run, reaches it and trains in it. Must not know: the coordinator's code (`aggregator` is never
+imported); the two meet in the messages of `editpb`. In reading order:
+
+cli        the commands and their help
+daemon     starts and ends the process
+carriers/  how a peer reaches the run
+training/  the daemon's own training
+models/    which model a run means
+identity/  the peer's key and certificate
+regions/   a site's run as one peer of a run above
+"""
 
 import typing
 
