@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aggregator.run_feed import RunFeed
-from aggregator.security.authority import Members
+from aggregator.security.members import Members
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer

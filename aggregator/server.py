@@ -19,7 +19,8 @@ from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
 from aggregator.run_feed import RunFeed, log_event
-from aggregator.security.authority import Authority, Members, check_equipped
+from aggregator.security.authority import Authority, check_equipped
+from aggregator.security.members import Members
 from aggregator.services.authorization import Authorizer
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService

@@ -1,7 +1,5 @@
-"""Who is here: attendance, leases and states of the members, each change with its reason. Sans-IO.
-
-Owns: which connection of an identity counts, when silence becomes loss, the per-member counters, the comparison of digests.
-Must not know: time (every call takes `now`, seconds of one monotonic clock), certificates, rounds, files, gRPC, logging.
+"""Who is here: attendance, leases and states of the members, each change with its reason. Sans-IO: every call takes `now`, in
+seconds of one monotonic clock.
 
 state                           event                            next
 ------------------------------  -------------------------------  -----------------------------------------------------
@@ -12,7 +10,7 @@ STARTING, TRAINING, EXCHANGING  tick, silent for > lease_s       LOST      "no h
 any live, LOST                  closed, polite                   LEFT
 any live                        closed, not polite               LOST      at once, with the reason
 any                             evict                            EVICTED   (final)
-Words of an attendance that counts no more are refused (heartbeat) or have no effect (closed).
+The newest attendance of an identity counts. A heartbeat of an older one is refused, and its end has no effect.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ REPLACED = "replaced by a newer connection of the same identity"
 
 
 class MemberState(Enum):
-    """Where a member stands. The first three are live; their names are those of `editpb.messages.PeerState`."""
+    """Where a member stands. The first three are live; they have the names of `editpb.messages.PeerState`."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -46,6 +44,7 @@ class MemberState(Enum):
 
     @property
     def live(self) -> bool:
+        """Whether a member in this state can take part in rounds."""
         return self in (MemberState.STARTING, MemberState.TRAINING, MemberState.EXCHANGING)
 
 
@@ -59,31 +58,36 @@ class Change:
 
     @property
     def live(self) -> bool:
+        """Whether the new state is live."""
         return self.state.live
 
 
 @dataclass(slots=True)
 class Member:
-    """One identity. attendance: number of the connection that counts, 0 for none; last_seen: on the clock of `now`;
-    contributions, rejections: rounds that merged it with a weight, with weight 0; absences: committed without it."""
+    """One identity."""
 
     peer_id: str
     state: MemberState
-    reason: str
-    last_seen: float
-    attendance: int = 0
-    heartbeat: Heartbeat | None = None
-    contributions: int = 0
-    rejections: int = 0
-    absences: int = 0
+    reason: str  # of the last change of state
+    last_seen: float  # when it last gave a sign of life, on the clock of `now`
+    attendance: int = 0  # number of the connection that counts; 0: none
+    heartbeat: Heartbeat | None = None  # the last one of this attendance
+    contributions: int = 0  # committed rounds that merged it with a weight
+    rejections: int = 0  # committed rounds that merged it with weight 0
+    absences: int = 0  # rounds committed without it while it was expected
 
     @property
     def live(self) -> bool:
+        """Whether its state is live."""
         return self.state.live
 
 
 class Membership:
-    """All members of one run. `evicted`: reasons of identities that were evicted earlier."""
+    """All members of one run.
+
+    Args:
+        evicted: identities that were evicted earlier, with the reasons.
+    """
 
     def __init__(self, config: MembershipConfig, evicted: Mapping[str, str] = MappingProxyType({})) -> None:
         self._config = config
@@ -95,11 +99,11 @@ class Membership:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """Everybody ever seen, by peer_id; to be read only."""
+        """Everybody ever seen, by peer_id; for reading only."""
         return MappingProxyType(self._members)
 
     def attended(self, peer_id: str, now: float) -> tuple[int, list[Change]]:
-        """A connection of this identity opened: its attendance number, larger than any before. The newest one counts.
+        """Take a connection of this identity that opened. Return the number of its attendance, larger than any before.
 
         Raises EvictedError.
         """
@@ -117,7 +121,7 @@ class Membership:
         return self._attendances, changes + _change(member, MemberState.STARTING, "attends")
 
     def heartbeat(self, peer_id: str, attendance: int, heartbeat: Heartbeat, now: float) -> list[Change]:
-        """The peer reported. Raises RefusedError when this attendance counts no more."""
+        """Take a report of the peer. Raises RefusedError when this attendance counts no more."""
         member = self._counting(peer_id, attendance)
         if member is None:
             raise RefusedError(REPLACED)
@@ -129,7 +133,7 @@ class Membership:
         return _change(member, MemberState[heartbeat.state.name], reason)
 
     def progress(self, peer_id: str, now: float) -> list[Change]:
-        """Bytes of this peer arrive on the data plane: a busy link is not silence."""
+        """Renew the lease because bytes of this peer arrive on the data plane: a busy link is not silence."""
         member = self._members.get(peer_id)
         if member is None or not member.attendance:
             return []
@@ -140,7 +144,7 @@ class Membership:
         return _change(member, state, "heard again")
 
     def closed(self, peer_id: str, attendance: int, reason: str, now: float, *, polite: bool = False) -> list[Change]:
-        """The connection ended. polite: the peer said goodbye. No effect when the attendance counts no more."""
+        """Take the end of a connection; without effect when its attendance counts no more. polite: the peer said goodbye."""
         member = self._counting(peer_id, attendance)
         if member is None:
             return []
@@ -150,7 +154,7 @@ class Membership:
         return _change(member, MemberState.LOST, reason) if member.live else []
 
     def tick(self, now: float, among: Iterable[str] | None = None) -> list[Change]:
-        """Time has passed: who was silent for longer than the lease is lost. among: who may have been; None: anybody."""
+        """Lose the members that were silent for longer than the lease. among: look at these only; None: at everybody."""
         changes = []
         for member in self._members.values() if among is None else [self._members[peer_id] for peer_id in among]:
             silent = now - member.last_seen
@@ -159,7 +163,7 @@ class Membership:
         return changes
 
     def evict(self, peer_id: str, reason: str, now: float) -> list[Change]:
-        """The operator's word; final. An identity that was never here may be evicted as well."""
+        """Evict an identity for good, also one that was never here."""
         member = self._members.get(peer_id)
         if member is None:
             member = self._members[peer_id] = Member(peer_id=peer_id, state=MemberState.LOST, reason="", last_seen=now)
@@ -167,7 +171,7 @@ class Membership:
         return _change(member, MemberState.EVICTED, reason)
 
     def count(self, *, merged: Iterable[str] = (), rejected: Iterable[str] = (), absent: Iterable[str] = ()) -> None:
-        """Count one committed round: contributions, rejections, absences. Unknown identities are passed over."""
+        """Count one committed round: contributions, rejections, absences. Unknown identities are ignored."""
         for member in self._known(merged):
             member.contributions += 1
         for member in self._known(rejected):
@@ -184,9 +188,9 @@ class Membership:
 
 
 def digest_mismatch(reported: str, outer_step: int, own: str) -> str:
-    """Why a peer that reports this digest for `outer_step` must take a snapshot, or ''. own: the run's digest of that step.
+    """Return why a peer that reports this digest for `outer_step` must take a snapshot, or ''.
 
-    An empty digest, on either side, says nothing.
+    An empty digest on either side is not compared. own: the run's digest of that step.
     """
     if not reported or not own or reported == own:
         return ""
@@ -194,7 +198,7 @@ def digest_mismatch(reported: str, outer_step: int, own: str) -> str:
 
 
 def _change(member: Member, state: MemberState, reason: str) -> list[Change]:
-    """Enter `state`; a state that is kept keeps its reason, too."""
+    """Enter `state`; without effect, also on the reason, when the member is in it already."""
     if member.state is state:
         return []
     member.state, member.reason = state, reason

@@ -1,6 +1,6 @@
 """Which members a reader of a snapshot may also ask. Sans-IO.
 
-Owns: the choice. Never one below the committed outer step, nor one whose digest is another. Must not know: connections, time.
+A donor is at the committed outer step and has the run's digest: never one below, nor one that differs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ __all__ = ["donors_of"]
 
 
 def donors_of(manifest: SnapshotManifest, members: Iterable[Member], reader: str) -> tuple[Donor, ...]:
-    """Live members but the reader that serve this very snapshot, at most MAX_DONORS; where there are more, each reader is told
-    of others, so that they share the load."""
+    """Return live members other than the reader that serve this very snapshot, at most MAX_DONORS.
+
+    Where there are more, each reader is told of others, so that they share the load.
+    """
     donors = [
         Donor(member.peer_id, beat.serving)
         for member in members

@@ -1,10 +1,8 @@
-"""The run's certificate authority on disk, and who is a member: creating, inviting, redeeming, evicting.
+"""The run's certificate authority on disk: creating, inviting, redeeming.
 
-Owns: ca.pem, ca.key, server.pem/.key, operator.pem/.key, invitations/, members.json of the coordinator's folder. An invitation
-lies there as `<sha256 of its token>.json`, never with the token itself. Redeeming renames it to
+An invitation lies in invitations/ as `<sha256 of its token>.json`, never with the token itself. Redeeming renames it to
 `<sha256>.<sha256 of the public key>.used` before a certificate is issued: the rename succeeds once, and its name says for which
-key, so that a crash or a lost reply burns nothing for the machine that redeemed it. Must not know: gRPC, the clock (`now`, unix
-seconds, is an argument).
+key. So a crash or a lost reply costs the machine that redeemed it nothing: it asks again and gets the same certificate.
 
 One process at a time redeems and evicts (the one that holds the folder's lock); `invite` may run beside it.
 """
@@ -12,13 +10,10 @@ One process at a time redeems and evicts (the one that holds the folder's lock);
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
-import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,121 +31,23 @@ from aggregator.security.certificates import (
     public_der,
     public_key_of,
 )
+from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StorageError
 from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
-from editpb.limits import one_line
 
-__all__ = ["MEMBER_LIFETIME_S", "Authority", "MemberRecord", "Members", "check_equipped"]
+__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped"]
 
-MEMBERS_FORMAT = 2  # of members.json
 INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
-OPERATOR_ID = "operator"
 COORDINATOR_ID = "coordinator"
 _RENEW_BEFORE_S = 30 * 86400.0
 _UNKNOWN = "this invitation is not known here: it is for another run, was withdrawn, or was altered; ask for a new one"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberRecord:
-    """One member. serial: of its newest certificate, in hexadecimal; issued: unix seconds; evicted: the reason, or None."""
-
-    peer_id: str
-    role: str
-    serial: str
-    issued: float
-    evicted: str | None = None
-
-
-class Members:
-    """members.json: everybody who was ever enrolled. Raises StorageError when the file is damaged or cannot be written.
-
-    enrols: False at a further aggregator, which is not told who was enrolled: whoever has a certificate of the run's authority
-    is a member, until evicted here, or until a certificate of the same name that was issued later has been seen.
-    """
-
-    def __init__(self, path: Path, *, enrols: bool = True) -> None:
-        self._path, self._enrols = path, enrols
-        try:
-            rows = _read_rows(path) if path.exists() else []
-            self._records = {row["peer_id"]: MemberRecord(**row) for row in rows}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StorageError(f"{path}: is damaged; restore it from a copy ({error})") from error
-
-    def all(self) -> tuple[MemberRecord, ...]:
-        """Everybody, by peer_id."""
-        return tuple(self._records[peer_id] for peer_id in sorted(self._records))
-
-    def get(self, peer_id: str) -> MemberRecord | None:
-        """One member, or None."""
-        return self._records.get(peer_id)
-
-    def why_refused(self, identity: Identity, serial: int | None = None) -> str | None:
-        """Return why the holder of a certificate for this identity may not take part; None: it may.
-
-        Args:
-            serial: of its certificate; a certificate that a newer one replaced is refused. None: of the newest one.
-        """
-        record = self._records.get(identity.peer_id)
-        if record is None:
-            return f"{identity.peer_id} is not a member of this run"
-        if record.evicted is not None:
-            return record.evicted
-        if record.role != identity.role:
-            return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
-        if serial is not None and f"{serial:x}" != record.serial:
-            return f"the certificate of {identity.peer_id} was replaced by a newer one"
-        return None
-
-    def add_caller(self, identity: Identity, certificate: x509.Certificate) -> None:
-        """Remember a caller where nobody is enrolled (`enrols` is False); call it before `why_refused`.
-
-        The certificate is known to be signed by the run's authority. One that was issued later replaces an earlier one.
-        """
-        record = self._records.get(identity.peer_id)
-        issued = certificate.not_valid_before_utc.timestamp()
-        if self._enrols or (record is not None and (record.evicted is not None or record.issued >= issued)):
-            return
-        self.add(identity, certificate, issued)
-
-    def evicted(self, peer_id: str) -> bool:
-        """Whether the operator shut this member out."""
-        record = self._records.get(peer_id)
-        return record is not None and record.evicted is not None
-
-    def add(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
-        """Remember a member and its newest certificate."""
-        record = MemberRecord(peer_id=identity.peer_id, role=identity.role, serial=f"{certificate.serial_number:x}", issued=now)
-        self._save({**self._records, identity.peer_id: record})
-
-    def evict(self, peer_id: str, reason: str) -> None:
-        """Shut a member out for good. Raises RefusedError for one that was never enrolled, and for the run's own operator."""
-        if peer_id == OPERATOR_ID:
-            raise RefusedError(f"{OPERATOR_ID} is this folder's own identity and cannot be evicted")
-        record = self._records.get(peer_id)
-        if record is None and not self._enrols:
-            record = MemberRecord(peer_id=peer_id, role="peer", serial="", issued=0.0)
-        if record is None:
-            raise RefusedError(f"{one_line(peer_id, 64)} is not a member of this run")
-        reason = one_line(reason) or "evicted by the operator"
-        self._save({**self._records, peer_id: dataclasses.replace(record, evicted=reason)})
-
-    def _save(self, records: dict[str, MemberRecord]) -> None:
-        rows = [dataclasses.asdict(records[peer_id]) for peer_id in sorted(records)]
-        write_json(self._path, {"members": rows}, version=MEMBERS_FORMAT, mode=0o600)
-        self._records = records
-
-
-def _read_rows(path: Path) -> list[Any]:
-    """The members' records. Format 1 was a bare list of them."""
-    kept = json.loads(path.read_text())
-    return kept if isinstance(kept, list) else list(read_json(path, version=MEMBERS_FORMAT)["members"])
-
-
 class Authority:
-    """One run's authority. `create` makes it, `load` opens it."""
+    """One run's authority: makes and opens the folder's keys, invites members and gives them certificates."""
 
     def __init__(self, path: Path, run_id: str, issuer: Issuer, members: Members) -> None:
         self.run_id, self.members = run_id, members
@@ -195,7 +92,7 @@ class Authority:
 
     @property
     def ca_der(self) -> bytes:
-        """The authority's certificate."""
+        """The authority's certificate, in DER."""
         return self._issuer.der
 
     @property
@@ -212,7 +109,7 @@ class Authority:
         now: float,
         server_names: Sequence[str] = (),
     ) -> x509.Certificate:
-        """See `aggregator.security.certificates.Issuer.issue`."""
+        """Sign a certificate. See `aggregator.security.certificates.Issuer.issue`."""
         return self._issuer.issue(identity, public_key, lifetime_s=lifetime_s, now=now, server_names=server_names)
 
     def equip(self, path: Path, aggregator: int, name: str, *, now: float) -> None:
@@ -227,7 +124,7 @@ class Authority:
         write_atomic(path / "server.pem", _pem(certificate))
 
     def renew_server(self, advertise: Sequence[str], *, now: float) -> bool:
-        """Issue the server's certificate anew when server.advertise changed or it soon expires; says whether it did."""
+        """Issue the server's certificate anew when server.advertise changed or it expires soon. Return whether it did."""
         identity = Identity(self.run_id, "coordinator", COORDINATOR_ID)
         if _still_good(self._path / "server.pem", set(names_of(identity, tuple(advertise))), now + _RENEW_BEFORE_S):
             return False
@@ -235,9 +132,13 @@ class Authority:
         return True
 
     def invite(self, peer_id: str, *, role: str, enrol: Sequence[str], lifetime_s: float, now: float) -> Invitation:
-        """A new single-use invitation; for a present member it means a new machine for the same identity.
+        """Return a new single-use invitation. For a present member it means a new machine for the same identity.
 
-        enrol: HOST:PORT where it can be redeemed. Raises ConfigError (name, role, address), RefusedError (evicted, other role).
+        Args:
+            enrol: HOST:PORT where it can be redeemed.
+            lifetime_s: until it expires.
+
+        Raises ConfigError (name, role, address), RefusedError (evicted, another role), StorageError.
         """
         identity = Identity(self.run_id, role, peer_id)
         self._check_invitable(identity)
@@ -250,7 +151,7 @@ class Authority:
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
 
     def redeem(self, token: str, csr_der: bytes, *, now: float) -> tuple[bytes, Identity]:
-        """(certificate DER, identity) for the machine that holds the key of the request.
+        """Return (certificate in DER, identity) for the machine that holds the key of the request.
 
         The same key may ask again until the invitation expires, and gets the same certificate. Raises RefusedError (unknown,
         used, expired, evicted), RemoteProtocolError (request damaged), StorageError. Nothing is used up by an error.

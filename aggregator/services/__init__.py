@@ -1,0 +1,11 @@
+"""The gRPC services of one aggregator: thin mappings of control.proto, data.proto and enrolment.proto to calls of the run.
+
+Owns: who may call (before anything else of a request is read), the order of messages on a stream, and that every error
+becomes a status of one line. Must not know: how rounds, leases or merges work.
+
+In reading order:
+    authorization  who may call: the certificate of the connection decides
+    control        Control: one stream per rank, and the operator's calls
+    data           Data: contributions up; updates, snapshots and the founder's parameters
+    enrolment      Enrolment: an invitation in, a certificate out; the one service without client certificates
+"""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 
-from aggregator.security.authority import Members
+from aggregator.security.members import Members
 from edit.errors import EvictedError, RefusedError
 from editpb.identity import Identity, admitted
 

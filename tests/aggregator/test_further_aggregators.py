@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from aggregator.cli import app
 from aggregator.export import export_parameters
-from aggregator.security.authority import Authority, Members, check_equipped
+from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.certificates import key_pem, new_key
+from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from edit.config.run import RunConfig

@@ -16,7 +16,7 @@ from aggregator.data.published import Downlink, Head
 from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Clock, Resources
 from aggregator.run_feed import RunFeed
-from aggregator.security.authority import Members
+from aggregator.security.members import Members
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.state_folder import StateFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from cryptography import x509
@@ -12,7 +13,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 import aggregator.security.authority as authority_module
-from aggregator.security.authority import Authority, Members
+import aggregator.security.members as members_module
+from aggregator.security.authority import Authority
+from aggregator.security.members import Members
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StorageError
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import Invitation
@@ -186,8 +189,9 @@ def test_the_same_key_gets_the_same_certificate_again_until_the_invitation_expir
         redeem(authority, token, key, NOW + 60)
 
 
+@pytest.mark.parametrize("module", [members_module, authority_module], ids=["members.json", "the certificate"])
 def test_a_crash_between_claim_and_certificate_burns_nothing_for_that_key(
-    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ) -> None:
     token, key = invite(authority).token, new_key()
 
@@ -195,7 +199,7 @@ def test_a_crash_between_claim_and_certificate_burns_nothing_for_that_key(
         raise StorageError(f"{path}: cannot be written (No space left on device)")
 
     with monkeypatch.context() as patch:
-        patch.setattr(authority_module, "write_json", full)
+        patch.setattr(module, "write_json", full)
         with pytest.raises(StorageError):
             redeem(authority, token, key)
     again = Authority.load(tmp_path, RUN)

@@ -11,9 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from aggregator.security import authority
-from aggregator.security.authority import Authority, Members
+from aggregator.security import authority, members
+from aggregator.security.authority import Authority
 from aggregator.security.certificates import new_key
+from aggregator.security.members import Members
 from aggregator.storage import checkpoint, journal, journal_records, operator_flags, published_updates, state_folder
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.pending_injection import Injections
@@ -81,7 +82,7 @@ KINDS = {
         operator_flags, "FORMAT", lambda f: OperatorFlags(f / "orders").pause(), lambda f: OperatorFlags(f / "orders"), "orders"
     ),
     "members": Kind(
-        authority,
+        members,
         "MEMBERS_FORMAT",
         lambda f: Authority.create(f, "run", ["localhost"], now=time.time()),
         lambda f: Members(f / "members.json"),
@@ -112,7 +113,7 @@ def test_another_format_is_one_line_that_names_the_file_and_both(
 def test_members_without_a_format_are_read(tmp_path: Path) -> None:
     path = tmp_path / "members.json"
     path.write_text('[{"peer_id": "a", "role": "peer", "serial": "1f", "issued": 2.5, "evicted": null}]')
-    members = Members(path)
-    assert members.why_refused(Identity("run", "peer", "a")) is None
-    members.evict("a", "left")
+    kept = Members(path)
+    assert kept.why_refused(Identity("run", "peer", "a")) is None
+    kept.evict("a", "left")
     assert (record := Members(path).get("a")) is not None and record.evicted == "left"
