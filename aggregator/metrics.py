@@ -1,13 +1,16 @@
 """metrics.jsonl as a subscriber of the run's feed: one JSON object per line.
 
-A disk that refuses a line never stops the run: the first refusal is logged, later lines are tried again.
+The file thread writes the lines in order. A disk that refuses a line, or is so slow that too many wait, never stops the run:
+the first trouble of each kind is logged, and later lines are tried again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 
 from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEvent
@@ -15,14 +18,21 @@ from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEve
 __all__ = ["MetricsLog"]
 
 _log = logging.getLogger(__name__)
+_MOST_WAITING = 1000
 
 
 class MetricsLog:
-    """Appends lines to `path`."""
+    """Appends lines to `path`.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._complained = False
+    Args:
+        files: the file thread; what was given to it is written when it is shut down.
+        most_waiting: lines that wait to be written; more are lost.
+    """
+
+    def __init__(self, path: Path, files: Executor, most_waiting: int = _MOST_WAITING) -> None:
+        self._path, self._files = path, files
+        self._room = threading.Semaphore(most_waiting)
+        self._refused = self._overrun = False  # said already
 
     def on_event(self, event: RunEvent, unix: float) -> None:
         """Write the line of an event that has one: a closed round, a member's change, a peer's report."""
@@ -35,11 +45,22 @@ class MetricsLog:
                 self.line("peer", unix, {"peer_id": peer_id, **heartbeat.as_json()})
 
     def line(self, kind: str, unix: float, fields: Mapping[str, object]) -> None:
-        """Append one line; `unix`: seconds since 1970."""
+        """Append one line, soon; `unix`: seconds since 1970."""
+        text = json.dumps({"kind": kind, "t": round(unix, 3), **fields}) + "\n"
+        if self._room.acquire(blocking=False):
+            self._files.submit(self._append, text)
+        elif not self._overrun:
+            self._overrun = True
+            _log.warning("metrics: %s is written too slowly; lines are lost, the run goes on", self._path)
+
+    def _append(self, text: str) -> None:
+        """In the file thread."""
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, "t": round(unix, 3), **fields}) + "\n")
+                file.write(text)
         except OSError as error:
-            if not self._complained:
+            if not self._refused:
+                self._refused = True
                 _log.warning("metrics: %s cannot be written (%s); the run goes on without", self._path, error.strerror)
-            self._complained = True
+        finally:
+            self._room.release()

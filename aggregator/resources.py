@@ -1,4 +1,4 @@
-"""What the coordinator works with: disk, buffers, worker, clock. Values only."""
+"""What the coordinator works with: disk, buffers, threads, clock."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """store: the state on disk; intake: bytes on their way in; members: who may be here; orders: the operator's that
-    stand; background: the worker thread; deadlines: the file of the measured times, None keeps none."""
+    """What one run works with."""
 
-    store: Store
-    intake: UploadBuffer
-    members: Members
-    orders: OperatorFlags
-    background: Background
-    feed: RunFeed
-    deadlines: Path | None = None
+    store: Store  # the outer state on disk
+    uploads: UploadBuffer  # bytes on their way in
+    members: Members  # who may be here
+    orders: OperatorFlags  # whether the operator paused or drained the run
+    background: Background  # the worker thread, and tasks beside it
+    feed: RunFeed  # who is told what happens
+    deadlines: Path | None = None  # the file of the peers' measured times; None keeps none
     clock: Clock = field(default_factory=Clock)

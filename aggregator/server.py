@@ -57,7 +57,7 @@ class Coordinator:
     _main: grpc.aio.Server
     _enrol: grpc.aio.Server | None
     background: Background
-    _worker: ThreadPoolExecutor
+    _threads: tuple[ThreadPoolExecutor, ...]
     listen: str = ""
     enrol_listen: str = ""
 
@@ -72,14 +72,14 @@ class Coordinator:
         config = folder.config()
         clock = clock or Clock()
         authority = _authority(folder, config, clock.unix())
-        worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        worker, files = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("torch", "files"))
         background = Background(worker)
         feed = RunFeed(clock.unix)
         feed.subscribe(log_event)
-        feed.subscribe(MetricsLog(folder.metrics).on_event)
+        feed.subscribe(MetricsLog(folder.metrics, files).on_event)
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
-            intake=UploadBuffer(config.storage.buffer_bytes, folder.spill),
+            uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
             members=authority.members if authority else Members(folder.path / "members.json", enrols=False),
             orders=OperatorFlags(folder.orders),
             background=background,
@@ -91,7 +91,9 @@ class Coordinator:
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         authorizer = Authorizer(folder.run_id, run.members)
         enrol = grpc.aio.server(options=server_options()) if authority else None
-        coordinator = cls(folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, worker)
+        coordinator = cls(
+            folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, (worker, files)
+        )
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(run, authorizer), coordinator._main)
         if authority and enrol:
@@ -128,7 +130,8 @@ class Coordinator:
         self.run.attendances.end()
         await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in (self._main, self._enrol) if server is not None))
         await self.run.close(checkpoint=checkpoint)
-        self._worker.shutdown()
+        for thread in self._threads:
+            thread.shutdown()  # after what it was given
 
 
 def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority | None:

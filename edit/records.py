@@ -54,12 +54,15 @@ class Arriving(Protocol):
 
 
 class Verdict(Enum):
-    """What the penalty decided about one peer's contribution to one fragment; all but OK have weight 0."""
+    """What was decided about one peer's contribution to one fragment; all but OK have weight 0."""
 
     OK = "ok"
     NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
     ANOMALOUS = "anomalous"  # norm more than delta standard deviations above its moving mean
     IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
+    REJECTED = (
+        "rejected"  # a policy of the run did not admit it (`edit.merging.mergers.Admission`); the others are the penalty's
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

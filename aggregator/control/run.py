@@ -17,7 +17,7 @@ from aggregator.control.attendance import Attendance, Attendances
 from aggregator.control.founding import Founding
 from aggregator.control.pace_advice import PaceAdvice, impossible
 from aggregator.control.views import founded_view, founding_view
-from aggregator.data.published import Downlink, Head
+from aggregator.data.published import CommittedState, PublishedState
 from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Resources
 from aggregator.run_feed import (
@@ -94,7 +94,7 @@ class Run:
         if checkpoint and self._rounds is not None and resources.background.failure is None:
             await self._rounds.checkpoint()
         resources.store.close()
-        resources.intake.close()
+        resources.uploads.close()
 
     async def _watch_the_clock(self) -> None:
         while True:
@@ -105,7 +105,7 @@ class Run:
     def _adopt(self, outer: OuterState) -> None:
         """The run has parameters: rounds may begin."""
         resources = self._resources
-        published = Downlink(Head.of(outer), resources.store, resources.background, self.clock.monotonic)
+        published = PublishedState(CommittedState.of(outer), resources.store, resources.background, self.clock.monotonic)
         self._rounds = RoundRunner(outer, self.config, resources, published, first_round_id=self._first_round_id)
         for standing, order in ((resources.orders.paused, events.Pause()), (resources.orders.draining, events.Drain())):
             if standing:

@@ -1,89 +1,226 @@
-"""The contributions that the aggregator holds: one per peer, each fragment in the parts that its ranks send.
+"""What the aggregator holds of each peer: its contribution, each fragment in the shards that the peer's ranks send.
 
-Owns: which parts belong together, how much of a contribution is here, when its bytes are let go. Must not know: how long one is
-held and when it is merged (the round machine says that), gRPC, threads.
+The round machine decides which contribution of a peer is taken, how long it is held and when it is merged. Rules of a fragment
+
+ 1. A shard belongs to an attempt of its replica. A newer attempt replaces the shards of older ones, as long as the fragment is
+    not whole; then the fragment stays as it is, whatever comes. A shard of an older attempt is stale.
+ 2. inner_steps and tokens are the replica's: ranks that differ are the peer's fault, and so is a rank that declares its shard
+    anew with other values.
+ 3. Whole: every shard is in and measured, and they cover each element once. More elements than the fragment has, or as many
+    with two of them the same, is the peer's fault, found when the shard is declared, before memory is taken for it. Fewer: the
+    round ends without this peer's fragment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 
-from aggregator.data.sharded_fragment import ShardedFragment
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
 from edit.codecs import codec
-from edit.errors import StaleError
-from edit.fragments.schema import Schema
-from edit.merging.merge import Measured
+from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError
+from edit.fragments.schema import FragmentSpec, Schema
+from edit.fragments.shards import Shard, partition_fault
+from edit.merging.merge import Measured, ShardPayload
+from edit.merging.norms import whole_norm
+from edit.records import EncodedTensor
 from editpb.messages import ContributionHeader
 
-__all__ = ["Contribution", "Contributions"]
+__all__ = ["Contribution", "Contributions", "ShardUpload", "ShardedFragment"]
+
+
+@dataclass(slots=True, eq=False)
+class ShardUpload:
+    """One rank's shard of a fragment, on its way in."""
+
+    header: ContributionHeader
+    shard: Shard
+    upload: Upload
+    norm: float | None = None  # None until it is in and measured
+
+    def read(self) -> EncodedTensor:
+        """The shard as it was sent. Raises as `Upload.payload`."""
+        return EncodedTensor(self.header.codec, self.header.numel, self.upload.payload())
+
+
+class ShardedFragment:
+    """One fragment of one contribution; the module's text has the rules."""
+
+    def __init__(self, fragment: FragmentSpec, uploads: UploadBuffer) -> None:
+        self._fragment, self._uploads = fragment, uploads
+        self._attempt = -1
+        self._shards: dict[int, ShardUpload] = {}  # by rank
+        self._covered = 0  # elements of the declared shards
+        self._awaited = 0  # declared shards that are not measured yet
+        self._whole: Measured | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """Of all shards, so far."""
+        return sum(shard.upload.received_bytes for shard in self._shards.values())
+
+    def declare(self, header: ContributionHeader) -> ShardUpload | None:
+        """Return the upload for this shard, the one that is there on a retry; None: the fragment is whole, send no bytes.
+
+        Raises StaleError for an older attempt (rule 1), RemoteProtocolError (rules 2 and 3).
+        """
+        if header.attempt > self._attempt:
+            if self._whole is not None:
+                return None
+            self.drop("a newer attempt of this replica has come")
+            self._covered, self._awaited, self._attempt = 0, 0, header.attempt
+        elif header.attempt < self._attempt:
+            raise StaleError(f"{_who(header)}: a newer attempt of this replica has come")
+        known = self._shards.get(header.rank)
+        if known is None:
+            shard = Shard(self._fragment, header.boxes)
+            self._check_fits(header, shard)
+            known = self._shards[header.rank] = self._open(header, shard)
+            self._covered += shard.numel
+            self._awaited += 1
+        elif known.header != header:
+            raise RemoteProtocolError(f"{_who(header)} was declared with another {_difference(known.header, header)} before")
+        elif known.upload.dropped:  # the disk refused it
+            known = self._shards[header.rank] = self._open(header, known.shard)
+        return known
+
+    def check_current(self, shard: ShardUpload) -> None:
+        """Raise StaleError when the shard was replaced."""
+        if self._shards.get(shard.header.rank) is not shard:
+            raise StaleError(f"{_who(shard.header)}: a newer attempt of this replica has come")
+
+    def measured(self, shard: ShardUpload, norm: float) -> bool:
+        """Take the norm of a shard that is in; return whether this made the fragment whole. Raises as `check_current`."""
+        self.check_current(shard)
+        if shard.norm is not None:
+            return False
+        shard.norm = norm
+        self._awaited -= 1
+        if self._awaited or self._covered < self._fragment.numel:
+            return False
+        ordered = [self._shards[rank] for rank in sorted(self._shards)]
+        norms = [one.norm for one in ordered if one.norm is not None]
+        self._whole = Measured(
+            peer_id=shard.header.peer_id,
+            inner_steps=shard.header.inner_steps,
+            tokens=shard.header.tokens,
+            norm=whole_norm(norms) if len(norms) > 1 else norms[0],
+            payload=shard.read if shard.shard.is_whole else tuple(ShardPayload(one.shard, one.read) for one in ordered),
+        )
+        return True
+
+    def whole(self, staleness: int = 0) -> Measured:
+        """Return all of it, to be merged; staleness: in outer steps. Raises LocalProtocolError before it is whole."""
+        if self._whole is None:
+            raise LocalProtocolError(f"fragment {self._fragment.fragment_id}: a contribution that is not whole")
+        return replace(self._whole, staleness=staleness)
+
+    def drop(self, reason: str) -> None:
+        """Let go of all bytes; who reads them keeps them until it is done."""
+        for shard in self._shards.values():
+            shard.upload.drop(reason)
+        self._shards.clear()
+
+    def _open(self, header: ContributionHeader, shard: Shard) -> ShardUpload:
+        return ShardUpload(header, shard, self._uploads.open(_who(header), header.total_bytes))
+
+    def _check_fits(self, header: ContributionHeader, shard: Shard) -> None:
+        if other := next((known.header for known in self._shards.values()), None):
+            for field in ("inner_steps", "tokens"):
+                mine, theirs = getattr(header, field), getattr(other, field)
+                if mine != theirs:
+                    raise RemoteProtocolError(f"{_who(header)} says {field} = {mine}, rank {other.rank} says {theirs}")
+        covered = self._covered + shard.numel
+        if covered > self._fragment.numel:
+            raise RemoteProtocolError(
+                f"{_who(header)}: the ranks' parts overlap: {covered} elements, the fragment has {self._fragment.numel}"
+            )
+        if covered == self._fragment.numel:
+            boxes = [*(known.shard.boxes for known in self._shards.values()), shard.boxes]
+            if fault := partition_fault(self._fragment, boxes):
+                raise RemoteProtocolError(f"{_who(header)}: {fault}")
 
 
 class Contribution:
-    """One peer's. due: the fragments it consists of."""
+    """One peer's contribution.
 
-    def __init__(self, header: ContributionHeader, schema: Schema, due: Collection[int], intake: UploadBuffer) -> None:
+    Args:
+        header: of any of its shards.
+        due: the fragments that it consists of.
+    """
+
+    def __init__(self, header: ContributionHeader, schema: Schema, due: Collection[int], uploads: UploadBuffer) -> None:
         self.round_id, self.outer_step = header.round_id, header.outer_step
-        self.total_bytes = sum(codec(header.codec).encoded_size(schema.fragments[i].numel) for i in due)
-        self._schema, self._intake = schema, intake
-        self._parts: dict[int, ShardedFragment] = {}
+        self.fragments = {i: ShardedFragment(schema.fragments[i], uploads) for i in due}
+        encoding = codec(header.codec)
+        self.total_bytes = sum(encoding.encoded_size(schema.fragments[i].numel) for i in due)  # if all ranks use this codec
 
     @property
     def received_bytes(self) -> int:
         """Of all its fragments, so far."""
-        return sum(parts.received_bytes for parts in self._parts.values())
-
-    def parts(self, fragment_id: int) -> ShardedFragment:
-        """Of one fragment."""
-        if fragment_id not in self._parts:
-            self._parts[fragment_id] = ShardedFragment(self._schema.fragments[fragment_id], self._intake)
-        return self._parts[fragment_id]
+        return sum(fragment.received_bytes for fragment in self.fragments.values())
 
     def whole(self, fragment_id: int, outer_step: int) -> Measured:
-        """One fragment of it, to be merged into the advance from `outer_step`. Raises LocalProtocolError before it is in."""
-        return self._parts[fragment_id].contribution(outer_step - self.outer_step)
+        """Return one fragment, to be merged into the advance from `outer_step`. Raises LocalProtocolError before it is in."""
+        return self.fragments[fragment_id].whole(outer_step - self.outer_step)
 
     def drop(self, reason: str) -> None:
         """Let go of its bytes; whoever still sends some is told the reason."""
-        for parts in self._parts.values():
-            parts.drop(reason)
+        for fragment in self.fragments.values():
+            fragment.drop(reason)
 
 
 class Contributions:
-    """See the module's text."""
+    """The contribution that is held of each peer."""
 
-    def __init__(self, schema: Schema, intake: UploadBuffer) -> None:
-        self._schema, self._intake = schema, intake
-        self._of: dict[str, Contribution] = {}
+    def __init__(self, schema: Schema, uploads: UploadBuffer) -> None:
+        self._schema, self._uploads = schema, uploads
+        self._held: dict[str, Contribution] = {}  # by peer_id
 
-    def get(self, peer_id: str) -> Contribution | None:
-        """What is held of this peer."""
-        return self._of.get(peer_id)
+    def of_peer(self, peer_id: str) -> Contribution | None:
+        """Return what is held of this peer."""
+        return self._held.get(peer_id)
 
-    def declare(self, header: ContributionHeader, due: Collection[int]) -> Upload | None:
-        """A header that the round machine takes: the upload for the bytes of its part; None: see `ShardedFragment.declare`.
+    def find(self, header: ContributionHeader) -> Contribution | None:
+        """Return the contribution that this header belongs to: of this peer, this round, computed against this outer step."""
+        held = self._held.get(header.peer_id)
+        return held if held and (held.round_id, held.outer_step) == (header.round_id, header.outer_step) else None
 
-        It replaces another contribution of this peer. Raises as `ShardedFragment.declare`.
+    def declare(self, header: ContributionHeader, due: Collection[int]) -> ShardUpload | None:
+        """Return the upload for a header that the round machine took; it may begin a contribution in place of an older one.
+
+        due: the fragments that the contribution consists of. Returns and raises as `ShardedFragment.declare`.
         """
-        known = self._of.get(header.peer_id)
-        if known is None or (known.round_id, known.outer_step) != (header.round_id, header.outer_step):
+        contribution = self.find(header)
+        if contribution is None:
             self.drop(header.peer_id, "a newer contribution of this peer has come")
-            known = self._of[header.peer_id] = Contribution(header, self._schema, due, self._intake)
-        return known.parts(header.fragment_id).declare(header)
+            contribution = self._held[header.peer_id] = Contribution(header, self._schema, due, self._uploads)
+        return contribution.fragments[header.fragment_id].declare(header)
 
-    def of(self, header: ContributionHeader) -> Contribution:
-        """The one that this header belongs to. Raises StaleError when it is held no longer."""
-        known = self._of.get(header.peer_id)
-        if known is None or (known.round_id, known.outer_step) != (header.round_id, header.outer_step):
-            raise StaleError(f"round {header.round_id} is over, and so is this contribution to it")
-        return known
+    def fragment_of(self, shard: ShardUpload) -> ShardedFragment:
+        """Return the fragment that this shard is part of. Raises StaleError when it no longer is."""
+        contribution = self.find(shard.header)
+        if contribution is None:
+            raise StaleError(f"round {shard.header.round_id} is over, and so is this contribution to it")
+        fragment = contribution.fragments[shard.header.fragment_id]
+        fragment.check_current(shard)
+        return fragment
 
     def drop(self, peer_id: str, reason: str) -> None:
         """Hold nothing of this peer any more."""
-        if (known := self._of.pop(peer_id, None)) is not None:
-            known.drop(reason)
+        if (held := self._held.pop(peer_id, None)) is not None:
+            held.drop(reason)
 
     def keep(self, peers: Collection[str], reason: str) -> None:
         """Drop the contributions of all others."""
-        for peer_id in self._of.keys() - set(peers):
+        for peer_id in self._held.keys() - set(peers):
             self.drop(peer_id, reason)
+
+
+def _who(header: ContributionHeader) -> str:
+    return f"contribution of {header.peer_id} to round {header.round_id}, fragment {header.fragment_id}, rank {header.rank}"
+
+
+def _difference(one: ContributionHeader, other: ContributionHeader) -> str:
+    """The first field in which they differ."""
+    return next(field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))

@@ -1,10 +1,6 @@
 """What peers fetch: published updates and snapshots, whole or cut to what one rank holds.
 
-Owns: which of them can still be had, the committed state as everybody sees it, and when payloads are cut: fragment by fragment,
-while they are sent, so that a slow reader holds one fragment and not a replica's worth. Must not know: gRPC, rounds, who asks.
-
-The outer state itself changes in the worker thread. What is shown here is replaced in one go, on the event loop, so nobody sees
-the outer step of one commit with the digest of another.
+Payloads are cut fragment by fragment, while they are sent: a slow reader holds one fragment and not a replica's worth.
 """
 
 from __future__ import annotations
@@ -26,71 +22,80 @@ from edit.records import Commit, EncodedTensor
 from editpb.messages import SnapshotManifest, SnapshotRequest, UpdateRequest
 from editpb.snapshot_cache import SnapshotCache
 
-__all__ = ["Downlink", "Head"]
+__all__ = ["CommittedState", "PublishedState"]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """theta as last committed, its manifest, and what of a run above is in it."""
+class CommittedState:
+    """The outer parameters as last committed."""
 
     manifest: SnapshotManifest
     theta: tuple[Tensor, ...]
-    injected: Injected | None
+    injected: Injected | None  # what of a run above is in theta
 
     @classmethod
-    def of(cls, outer: OuterState) -> Head:
-        """Taken where nobody commits meanwhile."""
+    def of(cls, outer: OuterState) -> CommittedState:
+        """Read the outer state, where nobody commits meanwhile."""
         manifest = SnapshotManifest(
             outer_step=outer.outer_step, digest=outer.digest, schema=outer.schema, fragment_hash=outer.fragment_hashes
         )
         return cls(manifest, tuple(outer.theta), outer.injected)
 
 
-class Downlink:
-    """Everything that is served of one founded run. now: monotonic seconds."""
+class PublishedState:
+    """What a founded run shows to everybody.
 
-    def __init__(self, head: Head, store: Store, background: Background, now: Callable[[], float]) -> None:
-        self._head, self._store, self._background, self._now = head, store, background, now
-        self._shelf = SnapshotCache()
+    The outer state itself changes in the worker thread. What is shown is replaced in one go, on the event loop, so nobody sees
+    the outer step of one commit with the digest of another.
+
+    Args:
+        committed: the state to begin with.
+        store: has the published updates.
+        now: the clock, in monotonic seconds.
+    """
+
+    def __init__(self, committed: CommittedState, store: Store, background: Background, now: Callable[[], float]) -> None:
+        self._committed, self._store, self._background, self._now = committed, store, background, now
+        self._snapshots = SnapshotCache()
 
     @property
     def schema(self) -> Schema:
-        """The run's."""
-        return self._head.manifest.schema
+        """Of the run's model."""
+        return self._committed.manifest.schema
 
     @property
     def outer_step(self) -> int:
-        """The last committed one."""
-        return self._head.manifest.outer_step
+        """The last committed outer step."""
+        return self._committed.manifest.outer_step
 
     @property
     def digest(self) -> str:
         """Of theta at `outer_step`."""
-        return self._head.manifest.digest
+        return self._committed.manifest.digest
 
     @property
     def injected(self) -> Injected | None:
         """What of a run above is in theta at `outer_step`."""
-        return self._head.injected
+        return self._committed.injected
 
     @property
     def oldest_update(self) -> int:
-        """The smallest outer step an update is kept TO; 0 when none is."""
+        """The smallest outer step that an update is kept TO; 0 when none is."""
         return self._store.oldest_update
 
-    def show(self, head: Head) -> None:
-        """A commit is on disk: from now on everybody sees this."""
-        self._head = head
+    def show(self, committed: CommittedState) -> None:
+        """Show this from now on. Its commit is on disk."""
+        self._committed = committed
 
     def update(self, outer_step: int) -> Commit:
-        """The published update TO `outer_step`. Raises GoneError when it is not kept (any more)."""
+        """Return the published update TO `outer_step`. Raises GoneError when it is not kept (any more)."""
         commit = self._store.update(outer_step)
         if commit is None:
             raise GoneError(f"the update to outer step {outer_step} is not kept; take a snapshot")
         return commit
 
     async def payloads(self, commit: Commit, wanted: UpdateRequest) -> AsyncIterator[tuple[int, EncodedTensor]]:
-        """(fragment_id, what of it is wanted), in the commit's order, without those that were rolled back."""
+        """Yield (fragment_id, what of it is wanted) in the commit's order, without those that were rolled back."""
         for fragment in commit.fragments:
             payload = fragment.payload
             if payload is None:
@@ -101,13 +106,15 @@ class Downlink:
             yield fragment.fragment_id, payload
 
     def describe_snapshot(self) -> SnapshotManifest:
-        """theta of now; it is kept for a while, so that it can be read in several calls."""
+        """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls."""
         now = self._now()
-        return self._shelf.known(self.outer_step, now) or self._shelf.put(self._head.manifest, self._head.theta, now)
+        return self._snapshots.known(self.outer_step, now) or self._snapshots.put(
+            self._committed.manifest, self._committed.theta, now
+        )
 
     async def snapshot_fragment(self, wanted: SnapshotRequest) -> Tensor:
-        """One fragment of a snapshot that was described, or the boxes of it that are wanted: flat fp32. Raises GoneError."""
-        fragment = self._shelf.take(wanted.outer_step, wanted.fragment_id, self._now())
+        """Return one fragment of a described snapshot, or the boxes of it that are wanted: flat fp32. Raises GoneError."""
+        fragment = self._snapshots.take(wanted.outer_step, wanted.fragment_id, self._now())
         if wanted.boxes is None:
             return fragment
         shard = Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes)

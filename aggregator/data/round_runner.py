@@ -1,12 +1,14 @@
-"""The rounds of a founded run: feeds the round machine and carries out what it decides.
+"""The rounds of a founded run: tells the round machine what happens and carries out what it decides.
 
-Owns: the open round, and the order of things (journal before memory, memory before publishing). Decides nothing about rounds
-and how long a contribution is held (`edit.rounds.machine`), attempts and ranks (`aggregator.data.sharded_fragment`) or
-numbers (`edit`). Must not know: gRPC, attendance, the founding.
+    header of a shard   offer     the round machine takes it, or refuses it
+    its bytes           receive   checked and buffered; the machine hears how far the contribution is
+    the last of them    arrived   measured; with the last shard of a fragment the machine hears that the fragment is in
+    effect Reduce       _reduce   admitted, merged, begun to be written to the journal, staged
+    effect Commit       _commit   the commit in the journal, durable; then applied in memory; then published
+    effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
 
-Threads: everything here runs on the event loop, except the functions named `work`: they touch the outer state and the disk, and
-the one worker thread runs them one after the other. Only the journal is written on a thread of its own
-(`aggregator.storage.store`).
+The journal comes before memory, and memory before publishing. Everything runs on the event loop, except what is given to
+`Background.in_worker`: that touches the outer state and the disk, one call after the other.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from aggregator.data.contributions import Contributions
-from aggregator.data.published import Downlink, Head
+from aggregator.data.contributions import Contributions, ShardUpload
+from aggregator.data.published import CommittedState, PublishedState
 from aggregator.resources import Resources
 from aggregator.run_feed import ContributionRefused, PeerFaulted, RoundChanged, RoundReport, RunEnded, StepCommitted
 from aggregator.storage.pending_injection import check_bytes
-from aggregator.storage.upload_buffer import Upload
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
 from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
+from edit.merging.mergers import Admission, Admitted, Rejected, admission
 from edit.merging.outer_state import OuterState, Staged
-from edit.records import Commit
+from edit.records import Commit, PeerVerdict, Verdict
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from editpb.messages import ContributionHeader
@@ -40,56 +42,55 @@ from editpb.messages import ContributionHeader
 __all__ = ["RoundRunner"]
 
 _log = logging.getLogger(__name__)
-_PROGRESS_S = 0.25  # at most one word about a transfer in this time
+_PROGRESS_S = 0.25  # the machine hears of one transfer at most this often
 
 
 @dataclass(slots=True)
 class _Round:
-    """What belongs to the open round. A new round gets a new object, so late results of an old one land nowhere.
-
-    tokens: behind the contributions that were merged with a weight, by fragment; bytes_in: that came while it was open.
-    injection: what its commit brings of a run above; fixed when its first fragment is reduced.
-    """
+    """What belongs to the open round. A new round gets a new object, so late results of an old one change nothing."""
 
     round_id: int
-    staged: dict[int, Staged] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-    bytes_in: int = 0
+    staged: dict[int, Staged] = field(default_factory=dict)  # by fragment_id
+    tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
+    bytes_in: int = 0  # that arrived while it was open
     commit: Commit | None = None
-    injection: Injection | None = None
-    fixed: bool = False
-
-    def fix(self, injection: Injection | None) -> Injection | None:
-        """What all its fragments bring: what the first one to be reduced was given."""
-        if not self.fixed:
-            self.injection, self.fixed = injection, True
-        return self.injection
+    injection: Injection | None = None  # what its commit brings of a run above
+    injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
 
 
 class RoundRunner:
-    """One founded run's rounds. first_round_id: larger than any id of an earlier process."""
+    """One founded run's rounds.
+
+    Args:
+        outer: the outer state; only the worker thread changes it.
+        first_round_id: larger than any id of an earlier process.
+        policy: what each contribution passes before it is merged; None: what the configuration chooses.
+    """
 
     def __init__(
         self,
         outer: OuterState,
         config: RunConfig,
         resources: Resources,
-        published: Downlink,
+        published: PublishedState,
         *,
         first_round_id: int,
+        policy: Admission | None = None,
     ) -> None:
         self.outer, self.published = outer, published
+        self.last_closed: tuple[int, bool, str] = (0, False, "")  # round_id, committed, reason
         self._store, self._background = resources.store, resources.background
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
-        self._contributions = Contributions(outer.schema, resources.intake)
+        self._policy = policy or admission(config)
+        self._contributions = Contributions(outer.schema, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
+        self._round: _Round | None = None
+        self._checkpoint_every = config.storage.checkpoint_every
+        self._quorum = config.rounds.quorum if config.rounds.merging == "rounds" else 1
         self._due = partial(
             fragments_due, fragments=len(outer.schema.fragments), groups=config.sync.groups, pattern=config.sync.pattern
         )
-        self._checkpoint_every = config.storage.checkpoint_every
-        self._round: _Round | None = None
-        self.last_closed: tuple[int, bool, str] = (0, False, "")  # round_id, committed, reason
         self.machine = RoundMachine(
             config.rounds,
             due=self._due,
@@ -104,206 +105,232 @@ class RoundRunner:
 
     # ---- contributions -------------------------------------------------------------------------------------------------
 
-    def offer(self, header: ContributionHeader) -> Upload | None:
-        """The header of a part arrived: the upload for its bytes; None: none are needed (see `ShardedFragment.declare`).
+    def offer(self, header: ContributionHeader) -> ShardUpload | None:
+        """Take the header of a shard; return the upload for its bytes, or None: the fragment is whole, send no bytes.
 
         Raises StaleError, RefusedError, RemoteProtocolError.
         """
-        schema = self.outer.schema
-        if header.schema_hash != schema.schema_hash:
+        if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
-        self._offered(events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id))
+        refused = self.feed(events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id))
+        if refused is not None:
+            raise StaleError(refused.reason) if refused.stale else RemoteProtocolError(refused.reason)
         return self._contributions.declare(header, self._due(header.outer_step))
 
-    async def arrived(self, header: ContributionHeader, upload: Upload) -> None:
-        """All bytes of a part are in and intact: measure it; with the last part, tell the round machine."""
-        contribution = self._contributions.of(header)
-        parts = contribution.parts(header.fragment_id)
-        read = parts.reader(upload)
-        if read is None:
+    async def receive(self, shard: ShardUpload, offset: int, data: bytes, crc32: int) -> None:
+        """Take one chunk of a shard. Raises as `Upload.write`."""
+        await shard.upload.write(offset, data, crc32)
+        now, peer_id = self._clock.monotonic(), shard.header.peer_id
+        contribution = self._contributions.of_peer(peer_id)
+        if contribution is not None and now - self._told.get(peer_id, -math.inf) >= _PROGRESS_S:
+            self._told[peer_id] = now
+            received = contribution.received_bytes
+            total = max(received, contribution.total_bytes)
+            self.feed(events.Progress(peer_id, shard.header.round_id, received, total))
+
+    async def arrived(self, shard: ShardUpload) -> None:
+        """Measure a shard whose bytes are all in; tell the machine when its fragment is whole.
+
+        Raises StaleError, StorageError.
+        """
+        contribution, fragment = self._contributions.find(shard.header), self._contributions.fragment_of(shard)
+        if shard.norm is not None:
             return
-
-        def work() -> float:
-            return measure(read())
-
         try:
-            norm = await self._background.in_worker(work)
+            norm = await self._background.in_worker(lambda: measure(shard.read()))
         except StorageError:
-            self._contributions.of(header)  # it may have been dropped meanwhile, and then is stale
+            self._contributions.fragment_of(shard)  # StaleError when it was dropped meanwhile
             raise
-        if self._contributions.get(header.peer_id) is not contribution or parts.reader(upload) is None:
+        if self._contributions.find(shard.header) is not contribution or shard.norm is not None:
             return
+        fragment.check_current(shard)
         if self._round is not None:
-            self._round.bytes_in += header.total_bytes
-        if parts.measured(upload, norm):
-            self.feed(events.Arrived(header.peer_id, header.round_id, header.fragment_id))
-
-    def progress(self, header: ContributionHeader) -> None:
-        """Bytes of this contribution came in."""
-        now = self._clock.monotonic()
-        contribution = self._contributions.get(header.peer_id)
-        if contribution is None or now - self._told.get(header.peer_id, -math.inf) < _PROGRESS_S:
-            return
-        self._told[header.peer_id] = now
-        received, total = contribution.received_bytes, contribution.total_bytes
-        self.feed(events.Progress(header.peer_id, header.round_id, received, max(received, total)))
-
-    def upload(self, peer_id: str) -> tuple[int, int]:
-        """(bytes so far, bytes in all) of the contribution that is held of this peer; (0, 0): none is."""
-        contribution = self._contributions.get(peer_id)
-        return (contribution.received_bytes, contribution.total_bytes) if contribution is not None else (0, 0)
+            self._round.bytes_in += shard.header.total_bytes
+        if fragment.measured(shard, norm):
+            self.feed(events.Arrived(shard.header.peer_id, shard.header.round_id, shard.header.fragment_id))
 
     def fault(self, peer_id: str, round_id: int, reason: str) -> None:
-        """This peer's bytes broke the protocol: it is out of the round, and nothing else happens."""
+        """Exclude a peer whose bytes broke the protocol from the round that its contribution names."""
         self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.Faulted(peer_id, round_id, reason))
 
-    # ---- what a run above brings ---------------------------------------------------------------------------------------
-
-    @property
-    def accepted(self) -> Injected | None:
-        """What is on disk of it and comes in with the next commit."""
-        pending = self._store.injections.pending
-        return pending.brings if pending is not None else None
-
-    def may_bring(self, brings: Injected, base: Injected | None, replaces: bool) -> None:
-        """Whether this run takes it as it stands. Raises as `edit.merging.injection` says."""
-        check_run(self.outer.config)
-        check_order(brings, base, replaces, self.published.injected, self.published.outer_step)
-
-    async def inject(self, injection: Injection, claimed_digest: str) -> None:
-        """It is on disk when this returns, and comes in with the next commit. Raises as `may_bring`, StorageError."""
-
-        def work() -> None:
-            check_bytes(injection, self.outer.schema, claimed_digest)
-            self._store.injections.save(injection)
-
-        await self._background.in_worker(work)
-        self.may_bring(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
-        self._store.injections.promise(injection)
-        _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
+    def upload(self, peer_id: str) -> tuple[int, int]:
+        """Return (bytes so far, bytes in all) of the contribution that is held of this peer; (0, 0): none is."""
+        contribution = self._contributions.of_peer(peer_id)
+        return (contribution.received_bytes, contribution.total_bytes) if contribution is not None else (0, 0)
 
     # ---- rounds --------------------------------------------------------------------------------------------------------
 
     def feed(self, event: events.Event) -> events.Refused | None:
-        """Hand an event to the round machine and carry out the effects; returns the refusal, if there is one."""
+        """Hand an event to the round machine and carry out the effects; return the refusal of what the event offers.
+
+        An exception is a bug after which effects may be lost, and the run would wait for their results for ever: it ends the
+        process, whoever called.
+        """
         try:
-            return self._feed(event)
-        except Exception as error:  # effects may be lost, and the run would wait for their results for ever
+            return self._carry_out(event)
+        except Exception as error:
             self._background.fail(error)
             raise
 
-    def _feed(self, event: events.Event) -> events.Refused | None:
+    def _carry_out(self, event: events.Event) -> events.Refused | None:
         before = (self.machine.phase, self.machine.round_id)
-        refusal: events.Refused | None = None
+        refused: events.Refused | None = None
         for effect in self.machine.handle(event, self._clock.monotonic()):
-            if isinstance(effect, events.Refused) and isinstance(event, events.Offered | events.Arrived):
-                refusal = effect
-            elif isinstance(effect, events.Refused):
-                self._run_feed.publish(ContributionRefused(effect.peer_id, effect.reason))
-                self._contributions.drop(effect.peer_id, effect.reason)
-            else:
-                self._carry_out(effect)
+            match effect:
+                case events.Refused() if isinstance(event, events.Offered | events.Arrived):
+                    refused = effect
+                case events.Refused(peer_id, reason):
+                    self._run_feed.publish(ContributionRefused(peer_id, reason))
+                    self._contributions.drop(peer_id, reason)
+                case events.RoundOpened(round_id):
+                    self._round = _Round(round_id)
+                case events.Reduce():
+                    self._background.spawn(self._reduce(effect))
+                case events.Commit():
+                    self._background.spawn(self._commit(effect))
+                case events.RoundClosed():
+                    self._close(effect)
+                case events.RunFinished(outer_step):
+                    self._contributions.keep((), "the run is finished")
+                    self._background.spawn(self._finish(outer_step))
         if (self.machine.phase, self.machine.round_id) != before:
             self._run_feed.publish(RoundChanged(self.machine.phase.value, self.machine.round_id))
-        return refusal
-
-    def _offered(self, event: events.Offered) -> None:
-        if (refusal := self.feed(event)) is not None:
-            raise StaleError(refusal.reason) if refusal.stale else RemoteProtocolError(refusal.reason)
-
-    def _carry_out(self, effect: events.Effect) -> None:
-        match effect:
-            case events.RoundOpened():
-                self._round = _Round(effect.round_id)
-            case events.Reduce():
-                self._background.spawn(self._reduce(effect))
-            case events.Commit():
-                self._background.spawn(self._commit(effect))
-            case events.RoundClosed():
-                self._close_round(effect)
-            case events.RunFinished():
-                self._contributions.keep((), "the run is finished")
-                self._background.spawn(self._finish(effect))
+        return refused
 
     async def _reduce(self, effect: events.Reduce) -> None:
-        """Merge one fragment and write it to the journal; any exception fails the round."""
-        current = self._round
+        """Merge one fragment and write it to the journal. Any exception fails the round."""
+        current, fragment_id = self._round, effect.fragment_id
         if current is None or current.round_id != effect.round_id:
             return
         try:
-            held = ((peer_id, self._contributions.get(peer_id)) for peer_id in effect.peers)
-            step = self.machine.outer_step
-            contributions = [one.whole(effect.fragment_id, step) for _, one in held if one is not None]
-            injection = current.fix(self._store.injections.pending)
-            staged, written = await self._background.in_worker(self._merge, effect, contributions, injection)
+            held = map(self._contributions.of_peer, effect.peers)
+            measured = [one.whole(fragment_id, self.machine.outer_step) for one in held if one is not None]
+            if not current.injection_fixed:
+                current.injection, current.injection_fixed = self._store.injections.pending, True
+            staged, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
             await asyncio.wrap_future(written)
         except Exception as error:
-            self._fail_round(effect.round_id, error)
+            self._fail(effect.round_id, error)
             return
-        tokens = {one.peer_id: one.tokens for one in contributions}
-        current.staged[effect.fragment_id] = staged
-        current.tokens[effect.fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
-        self.feed(events.Reduced(effect.round_id, effect.fragment_id))
+        tokens = {one.peer_id: one.tokens for one in measured}
+        current.staged[fragment_id] = staged
+        current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
+        self.feed(events.Reduced(effect.round_id, fragment_id))
 
     def _merge(
-        self, effect: events.Reduce, contributions: Sequence[Measured], injection: Injection | None
+        self, effect: events.Reduce, measured: Sequence[Measured], injection: Injection | None
     ) -> tuple[Staged, Future[None]]:
-        """In the worker thread: reduce, begin to write, stage. Changes nothing but the journal."""
-        outer = self.outer
-        merged = outer.reduce(effect.fragment_id, contributions)
+        """In the worker thread: admit, reduce, begin to write, stage. Changes nothing but the journal."""
+        outer, fragment_id = self.outer, effect.fragment_id
+        admitted, rejected = self._ask_policy(effect, measured)
+        merged = outer.reduce(fragment_id, admitted)
+        if rejected:
+            verdicts = sorted((*merged.verdicts, *rejected), key=lambda verdict: verdict.peer_id)
+            merged = replace(merged, verdicts=tuple(verdicts))
         written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged, injection)
         staged = outer.stage(merged, injection)
         return replace(staged, merged=replace(merged, merged=None)), written  # it is in the step, and soon on disk: free it
 
+    def _ask_policy(
+        self, effect: events.Reduce, measured: Sequence[Measured]
+    ) -> tuple[Sequence[Measured], Sequence[PeerVerdict]]:
+        """Return what the policy admits, and the verdicts of the others. Raises RefusedError when too few are left."""
+        admitted, rejected, reasons = list[Measured](), list[PeerVerdict](), list[str]()
+        for one in measured:
+            match self._policy.admit(self.outer.schema.fragments[effect.fragment_id], one):
+                case Admitted(contribution):
+                    admitted.append(contribution)
+                case Rejected(reason):
+                    reasons.append(f"{one.peer_id}: {reason}")
+                    rejected.append(
+                        PeerVerdict(
+                            peer_id=one.peer_id, verdict=Verdict.REJECTED, norm=one.norm, weight=0.0, staleness=one.staleness
+                        )
+                    )
+        for reason in reasons:
+            _log.info("round %d, fragment %d: rejected %s", effect.round_id, effect.fragment_id, reason)
+        if rejected and len(admitted) < self._quorum:
+            few = f"{len(admitted)} of quorum {self._quorum}"
+            raise RefusedError(f"too few are admitted: {few} (rejected {'; '.join(reasons)})")
+        return admitted, rejected
+
     async def _commit(self, effect: events.Commit) -> None:
-        """Make the commit durable, then apply it. An exception before it is on disk fails the round; one after that ends the
-        process, since peers must not hear that a commit failed which a restart replays."""
+        """Make the commit durable, then apply and publish it.
+
+        An exception before it is on disk fails the round. One after that ends the process: peers must not hear that a commit
+        failed which a restart replays.
+        """
         current, outer = self._round, self.outer
         if current is None or current.round_id != effect.round_id:
             return
-        next_step = outer.outer_step + 1
         try:
             staged = [current.staged[i] for i in sorted(current.staged)]
             tokens = self._tokens(current)
             brings = current.injection.brings if current.injection is not None else None
-            await self._background.in_worker(
-                self._store.append_commit, effect.round_id, next_step, effect.reason, tokens, brings
-            )
+            record = (effect.round_id, effect.outer_step, effect.reason, tokens, brings)
+            await self._background.in_worker(self._store.append_commit, *record)
         except Exception as error:
-            self._fail_round(effect.round_id, error)
+            self._fail(effect.round_id, error)
             return
 
-        def apply() -> tuple[Commit, Head]:
+        def apply() -> tuple[Commit, CommittedState]:
             commit = outer.commit(effect.round_id, effect.reason, staged)
             self._store.publish(commit)
-            return commit, Head.of(outer)
+            return commit, CommittedState.of(outer)
 
-        commit, head = await self._background.in_worker(apply)
+        commit, committed = await self._background.in_worker(apply)
         current.commit = commit
-        self.published.show(head)
-        self._store.injections.committed(head.injected)
-        self._run_feed.publish(StepCommitted(commit, tuple(effect.missing)))
+        self.published.show(committed)
+        self._store.injections.committed(committed.injected)
+        self._run_feed.publish(StepCommitted(commit, effect.missing))
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
-        if next_step % self._checkpoint_every == 0:
+        if effect.outer_step % self._checkpoint_every == 0:
             await self.checkpoint()
 
-    def _fail_round(self, round_id: int, error: Exception) -> None:
-        """A merge or a commit raised: the round is over and nothing of it is applied."""
-        if isinstance(error, StorageError):
-            reason = str(error)
-        else:
+    def _tokens(self, current: _Round) -> int:
+        """The tokens behind a commit: with groups each fragment counts for its share of the model, the others for nothing."""
+        schema = self.outer.schema
+        return sum(tokens * schema.fragments[i].numel for i, tokens in current.tokens.items()) // schema.numel
+
+    def _fail(self, round_id: int, error: Exception) -> None:
+        """A merge or a commit raised: end the round; nothing of it is applied."""
+        reason = str(error)
+        if not isinstance(error, StorageError | RefusedError):  # a bug, or bytes that passed every check before
             reason = f"{type(error).__name__}: {error}"
             _log.error("round %d failed: %s", round_id, reason, exc_info=error)
         self.feed(events.RoundFailed(round_id, reason))
 
-    def _tokens(self, current: _Round) -> int:
-        """Behind a commit: with groups each fragment counts for its share of the model, and the others for nothing."""
-        schema = self.outer.schema
-        return sum(tokens * schema.fragments[i].numel for i, tokens in current.tokens.items()) // schema.numel
+    def _close(self, effect: events.RoundClosed) -> None:
+        """Drop what is not carried over, and report the round."""
+        current, self._round = self._round, None
+        self._contributions.keep(effect.carried, "its round is over")
+        self.last_closed = (effect.round_id, effect.committed, effect.reason)
+        commit = current.commit if current is not None else None
+        fragments = commit.fragments if commit is not None else ()
+        report = RoundReport(
+            round_id=effect.round_id,
+            outer_step=effect.outer_step,
+            committed=effect.committed,
+            reason=effect.reason,
+            seconds=effect.seconds,
+            bytes_in=current.bytes_in if current is not None else 0,
+            bytes_out=sum(len(fragment.payload.data) for fragment in fragments if fragment.payload is not None),
+            missing=effect.missing,
+            digest=commit.digest if commit is not None else "",
+            fragments=tuple(replace(fragment, payload=None) for fragment in fragments),
+            carried=effect.carried,
+        )
+        self._run_feed.publish(report)
+
+    async def _finish(self, outer_step: int) -> None:
+        await self.checkpoint()
+        self._run_feed.publish(RunEnded(outer_step, self.machine.tokens))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
     async def checkpoint(self) -> None:
-        """Write the state and the measured times. One that cannot be written loses nothing: the journal before it stays."""
+        """Write the state and the measured times. One that cannot be written loses nothing: the journal goes on."""
         measured = self.machine.deadlines.to_json().encode()
         try:
             await self._background.in_worker(self._store.checkpoint, self.outer)
@@ -315,7 +342,7 @@ class RoundRunner:
             _log.error("no checkpoint: %s: %s", type(error).__name__, error, exc_info=error)
 
     def _load_deadlines(self) -> None:
-        """Without the measured times of an earlier start the ceiling counts until there are new ones."""
+        """Read the measured times of an earlier start. Without them the ceiling counts until there are new ones."""
         if self._deadlines_file is None or not self._deadlines_file.exists():
             return
         try:
@@ -323,26 +350,27 @@ class RoundRunner:
         except (OSError, ValueError) as error:
             _log.warning("%s: is passed over (%s); the peers' times are measured anew", self._deadlines_file, error)
 
-    async def _finish(self, effect: events.RunFinished) -> None:
-        await self.checkpoint()
-        self._run_feed.publish(RunEnded(effect.outer_step, self.machine.tokens))
+    # ---- what a run above brings ---------------------------------------------------------------------------------------
 
-    def _close_round(self, effect: events.RoundClosed) -> None:
-        current, self._round = self._round, None
-        self._contributions.keep(effect.carried, "its round is over")
-        self.last_closed = (effect.round_id, effect.committed, effect.reason)
-        commit = current.commit if current is not None else None
-        report = RoundReport(
-            round_id=effect.round_id,
-            outer_step=effect.outer_step,
-            committed=effect.committed,
-            reason=effect.reason,
-            seconds=effect.seconds,
-            bytes_in=current.bytes_in if current is not None else 0,
-            bytes_out=sum(len(f.payload.data) for f in commit.fragments if f.payload is not None) if commit else 0,
-            missing=tuple(effect.missing),
-            digest=commit.digest if commit else "",
-            fragments=tuple(replace(fragment, payload=None) for fragment in commit.fragments) if commit else (),
-            carried=effect.carried,
-        )
-        self._run_feed.publish(report)
+    @property
+    def accepted(self) -> Injected | None:
+        """What of a run above is on disk and comes in with the next commit."""
+        pending = self._store.injections.pending
+        return pending.brings if pending is not None else None
+
+    def check_injection(self, brings: Injected, base: Injected | None, replaces: bool) -> None:
+        """Raise unless this run takes it as it stands; the errors are those of `edit.merging.injection`."""
+        check_run(self.outer.config)
+        check_order(brings, base, replaces, self.published.injected, self.published.outer_step)
+
+    async def inject(self, injection: Injection, claimed_digest: str) -> None:
+        """Write an injection, and bring it in with the next commit. Raises as `check_injection`, StorageError."""
+
+        def save() -> None:
+            check_bytes(injection, self.outer.schema, claimed_digest)
+            self._store.injections.save(injection)
+
+        await self._background.in_worker(save)
+        self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
+        self._store.injections.promise(injection)
+        _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)

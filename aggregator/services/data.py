@@ -77,32 +77,31 @@ class DataService:
 
     async def _receive(self, header: ContributionHeader, parts: AsyncIterator[dpb.ContributePart]) -> dpb.ContributionReceipt:
         rounds, attendances = self._run.rounds, self._run.attendances
-        upload = rounds.offer(header)
+        shard = rounds.offer(header)
         async for part in parts:
             if part.WhichOneof("kind") != "chunk":
                 raise RemoteProtocolError("after the header only chunks follow")
-            if upload is not None:
-                upload.write(part.chunk.offset, part.chunk.data, part.chunk.crc32)
+            if shard is not None:
+                await rounds.receive(shard, part.chunk.offset, part.chunk.data, part.chunk.crc32)
             attendances.progress(header.peer_id)
-            rounds.progress(header)
-        if upload is None:
+        if shard is None:
             return dpb.ContributionReceipt(complete=True, received_bytes=header.total_bytes)
-        if upload.complete:
-            await rounds.arrived(header, upload)
-        return dpb.ContributionReceipt(complete=upload.complete, received_bytes=upload.received_bytes)
+        if shard.upload.complete:
+            await rounds.arrived(shard)
+        return dpb.ContributionReceipt(complete=shard.upload.complete, received_bytes=shard.upload.received_bytes)
 
     async def Probe(self, request: dpb.ContributionHeader, context: Context) -> dpb.ProbeReply:
         """Say how much of this contribution is here already, so that a broken stream resumes where it broke."""
         async with abort_on_error(context):
             header = self._header(self._authorizer.authorize(context, "peer"), request)
             try:
-                upload = self._run.rounds.offer(header)
+                shard = self._run.rounds.offer(header)
             except RemoteProtocolError as error:
                 self._run.rounds.fault(header.peer_id, header.round_id, str(error))
                 raise
-            if upload is None:
+            if shard is None:
                 return dpb.ProbeReply(received_bytes=header.total_bytes, complete=True)
-            return dpb.ProbeReply(received_bytes=upload.received_bytes, complete=upload.complete)
+            return dpb.ProbeReply(received_bytes=shard.upload.received_bytes, complete=shard.upload.complete)
         raise AssertionError("unreachable: abort raises")
 
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
@@ -159,7 +158,7 @@ class DataService:
                 self._run.check_run_id(header.run_id)
                 if header.schema_hash != schema.schema_hash:
                     raise RefusedError("another model: the injection's schema_hash is not the run's")
-                rounds.may_bring(header.brings, header.base, header.replaces)
+                rounds.check_injection(header.brings, header.base, header.replaces)
                 tensors = await _receive_fragments([schema.fragments[i] for i in header.fragments], parts)
                 injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
                 await rounds.inject(injection, header.digest)

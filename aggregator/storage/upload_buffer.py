@@ -1,93 +1,139 @@
-"""Bytes of contributions on their way in: reassembled, checked, held in memory up to a bound, beyond it on disk.
+"""Bytes on their way in: checked chunk by chunk, held in memory up to a bound, beyond it in files.
 
-Owns: the uploads, one per (peer_id, round_id, fragment_id, rank), and the bound. Must not know: codecs, rounds, which attempt
-counts (`aggregator.data.sharded_fragment`), gRPC. The caller bounds the declared sizes. One thread at a time; chunks are
-small, so a write to disk is short.
-
-A upload reserves its whole size in memory when it is opened, or lies in a file from the start: what is held never exceeds
+An upload reserves its whole size in memory when it is opened, or lies in a file from the start: what is held never exceeds
 `buffer_bytes`, whatever the number of peers. A payload that somebody still reads keeps its memory until the reader lets go.
+
+Uploads are opened, written and dropped on the event loop. Their files are written, compared and removed by the file thread, one
+call after the other, so a removal never overtakes a write. A stream waits until its chunk is written before it takes the next
+one from the network: a slow disk slows the streams down, and no more than one chunk for each of them waits in memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
 __all__ = ["Upload", "UploadBuffer"]
 
-Key = tuple[str, int, int, int]
+Chunk = bytes | bytearray | memoryview
 Write = Callable[[int, memoryview, int], int]  # os.pwrite
 
 
+class UploadBuffer:
+    """Opens uploads and bounds the memory that they take.
+
+    Args:
+        buffer_bytes: the most that is held in memory.
+        spill_dir: where the rest goes; what an earlier process left there is removed.
+        files: the file thread.
+        write: `os.pwrite`, or what a test has in its place.
+
+    Raises StorageError when spill_dir cannot be used.
+    """
+
+    def __init__(self, buffer_bytes: int, spill_dir: Path, files: Executor, *, write: Write = os.pwrite) -> None:
+        self.held_bytes = 0  # reserved in memory
+        self.files, self.write = files, write
+        self._buffer_bytes, self._spill_dir = buffer_bytes, spill_dir
+        self._opened = 0  # files so far, for their names
+        self._remove_files()
+
+    def open(self, name: str, total_bytes: int) -> Upload:
+        """Return a new upload of this size, which the caller has bounded.
+
+        name: what its errors say it is of. Raises RemoteProtocolError when the size is not positive.
+        """
+        if total_bytes < 1:
+            raise RemoteProtocolError(f"{name}: {total_bytes} bytes declared")
+        if self.held_bytes + total_bytes <= self._buffer_bytes:
+            self.held_bytes += total_bytes
+            return Upload(name, total_bytes, self, None)
+        self._opened += 1
+        return Upload(name, total_bytes, self, self._spill_dir / f"upload-{self._opened:08d}.part")
+
+    def close(self) -> None:
+        """Remove the files, after what is still being written."""
+        self.files.submit(self._remove_files).result()
+
+    def _remove_files(self) -> None:
+        try:
+            self._spill_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for path in self._spill_dir.glob("upload-*.part"):
+                path.unlink()
+        except OSError as error:
+            raise StorageError(f"{self._spill_dir}: cannot be used ({error.strerror})") from error
+
+
 class Upload:
-    """One rank's part of a contribution on its way in: chunks in order, without gaps; what came already may come again."""
+    """One byte string on its way in: chunks in order, without gaps; what came already may come again."""
 
-    def __init__(
-        self, key: Key, total_bytes: int, path: Path | None, write: Write, forget: Callable[[Upload, str], None]
-    ) -> None:
-        self.peer_id, self.round_id, self.fragment_id, self.rank = self.key = key
+    def __init__(self, name: str, total_bytes: int, buffer: UploadBuffer, path: Path | None) -> None:
         self.total_bytes = total_bytes
-        self._received = 0
-        self._dropped = ""
-        self._path = path
-        self._write = write
-        self._forget = forget
+        self.received_bytes = 0  # where the next chunk starts
+        self.dropped = ""  # not empty: the bytes are gone, for this reason
+        self._name, self._buffer, self._path = name, buffer, path
         self._memory = bytearray(total_bytes) if path is None else bytearray()
-
-    @property
-    def received_bytes(self) -> int:
-        """Where the next chunk starts."""
-        return self._received
+        self._writing = asyncio.Lock()  # two streams may send the same upload: an old one that is not known to be broken yet
 
     @property
     def complete(self) -> bool:
-        return self._received == self.total_bytes
+        """Whether all bytes are in."""
+        return self.received_bytes == self.total_bytes
 
     @property
     def spilled(self) -> bool:
-        """Whether the bytes lie on disk."""
+        """Whether the bytes lie in a file."""
         return self._path is not None
 
-    def write(self, offset: int, data: bytes | bytearray | memoryview, crc32: int) -> int:
-        """Take one chunk; returns received_bytes. A chunk that is in already and equal has no effect.
+    async def write(self, offset: int, data: Chunk, crc32: int) -> int:
+        """Take one chunk; return received_bytes. A chunk that is in already and equal has no effect.
 
-        Raises RemoteProtocolError for a wrong checksum, a gap, an overlap, other bytes than before, or too many: the upload
-        stays as it was. Raises StorageError when the disk refuses: the upload is dropped, a retry begins anew. Raises
-        StaleError when it was dropped meanwhile.
+        Raises:
+            RemoteProtocolError: a wrong checksum, a gap, an overlap, other bytes than before, or too many. The upload stays as
+                it was.
+            StorageError: the disk refused the chunk. The upload is dropped.
+            StaleError: the upload was dropped meanwhile.
         """
-        if self._dropped:
-            raise StaleError(f"{self}: {self._dropped}")
         if zlib.crc32(data) != crc32:
-            raise RemoteProtocolError(f"{self}: wrong checksum of the chunk at {offset}")
-        end = offset + len(data)
-        if offset < 0 or end > self.total_bytes:
-            raise RemoteProtocolError(f"{self}: bytes {offset} to {end} exceed the declared {self.total_bytes}")
-        if not data:
-            return self._received
-        if end <= self._received:
-            self._check_repeated(offset, data)
-        elif offset != self._received:
-            word = "gap" if offset > self._received else "overlap"
-            raise RemoteProtocolError(f"{self}: {word}: a chunk starts at {offset}, {self._received} bytes are in")
-        else:
-            self._store(offset, data)
-            self._received = end
-        return self._received
+            self._check_held()
+            raise RemoteProtocolError(f"{self._name}: wrong checksum of the chunk at {offset}")
+        async with self._writing:
+            self._check_held()
+            end = offset + len(data)
+            if offset < 0 or end > self.total_bytes:
+                raise RemoteProtocolError(f"{self._name}: bytes {offset} to {end} exceed the declared {self.total_bytes}")
+            if not data:
+                return self.received_bytes
+            if end <= self.received_bytes:
+                if await self._bytes_at(offset, end) != data:
+                    raise RemoteProtocolError(f"{self._name}: other bytes at {offset} than before")
+            elif offset != self.received_bytes:
+                word = "gap" if offset > self.received_bytes else "overlap"
+                raise RemoteProtocolError(
+                    f"{self._name}: {word}: a chunk starts at {offset}, {self.received_bytes} bytes are in"
+                )
+            else:
+                await self._store(offset, data)
+                self._check_held()
+                self.received_bytes = end
+            return self.received_bytes
 
     def payload(self) -> memoryview:
-        """All bytes, to be read only; from disk they are mapped, not copied: let go of them soon, ask again when needed.
+        """Return all bytes, to be read only. From a file they are mapped, not copied: let go of them soon, ask again.
 
         Raises LocalProtocolError before the upload is complete, StorageError when the bytes are gone (dropped, or a bad disk).
         """
         if not self.complete:
-            raise LocalProtocolError(f"{self}: not complete")
-        if self._dropped:
-            raise StorageError(f"{self}: dropped, {self._dropped}")
+            raise LocalProtocolError(f"{self._name}: not complete")
+        if self.dropped:
+            raise StorageError(f"{self._name}: dropped, {self.dropped}")
         if self._path is None:
             return memoryview(self._memory)
         try:
@@ -99,119 +145,54 @@ class Upload:
             raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
 
     def drop(self, reason: str) -> None:
-        """Let go of the bytes; `UploadBuffer` calls it."""
-        self._dropped = reason
-        self._memory = bytearray()
+        """Let go of the bytes, once and for all; whoever still writes is told the reason."""
+        if self.dropped:
+            return
+        self.dropped = reason
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def _check_repeated(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        if self._path is None:
-            known: bytes | memoryview = memoryview(self._memory)[offset : offset + len(data)]
+            self._buffer.files.submit(self._path.unlink, missing_ok=True)
         else:
-            try:
-                with self._path.open("rb") as file:
-                    file.seek(offset)
-                    known = file.read(len(data))
-            except OSError as error:
-                raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
-        if known != data:
-            raise RemoteProtocolError(f"{self}: other bytes at {offset} than before")
+            self._buffer.held_bytes -= self.total_bytes
+            self._memory = bytearray()
 
-    def _store(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+    def _check_held(self) -> None:
+        if self.dropped:
+            raise StaleError(f"{self._name}: {self.dropped}")
+
+    async def _bytes_at(self, start: int, end: int) -> Chunk:
+        if self._path is None:
+            return memoryview(self._memory)[start:end]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._buffer.files, _read_file, self._path, start, end)
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
+
+    async def _store(self, offset: int, data: Chunk) -> None:
         if self._path is None:
             self._memory[offset : offset + len(data)] = data
             return
+        arguments = (self._buffer.write, self._path, offset, data)
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-            try:
-                rest = memoryview(data).cast("B")
-                while rest:
-                    written = self._write(descriptor, rest, offset)
-                    rest, offset = rest[written:], offset + written
-            finally:
-                os.close(descriptor)
+            await asyncio.get_running_loop().run_in_executor(self._buffer.files, _write_file, *arguments)
         except OSError as error:
-            self._forget(self, "the disk refused it")
+            self.drop("the disk refused it")
             raise StorageError(f"{self._path}: cannot be written ({error.strerror})") from error
 
-    def __str__(self) -> str:
-        return _said(self.key)
+
+def _read_file(path: Path, start: int, end: int) -> bytes:
+    """In the file thread."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(end - start)
 
 
-def _said(key: Key) -> str:
-    """The key in words."""
-    peer_id, round_id, fragment_id, rank = key
-    part = f", rank {rank}" if rank else ""
-    return f"contribution of {peer_id} to round {round_id}, fragment {fragment_id}{part}"
-
-
-class UploadBuffer:
-    """All uploads. buffer_bytes: the most that is held in memory; spill_dir: where the rest goes; write: injected for tests."""
-
-    def __init__(self, buffer_bytes: int, spill_dir: Path, *, write: Write = os.pwrite) -> None:
-        self._buffer_bytes = buffer_bytes
-        self._spill_dir = spill_dir
-        self._write = write
-        self._uploads: dict[Key, Upload] = {}
-        self._files = 0
-        self._held = 0
-        self._clear_leftovers()
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory reserved now; never more than buffer_bytes."""
-        return self._held
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes that lie on disk now."""
-        return sum(upload.received_bytes for upload in self._uploads.values() if upload.spilled)
-
-    def open(self, peer_id: str, round_id: int, fragment_id: int, total_bytes: int, rank: int = 0) -> Upload:
-        """The upload of this key; the same one when it is open already: a retry goes on where the last attempt broke.
-
-        Raises RemoteProtocolError when the size is not positive or not the one declared before, StorageError.
-        """
-        key = (peer_id, round_id, fragment_id, rank)
-        upload = self._uploads.get(key)
-        if upload is None:
-            upload = self._uploads[key] = self._new_upload(key, total_bytes)
-        elif upload.total_bytes != total_bytes:
-            raise RemoteProtocolError(f"{upload}: {total_bytes} bytes declared, {upload.total_bytes} before")
-        return upload
-
-    def find(self, peer_id: str, round_id: int, fragment_id: int, rank: int = 0) -> Upload | None:
-        """The open upload of this key, or None."""
-        return self._uploads.get((peer_id, round_id, fragment_id, rank))
-
-    def drop(self, upload: Upload, reason: str = "its round is over") -> None:
-        """Forget one upload and free its bytes; whoever still writes to it is told the reason."""
-        if self._uploads.get(upload.key) is upload:
-            del self._uploads[upload.key]
-            self._held -= 0 if upload.spilled else upload.total_bytes
-            upload.drop(reason)
-
-    def close(self) -> None:
-        """Forget everything."""
-        for upload in list(self._uploads.values()):
-            self.drop(upload)
-
-    def _new_upload(self, key: Key, total_bytes: int) -> Upload:
-        if total_bytes < 1:
-            raise RemoteProtocolError(f"{_said(key)}: {total_bytes} bytes declared")
-        if self._held + total_bytes <= self._buffer_bytes:
-            self._held += total_bytes
-            return Upload(key, total_bytes, None, self._write, self.drop)
-        self._files += 1
-        path = self._spill_dir / f"upload-{self._files:08d}.part"
-        return Upload(key, total_bytes, path, self._write, self.drop)
-
-    def _clear_leftovers(self) -> None:
-        """A process that was killed leaves its files behind."""
-        try:
-            self._spill_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for path in self._spill_dir.glob("upload-*.part"):
-                path.unlink()
-        except OSError as error:
-            raise StorageError(f"{self._spill_dir}: cannot be used ({error.strerror})") from error
+def _write_file(write: Write, path: Path, offset: int, data: Chunk) -> None:
+    """In the file thread."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        rest = memoryview(data).cast("B")
+        while rest:
+            written = write(descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
+    finally:
+        os.close(descriptor)

@@ -150,7 +150,7 @@ def test_a_contribution_that_is_too_stale_is_refused_and_its_memory_given_back(t
                 await a.view(lambda v, step=step: v.outer_step == step + 1)
             with pytest.raises(grpc.aio.AioRpcError, match="computed against outer step 0; the run is at 3, max_staleness = 2"):
                 await send_rest(b, first, 0, 9)
-            assert run.coordinator.run._resources.intake.held_bytes == 0
+            assert run.coordinator.run._resources.uploads.held_bytes == 0
 
     asyncio.run(scenario())
 
@@ -180,15 +180,16 @@ def test_what_is_carried_counts_towards_the_memory_bound(tmp_path: Path) -> None
     async def scenario() -> None:
         toml = ARRIVALS.replace("[storage]\n", "[storage]\nbuffer_bytes = 1500\n")
         async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("a") as a, run.peer("b") as b:
-            intake = run.coordinator.run._resources.intake
+            uploads = run.coordinator.run._resources.uploads
             first = await two_peers(a, b)
             await send_half(b, first, 0, 9)  # 1220 bytes reserved
             await a.contribute(first, 0, delta(1))
             one = await a.view(lambda v: v.outer_step == 1 and v.round_id > 0)
-            assert intake.held_bytes == 1220
+            assert uploads.held_bytes == 1220
             large = bytes(encode("fp32", delta(2)[1]).data)
             await a.send(a.header(one.round_id, 1, 1, len(large)), list(make_chunks(large, 512))[:1])
-            assert intake.held_bytes == 1220 and intake.spilled_bytes == 512
+            (spilled,) = run.folder.spill.iterdir()
+            assert uploads.held_bytes == 1220 and spilled.stat().st_size == 512
 
     asyncio.run(scenario())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aggregator.data.published import Downlink, Head
+from aggregator.data.published import CommittedState, PublishedState
 from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Clock, Resources
 from aggregator.run_feed import RunFeed
@@ -23,6 +23,7 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store, load_outer
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
+from edit.merging.mergers import Admission
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
@@ -38,7 +39,7 @@ class Rounds:
     folder: StateFolder
     outer: OuterState
     runner: RoundRunner
-    published: Downlink
+    published: PublishedState
     background: Background
     _changed: asyncio.Event
 
@@ -75,10 +76,10 @@ class Rounds:
                 numel=delta.numel(),
                 total_bytes=len(data),
             )
-            upload = self.runner.offer(header)
-            assert upload is not None
-            upload.write(0, data, zlib.crc32(data))
-            await self.runner.arrived(header, upload)
+            shard = self.runner.offer(header)
+            assert shard is not None
+            await self.runner.receive(shard, 0, data, zlib.crc32(data))
+            await self.runner.arrived(shard)
 
     async def closed(self, round_id: int) -> None:
         """Wait until this round is over."""
@@ -93,17 +94,19 @@ class Rounds:
 
 
 @asynccontextmanager
-async def open_rounds(path: Path, disk: Disk | None = None) -> AsyncIterator[Rounds]:
+async def open_rounds(
+    path: Path, disk: Disk | None = None, *, quorum: int = 1, policy: Admission | None = None
+) -> AsyncIterator[Rounds]:
     """A run that is founded with `theta()`; at the end it is left as a SIGKILL would leave it."""
-    folder = new_folder(path / "run")
+    folder = new_folder(path / "run", quorum=quorum)
     config = folder.config()
     changed, feed = asyncio.Event(), RunFeed(lambda: 0.0)
     feed.subscribe(lambda event, unix: changed.set())
-    with ThreadPoolExecutor(1) as worker:
+    with ThreadPoolExecutor(1) as worker, ThreadPoolExecutor(1) as files:
         store, background = Store(folder.outer, config, folder.run_id, disk), Background(worker)
         resources = Resources(
             store=store,
-            intake=UploadBuffer(config.storage.buffer_bytes, folder.spill),
+            uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
             members=Members(folder.path / "members.json", enrols=False),
             orders=OperatorFlags(folder.orders),
             background=background,
@@ -112,11 +115,11 @@ async def open_rounds(path: Path, disk: Disk | None = None) -> AsyncIterator[Rou
         )
         outer = OuterState(SCHEMA, config, theta())
         store.found(outer)
-        published = Downlink(Head.of(outer), store, background, resources.clock.monotonic)
-        runner = RoundRunner(outer, config, resources, published, first_round_id=1)
+        published = PublishedState(CommittedState.of(outer), store, background, resources.clock.monotonic)
+        runner = RoundRunner(outer, config, resources, published, first_round_id=1, policy=policy)
         try:
             yield Rounds(folder, outer, runner, published, background, changed)
         finally:
             await background.stop()
             store.close()
-            resources.intake.close()
+            resources.uploads.close()

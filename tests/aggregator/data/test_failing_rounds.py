@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from aggregator.storage.journal import Disk
 from edit.command_line import run_command
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.digest import digest
+from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injected, Injection
+from edit.merging.merge import Measured
+from edit.merging.mergers import Admitted, Rejected
+from edit.records import Verdict
 from edit.rounds.events import Phase
 from tests.support.rounds import open_rounds
 from tests.support.served import SCHEMA, new_folder, theta
@@ -183,3 +188,52 @@ def test_a_bug_in_the_clock_ends_the_process_with_70_and_a_traceback(
     )
     (record,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert record.exc_info is not None and str(record.exc_info[1]) == "boom"
+
+
+@dataclass(frozen=True)
+class Rejecting:
+    peer_id: str
+    fragment_id: int
+
+    def admit(self, fragment: FragmentSpec, contribution: Measured) -> Admitted | Rejected:
+        out = (contribution.peer_id, fragment.fragment_id) == (self.peer_id, self.fragment_id)
+        return Rejected("its signature is wrong") if out else Admitted(contribution)
+
+
+def test_a_rejected_contribution_is_out_with_a_verdict_and_the_round_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with open_rounds(tmp_path, policy=Rejecting("a", 1)) as rounds:
+            rounds.ready("a", "b")
+            twice = [2 * one for one in ONES]
+            await rounds.contribute("a", twice)
+            await rounds.contribute("b", ONES)
+            await rounds.closed(1)
+            first, second = rounds.published.update(1).fragments
+            assert [(v.peer_id, v.verdict, v.weight > 0) for v in second.verdicts] == [
+                ("a", Verdict.REJECTED, False),
+                ("b", Verdict.OK, True),
+            ]
+            assert all(v.verdict is Verdict.OK for v in first.verdicts)
+            before = theta()
+            assert rounds.outer.digest == digest([before[0] - 1.5, before[1] - 1])
+        assert rounds.recovered().digest == digest([before[0] - 1.5, before[1] - 1]), "the journal has the verdict, too"
+
+    with caplog.at_level(logging.INFO):
+        scenario(body)
+    assert "round 1, fragment 1: rejected a: its signature is wrong" in caplog.messages
+
+
+def test_with_too_few_admitted_the_round_fails_and_says_why(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with open_rounds(tmp_path, quorum=2, policy=Rejecting("a", 0)) as rounds:
+            rounds.ready("a", "b")
+            await rounds.contribute("a", ONES)
+            await rounds.contribute("b", ONES)
+            await rounds.closed(1)
+            reason = "too few are admitted: 1 of quorum 2 (rejected a: its signature is wrong)"
+            assert rounds.runner.last_closed == (1, False, reason)
+            assert rounds.outer.digest == digest(theta())
+
+    scenario(body)

@@ -1,8 +1,14 @@
+"""Bytes on their way in: in order, without gaps, bounded in memory, and no write on the event loop."""
+
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,13 +21,24 @@ from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, Sto
 DATA = bytes(range(256)) * 4
 
 
+@pytest.fixture(scope="module")
+def files() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
 @pytest.fixture(params=["memory", "disk"])
-def intake(request: pytest.FixtureRequest, tmp_path: Path) -> UploadBuffer:
-    return UploadBuffer(1 << 20 if request.param == "memory" else 0, tmp_path / "spill")
+def buffer(request: pytest.FixtureRequest, tmp_path: Path, files: Executor) -> UploadBuffer:
+    return UploadBuffer(1 << 20 if request.param == "memory" else 0, tmp_path / "spill", files)
 
 
 def put(upload: Upload, offset: int, data: bytes) -> int:
-    return upload.write(offset, data, zlib.crc32(data))
+    return asyncio.run(upload.write(offset, data, zlib.crc32(data)))
+
+
+def written(files: Executor) -> None:
+    """Wait until the file thread has done what it was given."""
+    files.submit(lambda: None).result()
 
 
 def fill(upload: Upload, data: bytes = DATA, chunk: int = 100) -> None:
@@ -29,8 +46,8 @@ def fill(upload: Upload, data: bytes = DATA, chunk: int = 100) -> None:
         put(upload, offset, data[offset : offset + chunk])
 
 
-def test_chunks_in_order_make_the_payload(intake: UploadBuffer) -> None:
-    upload = intake.open("a", 1, 0, len(DATA))
+def test_chunks_in_order_make_the_payload(buffer: UploadBuffer) -> None:
+    upload = buffer.open("contribution of a", len(DATA))
     fill(upload)
     assert upload.complete
     assert bytes(upload.payload()) == DATA
@@ -47,9 +64,9 @@ def test_chunks_in_order_make_the_payload(intake: UploadBuffer) -> None:
     ],
 )
 def test_wrong_chunks_are_the_peers_fault_and_touch_nothing(
-    intake: UploadBuffer, offset: int, data: bytes, message: str
+    buffer: UploadBuffer, offset: int, data: bytes, message: str
 ) -> None:
-    upload = intake.open("a", 1, 0, len(DATA))
+    upload = buffer.open("contribution of a", len(DATA))
     fill(upload, DATA[:200])
     with pytest.raises(RemoteProtocolError, match=message):
         put(upload, offset, data)
@@ -59,15 +76,15 @@ def test_wrong_chunks_are_the_peers_fault_and_touch_nothing(
     assert bytes(upload.payload()) == DATA
 
 
-def test_a_wrong_checksum_is_refused(intake: UploadBuffer) -> None:
-    upload = intake.open("a", 1, 0, len(DATA))
-    with pytest.raises(RemoteProtocolError, match="contribution of a to round 1, fragment 0: wrong checksum of the chunk at 0"):
-        upload.write(0, DATA[:100], zlib.crc32(DATA[:100]) ^ 1)
+def test_a_wrong_checksum_is_refused(buffer: UploadBuffer) -> None:
+    upload = buffer.open("contribution of a", len(DATA))
+    with pytest.raises(RemoteProtocolError, match="contribution of a: wrong checksum of the chunk at 0"):
+        asyncio.run(upload.write(0, DATA[:100], zlib.crc32(DATA[:100]) ^ 1))
     assert upload.received_bytes == 0
 
 
-def test_what_came_already_may_come_again(intake: UploadBuffer) -> None:
-    upload = intake.open("a", 1, 0, len(DATA))
+def test_what_came_already_may_come_again(buffer: UploadBuffer) -> None:
+    upload = buffer.open("contribution of a", len(DATA))
     assert put(upload, 0, b"") == 0
     fill(upload, DATA[:300])
     assert put(upload, 0, DATA[:100]) == 300
@@ -75,88 +92,64 @@ def test_what_came_already_may_come_again(intake: UploadBuffer) -> None:
     assert put(upload, 300, b"") == 300
 
 
-def test_a_retry_goes_on_where_the_last_one_broke(intake: UploadBuffer) -> None:
-    fill(intake.open("a", 1, 0, len(DATA)), DATA[:300])
-    again = intake.open("a", 1, 0, len(DATA))
-    assert again.received_bytes == 300
-    put(again, 300, DATA[300:])
-    assert bytes(again.payload()) == DATA
+def test_an_upload_has_a_size(buffer: UploadBuffer) -> None:
+    with pytest.raises(RemoteProtocolError, match="contribution of a: 0 bytes declared"):
+        buffer.open("contribution of a", 0)
 
 
-def test_ranks_have_slots_of_their_own(intake: UploadBuffer) -> None:
-    for rank in (0, 1):
-        fill(intake.open("a", 1, 0, len(DATA), rank), DATA[::-1] if rank else DATA)
-    first, second = intake.find("a", 1, 0), intake.find("a", 1, 0, 1)
-    assert first is not None and second is not None
-    assert (bytes(first.payload()), bytes(second.payload())) == (DATA, DATA[::-1])
-    intake.drop(second, "a newer attempt has come")
-    assert intake.find("a", 1, 0, 1) is None and intake.find("a", 1, 0) is first
-    with pytest.raises(StaleError, match="contribution of a to round 1, fragment 0, rank 1: a newer attempt has come"):
-        put(second, 0, DATA[:1])
+def test_what_is_dropped_goes_with_its_files(buffer: UploadBuffer, files: Executor, tmp_path: Path) -> None:
+    first, second = (buffer.open(name, len(DATA)) for name in "ab")
+    fill(first)
+    fill(second)
+    held, names = buffer.held_bytes, len(list((tmp_path / "spill").iterdir()))
+    first.drop("its round is over")
+    first.drop("said twice")
+    written(files)
+    assert (buffer.held_bytes, len(list((tmp_path / "spill").iterdir()))) == (held // 2, names // 2)
+    buffer.close()
+    assert list((tmp_path / "spill").iterdir()) == []
 
 
-def test_sizes_are_checked(intake: UploadBuffer) -> None:
-    intake.open("a", 1, 0, 10)
-    with pytest.raises(RemoteProtocolError, match="11 bytes declared, 10 before"):
-        intake.open("a", 1, 0, 11)
-    with pytest.raises(RemoteProtocolError, match="0 bytes declared"):
-        intake.open("a", 1, 1, 0)
-
-
-def test_an_incomplete_or_dropped_payload_is_not_read(intake: UploadBuffer) -> None:
-    upload = intake.open("a", 1, 0, len(DATA))
+def test_an_incomplete_or_dropped_payload_is_not_read(buffer: UploadBuffer) -> None:
+    upload = buffer.open("contribution of a", len(DATA))
     with pytest.raises(LocalProtocolError, match="not complete"):
         upload.payload()
     fill(upload)
-    intake.drop(upload)
+    upload.drop("its round is over")
     with pytest.raises(StorageError, match="dropped, its round is over"):
         upload.payload()
     with pytest.raises(StaleError, match="its round is over"):
         put(upload, 0, DATA[:1])
 
 
-def test_a_payload_that_is_being_read_outlives_its_slot(intake: UploadBuffer) -> None:
-    upload = intake.open("a", 1, 0, len(DATA))
+def test_a_payload_that_is_being_read_outlives_its_upload(buffer: UploadBuffer) -> None:
+    upload = buffer.open("contribution of a", len(DATA))
     fill(upload)
     payload = upload.payload()
-    intake.drop(upload)
+    upload.drop("its round is over")
     assert bytes(payload) == DATA
 
 
-def test_what_is_dropped_goes_with_its_files(intake: UploadBuffer, tmp_path: Path) -> None:
-    for peer_id in "ab":
-        for round_id in (1, 2):
-            fill(intake.open(peer_id, round_id, 0, len(DATA)))
-    upload = intake.find("a", 1, 0)
-    assert upload is not None
-    intake.drop(upload)
-    assert intake.find("a", 1, 0) is None and intake.find("b", 1, 0) is not None
-    intake.close()
-    assert intake.held_bytes == intake.spilled_bytes == 0
-    assert list((tmp_path / "spill").iterdir()) == []
-
-
-def test_memory_stays_below_the_bound_with_many_peers(tmp_path: Path) -> None:
-    intake = UploadBuffer(4 * len(DATA), tmp_path)
-    uploads = [intake.open(f"p{i}", 1, 0, len(DATA)) for i in range(50)]
+def test_memory_stays_below_the_bound_with_many_peers(tmp_path: Path, files: Executor) -> None:
+    buffer = UploadBuffer(4 * len(DATA), tmp_path, files)
+    uploads = [buffer.open(f"p{i}", len(DATA)) for i in range(50)]
     for upload in uploads:
         fill(upload)
-        assert intake.held_bytes <= 4 * len(DATA)
+        assert buffer.held_bytes <= 4 * len(DATA)
     assert sum(not upload.spilled for upload in uploads) == 4
-    assert intake.spilled_bytes == 46 * len(DATA)
     assert all(bytes(upload.payload()) == DATA for upload in uploads)
-    intake.drop(uploads[0])
-    assert not intake.open("next", 2, 0, len(DATA)).spilled, "freed memory is used again"
+    uploads[0].drop("its round is over")
+    assert not buffer.open("next", len(DATA)).spilled, "freed memory is used again"
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    fill(UploadBuffer(0, tmp_path).open("a", 1, 0, len(DATA)))
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path, files: Executor) -> None:
+    fill(UploadBuffer(0, tmp_path, files).open("contribution of a", len(DATA)))
     (tmp_path / "not-ours.txt").write_text("stays")
-    UploadBuffer(0, tmp_path)
+    UploadBuffer(0, tmp_path, files)
     assert [path.name for path in tmp_path.iterdir()] == ["not-ours.txt"]
 
 
-def test_a_full_disk_drops_the_slot_and_says_so(tmp_path: Path) -> None:
+def test_a_full_disk_drops_the_upload_and_says_so(tmp_path: Path, files: Executor) -> None:
     room = [150]
 
     def write(descriptor: int, data: memoryview, offset: int) -> int:
@@ -166,25 +159,27 @@ def test_a_full_disk_drops_the_slot_and_says_so(tmp_path: Path) -> None:
         room[0] -= taken
         return os.pwrite(descriptor, data[:taken], offset)
 
-    intake = UploadBuffer(0, tmp_path, write=write)
-    upload = intake.open("a", 1, 0, len(DATA))
+    buffer = UploadBuffer(0, tmp_path, files, write=write)
+    upload = buffer.open("contribution of a", len(DATA))
     put(upload, 0, DATA[:100])
     with pytest.raises(StorageError, match=r"upload-00000001\.part: cannot be written \(No space left on device\)"):
         put(upload, 100, DATA[100:200])
-    assert intake.find("a", 1, 0) is None
+    with pytest.raises(StaleError, match="the disk refused it"):
+        put(upload, 100, DATA[100:200])
+    written(files)
     assert list(tmp_path.iterdir()) == []
     room[0] = 1 << 20
-    fill(intake.open("a", 1, 0, len(DATA)))
+    fill(buffer.open("contribution of a", len(DATA)))
 
 
-def test_a_spill_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_spill_folder_that_cannot_be_made(tmp_path: Path, files: Executor) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be used"):
-        UploadBuffer(0, tmp_path / "file")
+        UploadBuffer(0, tmp_path / "file", files)
 
 
-def test_a_spilled_payload_that_somebody_cut_is_not_trusted(tmp_path: Path) -> None:
-    upload = UploadBuffer(0, tmp_path).open("a", 1, 0, len(DATA))
+def test_a_spilled_payload_that_somebody_cut_is_not_trusted(tmp_path: Path, files: Executor) -> None:
+    upload = UploadBuffer(0, tmp_path, files).open("contribution of a", len(DATA))
     fill(upload)
     next(tmp_path.iterdir()).write_bytes(DATA[:-1])
     with pytest.raises(StorageError, match="was changed"):
@@ -196,9 +191,9 @@ def test_a_spilled_payload_that_somebody_cut_is_not_trusted(tmp_path: Path) -> N
     st.binary(min_size=1, max_size=60), st.booleans(), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=20)
 )
 def test_any_chunking_with_repeats_gives_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes, spilled: bool, steps: list[tuple[int, int]]
+    tmp_path_factory: pytest.TempPathFactory, files: Executor, data: bytes, spilled: bool, steps: list[tuple[int, int]]
 ) -> None:
-    upload = UploadBuffer(0 if spilled else 1000, tmp_path_factory.mktemp("spill")).open("a", 1, 0, len(data))
+    upload = UploadBuffer(0 if spilled else 1000, tmp_path_factory.mktemp("spill"), files).open("a", len(data))
     for back, length in steps:
         received = upload.received_bytes
         start = max(0, received - back)
@@ -206,3 +201,101 @@ def test_any_chunking_with_repeats_gives_the_same_bytes(
         assert put(upload, start, data[start:end]) == max(received, end)
     put(upload, upload.received_bytes, data[upload.received_bytes :])
     assert bytes(upload.payload()) == data
+
+
+class SlowDisk:
+    """Writes when it is let, and remembers what was written where, and by which thread."""
+
+    def __init__(self) -> None:
+        self.let, self.began = threading.Event(), threading.Event()
+        self.written: list[tuple[int, int]] = []
+        self.threads: set[int] = set()
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self.began.set()
+        assert self.let.wait(30)
+        self.threads.add(threading.get_ident())
+        self.written.append((offset, len(data)))
+        return os.pwrite(descriptor, data, offset)
+
+
+def test_a_slow_disk_stops_the_stream_and_not_the_event_loop(tmp_path: Path, files: Executor) -> None:
+    disk = SlowDisk()
+
+    async def stream(upload: Upload) -> None:
+        for offset in range(0, len(DATA), 256):
+            chunk = DATA[offset : offset + 256]
+            await upload.write(offset, chunk, zlib.crc32(chunk))
+
+    async def scenario() -> None:
+        buffer = UploadBuffer(len(DATA), tmp_path, files, write=disk.write)
+        quick, slow = buffer.open("quick", len(DATA)), buffer.open("slow", len(DATA))
+        sending = asyncio.create_task(stream(slow))
+        await asyncio.to_thread(disk.began.wait, 30)
+        await stream(quick)  # while the disk hangs
+        assert quick.complete and slow.received_bytes == 0 and disk.written == []
+        disk.let.set()
+        await sending
+        assert bytes(slow.payload()) == DATA
+        assert disk.written == [(offset, 256) for offset in range(0, len(DATA), 256)]
+        assert disk.threads.isdisjoint({threading.get_ident()})
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_that_is_dropped_while_it_is_written_leaves_no_file(tmp_path: Path, files: Executor) -> None:
+    disk = SlowDisk()
+
+    async def scenario() -> None:
+        upload = UploadBuffer(0, tmp_path, files, write=disk.write).open("a", len(DATA))
+        sending = asyncio.create_task(upload.write(0, DATA, zlib.crc32(DATA)))
+        await asyncio.to_thread(disk.began.wait, 30)
+        upload.drop("its round is over")
+        disk.let.set()
+        with pytest.raises(StaleError, match="its round is over"):
+            await sending
+        assert upload.received_bytes == 0
+
+    asyncio.run(scenario())
+    written(files)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("again", [DATA[:512], b"x" * 512])
+def test_two_streams_of_one_upload_write_one_after_the_other(tmp_path: Path, files: Executor, again: bytes) -> None:
+    """The older one is not known to be broken yet; the newer one is compared with what it wrote."""
+    disk = SlowDisk()
+
+    async def scenario() -> None:
+        upload = UploadBuffer(0, tmp_path, files, write=disk.write).open("a", len(DATA))
+        older = asyncio.create_task(upload.write(0, DATA[:512], zlib.crc32(DATA[:512])))
+        await asyncio.to_thread(disk.began.wait, 30)
+        newer = asyncio.create_task(upload.write(0, again, zlib.crc32(again)))
+        disk.let.set()
+        assert await older == 512
+        if again == DATA[:512]:
+            assert await newer == 512
+        else:
+            with pytest.raises(RemoteProtocolError, match="other bytes at 0 than before"):
+                await newer
+        assert disk.written == [(0, 512)]
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_is_cancelled_while_it_writes_can_be_resumed(tmp_path: Path, files: Executor) -> None:
+    disk = SlowDisk()
+
+    async def scenario() -> None:
+        upload = UploadBuffer(0, tmp_path, files, write=disk.write).open("a", len(DATA))
+        older = asyncio.create_task(upload.write(0, DATA, zlib.crc32(DATA)))
+        await asyncio.to_thread(disk.began.wait, 30)
+        older.cancel()
+        await asyncio.wait([older])
+        assert upload.received_bytes == 0
+        disk.let.set()
+        for offset in (0, 512):
+            await upload.write(offset, DATA[offset : offset + 512], zlib.crc32(DATA[offset : offset + 512]))
+        assert bytes(upload.payload()) == DATA
+
+    asyncio.run(scenario())
