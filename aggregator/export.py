@@ -1,7 +1,7 @@
 """The run's outer parameters as files for others: by tensor name, or as a folder that transformers' `from_pretrained` loads.
 
-Owns: putting the parts of all aggregators together, what an export says of its origin, and that it comes to be whole or not at
-all. Must not know: rounds, peers; what is in a `from_pretrained` folder is `edit.integrations.huggingface`'s.
+The fragments of all aggregators are put together. An export says which run and outer step it is of, and appears whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ __all__ = ["Exported", "export_parameters", "export_pretrained"]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. outer_steps: by aggregator, each at its last committed one; digest: of all of theta."""
+    """What was written."""
 
     run_id: str
-    outer_steps: tuple[int, ...]
-    digest: str
+    outer_steps: tuple[int, ...]  # by aggregator, each at its last committed one
+    digest: str  # of the whole model's outer parameters
 
     def origin(self) -> dict[str, str]:
-        """What the export itself says of where it comes from."""
+        """Return what the export says of its origin."""
         return {"run_id": self.run_id, "outer_step": self.shown, "digest": self.digest}
 
     @property
     def shown(self) -> str:
-        """`40`, or where the aggregators are not at the same outer step `40, 38`."""
+        """`40`, or `40, 38` where the aggregators are not at the same outer step."""
         return ", ".join(map(str, self.outer_steps if len(set(self.outer_steps)) > 1 else self.outer_steps[:1]))
 
 
 def export_parameters(folders: Sequence[StateFolder], out: Path) -> Exported:
-    """Write theta by tensor name to a safetensors file. folders: of every aggregator of one run, in any order.
+    """Write the outer parameters by tensor name to a safetensors file.
 
-    Raises ConfigError (also when they are not that), StorageError.
+    Args:
+        folders: of every aggregator of one run, in any order.
+
+    Raises ConfigError (also for folders of other runs, or when one is missing), StorageError.
     """
     named, exported = _load(folders)
     temporary = out.with_name(f".{out.name}.tmp")
@@ -60,7 +63,10 @@ def export_parameters(folders: Sequence[StateFolder], out: Path) -> Exported:
 
 
 def export_pretrained(folders: Sequence[StateFolder], out: Path) -> Exported:
-    """Write theta of an `hf:` run as the new folder `out`. run.json in it names its origin. folders: as `export_parameters`.
+    """Write the outer parameters of an `hf:` run as the new folder `out`; its run.json names the run and the outer step.
+
+    Args:
+        folders: as `export_parameters`.
 
     Raises ConfigError (also for another kind of model, and when `out` is not empty), StorageError.
     """
@@ -90,7 +96,7 @@ def _load(folders: Sequence[StateFolder]) -> tuple[dict[str, Tensor], Exported]:
 
 
 def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:
-    """The folders by aggregator. Raises ConfigError unless each aggregator of one run is there once."""
+    """Return the folders by aggregator. Raises ConfigError unless each aggregator of one run is there once."""
     ordered = sorted(folders, key=lambda folder: folder.aggregator)
     other = next((folder for folder in ordered if folder.run_id != ordered[0].run_id), None)
     if other is not None:
@@ -107,7 +113,7 @@ def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:
 
 
 def _named(outer: OuterState) -> dict[str, Tensor]:
-    """theta by tensor name: fp32 copies in full shape."""
+    """Return the outer parameters by tensor name: fp32 copies in full shape."""
     named: dict[str, Tensor] = {}
     for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
         parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])

@@ -1,4 +1,4 @@
-"""The operator's and observer's side of the Control service: what the command line asks of a running coordinator."""
+"""What the commands ask of a running coordinator and of the further aggregators: the operator's side of Control."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TIMEOUT_S = 20.0
 
 
 def connect(folder: StateFolder) -> grpc.aio.Channel:
-    """A channel to this folder's coordinator as its operator. Raises ConfigError when none was ever started."""
+    """Return a channel to this folder's coordinator, as its operator. Raises ConfigError when none was ever started here."""
     if not folder.addresses.exists():
         raise ConfigError(f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {folder.path}")
     address = str(json.loads(folder.addresses.read_text())["listen"])
@@ -62,19 +62,19 @@ def _connect_further(folder: StateFolder, address: str) -> grpc.aio.Channel:
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[_T]):
-    """What each aggregator said, by number; 0 is the coordinator. failures: why one did not do it, one line each."""
+    """What the aggregators answered."""
 
-    said: dict[int, _T]
-    failures: list[str]
+    said: dict[int, _T]  # by the aggregator's number; 0 is the coordinator
+    failures: list[str]  # one line for each that did not answer, or refused
 
     def check(self) -> None:
-        """Raises TransportError that names those that did not do it."""
+        """Raise TransportError with the failures, if there are any."""
         if self.failures:
             raise TransportError(f"{'; '.join(self.failures)}; repeat the command when they are back, the others have done it")
 
 
 def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
-    """As `call_operator`, at every aggregator of the run; the coordinator's refusal ends it.
+    """Run one call at every aggregator of the run. Raises what the coordinator's refusal means; then no other was asked.
 
     With one aggregator it raises what `call_operator` raises.
     """
@@ -97,13 +97,13 @@ def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Ans
 
 
 def call_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
-    """Run one call against the running coordinator. Raises TransportError when it does not answer."""
+    """Run one call at the coordinator, and return its answer. Raises TransportError when it does not answer."""
     return _run(lambda: connect(folder), call, f"{folder.path}: the coordinator")
 
 
-def _run(dial: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_T]], who: str) -> _T:
+def _run(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_T]], who: str) -> _T:
     async def run() -> _T:
-        async with dial() as channel:
+        async with connection() as channel:
             try:
                 return await call(control_pb2_grpc.ControlStub(channel))
             except grpc.aio.AioRpcError as error:
@@ -120,18 +120,23 @@ async def read_status(stub: Any) -> RunStatus:
 
 
 async def pause_run(stub: Any) -> None:
+    """Open no further round until `resume_run`."""
     await stub.Pause(pb.PauseRequest(), timeout=_TIMEOUT_S)
 
 
 async def resume_run(stub: Any) -> None:
+    """Go on after `pause_run` or `drain_run`."""
     await stub.Resume(pb.ResumeRequest(), timeout=_TIMEOUT_S)
 
 
 async def drain_run(stub: Any) -> None:
+    """Finish the run with the open round."""
     await stub.Drain(pb.DrainRequest(), timeout=_TIMEOUT_S)
 
 
 def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:
+    """Return the call that evicts this peer."""
+
     async def call(stub: Any) -> None:
         await stub.Evict(pb.EvictRequest(peer_id=peer_id, reason=reason), timeout=_TIMEOUT_S)
 

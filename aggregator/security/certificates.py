@@ -1,7 +1,6 @@
-"""Keys and certificates as values: the run's authority signs, everybody else is signed. P-256 only.
+"""Keys and certificates as values: what a certificate says (names, key usage, lifetime), and which keys are accepted.
 
-Owns: what stands in a certificate (SAN, key usage, lifetime) and which key is accepted. Must not know: files, members,
-invitations.
+The run's authority signs, everybody else is signed. Keys are P-256 only.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ _BACKDATE = timedelta(hours=1)  # members' clocks may be slow
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """A fresh P-256 key."""
+    """Return a new P-256 key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """PKCS#8 PEM, not encrypted: the file's mode protects it."""
+    """Return a key as PKCS#8 PEM, not encrypted: the mode of its file protects it."""
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def public_der(key: ec.EllipticCurvePublicKey) -> bytes:
-    """What two keys are compared by."""
+    """Return a public key as DER, by which two keys are compared."""
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:
-    """The public key of a PKCS#10 request; its names and extensions are ignored.
+    """Return the public key of a PKCS#10 request; its names and extensions are ignored.
 
     Raises RemoteProtocolError: damaged, signature wrong (no proof that the sender holds the key), or not P-256.
     """
@@ -64,7 +63,10 @@ def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def make_ca(run_id: str, now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A run's authority: key and self-signed certificate, which may sign members but no further authorities."""
+    """Return the key and the self-signed certificate of a run's authority. It may sign members but no further authorities.
+
+    now: unix seconds.
+    """
     key, name = new_key(), _name(f"{run_id[:60]} CA")
     certificate = (
         _dated(x509.CertificateBuilder(), now, CA_LIFETIME_S)
@@ -82,14 +84,14 @@ def make_ca(run_id: str, now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.C
 
 @dataclass(frozen=True, slots=True)
 class Issuer:
-    """Signs for one run."""
+    """Signs for one run, with the authority's key."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
 
     @property
     def der(self) -> bytes:
-        """The authority's certificate."""
+        """The authority's certificate, in DER."""
         return self.certificate.public_bytes(serialization.Encoding.DER)
 
     def issue(
@@ -101,10 +103,15 @@ class Issuer:
         now: float,
         server_names: Sequence[str] = (),
     ) -> x509.Certificate:
-        """A certificate for `identity`. With server_names (hosts and addresses) it may only serve, without only call; but a
-        peer's may also serve, under its `server_name`.
+        """Return a certificate for `identity`, which never outlives the authority.
 
-        It never outlives the authority. Raises ConfigError as `names_of`, and when the authority has expired.
+        Args:
+            lifetime_s: at most.
+            now: unix seconds.
+            server_names: hosts and addresses. With them it may only serve, without them only call; but a peer's may also serve,
+                under its `Identity.server_name`.
+
+        Raises ConfigError as `names_of`, and when the authority has expired.
         """
         authority = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         lifetime_s = min(lifetime_s, self.certificate.not_valid_after_utc.timestamp() - now)
@@ -127,7 +134,10 @@ class Issuer:
 
 
 def names_of(identity: Identity, server_names: Sequence[str] = ()) -> list[x509.GeneralName]:
-    """What a certificate's SAN holds. Raises ConfigError for a server's name that is neither host name nor address."""
+    """Return the subject alternative names of a certificate.
+
+    Raises ConfigError for a server's name that is neither a host name nor an address.
+    """
     own = [x509.DNSName(identity.server_name)] if identity.role == "peer" else []
     return [x509.UniformResourceIdentifier(identity.uri), *own, *(_server_name(name) for name in server_names)]
 

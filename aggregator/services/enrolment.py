@@ -1,6 +1,6 @@
-"""The Enrolment service: an invitation and a certificate request in, a certificate out. Server-authenticated TLS only.
+"""The Enrolment service of enrolment.proto: an invitation and a certificate request in, a certificate out.
 
-Owns: the bounds of the request and the mapping of errors to status codes. Must not know: how invitations are kept.
+Who calls has no certificate yet, so TLS authenticates the server only.
 """
 
 from __future__ import annotations
