@@ -75,7 +75,7 @@ def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None
     torch.set_num_threads(1)
     enrolled = PeerFolder(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))
-    feedback = ErrorFeedback(codec_name, [fragment.numel for fragment in replica.schema.fragments])
+    feedback = ErrorFeedback(codec_name, replica.layout.owned)
     with IoThread() as io:
         collective = HubCollective(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
         replica.start(collective.join(replica.schema, replica.local))

@@ -1,16 +1,16 @@
-"""The exception tree. An exception carries blame; a lost round is a value (`Aborted`), not an exception.
+"""The exception tree. An exception says whose fault it is; a lost round is a value (`Aborted`), not an exception.
 
-EditError
- ├─ ConfigError           the user's setting, file or command line; exit code 2
- ├─ RefusedError          the other side said no for good (invitation, certificate, schema); exit code 3
- ├─ EvictedError          this peer was evicted from the run; exit code 4
- ├─ LocalProtocolError    our own bug: a call out of order; exit code 70
- ├─ RemoteProtocolError   the other side sent something it must not send; never touches state
- ├─ StaleError            what was asked about is over or not yet due: look at the view, then ask again
- │   └─ GoneError         no longer kept (an old update, an old snapshot)
- ├─ StorageError          the disk under the state folder failed or lies (full, torn, flipped); nothing is lost
+EditError                 exit code 70 unless it says otherwise
+ ├─ ConfigError           the user's: a setting, a file or the command line; exit code 2
+ ├─ RefusedError          the other side refuses for good (invitation, certificate, schema); exit code 3
+ ├─ EvictedError          the operator evicted this peer from the run; exit code 4
+ ├─ LocalProtocolError    ours: a call out of order is a bug
+ ├─ RemoteProtocolError   the other side's: it sent something it must not send; no state was touched
+ ├─ StaleError            nobody's: the request does not fit the run as it stands now; look at the view, then ask again
+ │   └─ GoneError         what was asked for (an old update, an old snapshot) is no longer kept
+ ├─ StorageError          the disk under the state folder is full, failed or damaged; exit code 2
  ├─ FormatError           a file is of another format than this software reads; exit code 2
- └─ TransportError        the link broke; the same call may be tried again; exit code 69
+ └─ TransportError        the connection failed; the same call may be tried again; exit code 69
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EditError(Exception):
 
 
 class ConfigError(EditError):
-    """A setting, a file or an argument is wrong. The message names the field or file, and the mend."""
+    """A setting, a file or an argument is wrong. The message names the field or file, and how to correct it."""
 
     exit_code = 2
 
@@ -59,11 +59,11 @@ class LocalProtocolError(EditError):
 
 
 class RemoteProtocolError(EditError):
-    """The other side broke the protocol. Its bytes touched nothing."""
+    """The other side broke the protocol. Nothing of what it sent was applied."""
 
 
 class StaleError(EditError):
-    """The request was in order but does not fit the run as it stands: look at the view, then ask again."""
+    """The request is valid but does not fit the run as it stands now: look at the view, then ask again."""
 
 
 class GoneError(StaleError):
@@ -77,7 +77,7 @@ class StorageError(EditError):
 
 
 class FormatError(EditError):
-    """A file is of another format than this software reads. It is whole: no code may pass it over as damaged."""
+    """A file is of another format than this software reads. It is not damaged, and must not be skipped as damaged files are."""
 
     exit_code = 2
 

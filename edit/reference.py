@@ -1,6 +1,6 @@
-"""DiLoCo, EDiT, streaming, eager and asynchronous rules, naively: the test oracle. Plain operations, from the papers alone.
+"""DiLoCo, EDiT, streaming, eager and asynchronous rules in their most readable form: the oracle of the tests.
 
-Owns: the rule in its most readable form. Must not know: the fast code it checks, codecs, carriers. Slow on purpose.
+Written from the papers alone, in plain operations; slow on purpose. It must not import the fast code that it checks.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from torch import Tensor
 
 __all__ = ["Edit", "Inner", "delayed_nesterov", "diloco", "heloco", "nesterov", "rda", "stale_weights", "streaming"]
 
-Inner = Callable[
-    [list[Tensor], int], list[Tensor]
-]  # (local fragments, inner step 1, 2, ...) -> local fragments after that step
+# (local fragments, inner step 1, 2, ...) -> local fragments after that step
+Inner = Callable[[list[Tensor], int], list[Tensor]]
 
 
 def nesterov(theta: Tensor, momentum: Tensor, merged: Tensor, lr: float, mu: float) -> tuple[Tensor, Tensor]:
-    """(theta, momentum) after the outer step 9: v <- mu v + D; theta <- theta - nu (D + mu v)."""
+    """Return (theta, momentum) after one outer step: v <- mu v + D; theta <- theta - nu (D + mu v)."""
     momentum = mu * momentum + merged
     return theta - lr * (merged + mu * momentum), momentum
 
 
 def delayed_nesterov(theta: Tensor, arrivals: Sequence[Tensor], lr: float, mu: float, period: int, c: float) -> list[Tensor]:
-    """theta after each arrival (arXiv 2401.09135, algorithm 3)."""
+    """Return theta after each arrival: delayed Nesterov (arXiv 2401.09135, algorithm 3)."""
     momentum, gathered, history = torch.zeros_like(theta), torch.zeros_like(theta), []
     for t, g in enumerate(arrivals):
         gathered = gathered + g
@@ -41,13 +40,13 @@ def delayed_nesterov(theta: Tensor, arrivals: Sequence[Tensor], lr: float, mu: f
 
 
 def stale_weights(weights: Sequence[float], staleness: Sequence[int], a: float) -> list[float]:
-    """Each weight times (1 + s)^-a (arXiv 1903.03934, section 5.2), made to sum to 1."""
+    """Return each weight times (1 + s)^-a (arXiv 1903.03934, section 5.2), normalised."""
     factors = [weight / (1 + s) ** a for weight, s in zip(weights, staleness, strict=True)]
     return [factor / sum(factors) for factor in factors]
 
 
 def rda(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of the lengths times the normalised mean of the directions (arXiv 2604.21428)."""
+    """Return the mean of the lengths times the normalised mean of the directions (arXiv 2604.21428)."""
     length = sum(weight * float(delta.norm()) for weight, delta in zip(weights, deltas, strict=True))
     units = [weight * delta / float(delta.norm()) for weight, delta in zip(weights, deltas, strict=True)]
     direction = torch.stack(units).sum(dim=0)
@@ -55,7 +54,7 @@ def rda(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def heloco(delta: Tensor, m: Tensor, c_ok: float = 0.2) -> Tensor:
-    """One tensor corrected towards the momentum m, a mean of pseudo-gradients (arXiv 2606.00271); k_s = k_d = kappa = 1."""
+    """Correct one tensor towards the momentum m, a mean of pseudo-gradients (arXiv 2606.00271); k_s = k_d = kappa = 1."""
     length, reference = float(delta.norm()), float(m.norm())
     u, v = delta / length, m / reference
     c, confidence = float(u @ v), length / (length + reference)
@@ -69,7 +68,7 @@ def heloco(delta: Tensor, m: Tensor, c_ok: float = 0.2) -> Tensor:
 
 
 def diloco(theta: Tensor, momentum: Tensor, local: Mapping[str, Tensor], lr: float, mu: float) -> tuple[Tensor, Tensor]:
-    """One DiLoCo round (arXiv 2311.08105): the plain mean of the peers' pseudo-gradients, then Nesterov. local: by peer_id."""
+    """Run one DiLoCo round (arXiv 2311.08105): the mean of the peers' pseudo-gradients, then Nesterov. local: by peer_id."""
     merged = torch.zeros_like(theta)
     for peer_id in sorted(local):
         merged = merged + (theta - local[peer_id]) * (1 / len(local))
@@ -78,16 +77,16 @@ def diloco(theta: Tensor, momentum: Tensor, local: Mapping[str, Tensor], lr: flo
 
 @dataclass
 class _History:
-    """One peer's norms so far: the moving sums as they come, uncorrected, and how many."""
+    """One peer's norms so far."""
 
-    mean: float = 0.0
+    mean: float = 0.0  # moving sums as they come, not bias-corrected
     square: float = 0.0
     count: int = 0
 
 
 @dataclass
 class Edit:
-    """EDiT (arXiv 2412.07210) with norm = "raw" and no verdict on idle peers; theta and momentum are replaced by `round`."""
+    """EDiT (arXiv 2412.07210) with norm = "raw" and no verdict on idle peers. `round` replaces theta and momentum."""
 
     theta: Tensor
     lr: float = 0.8
@@ -101,7 +100,7 @@ class Edit:
     history: dict[str, _History] = field(default_factory=dict)
 
     def round(self, local: Mapping[str, Tensor]) -> dict[str, float]:
-        """One round from every peer's local parameters; returns the weights (0: bad). All bad: nothing moves."""
+        """Run one round from every peer's local parameters, and return the weights (0: bad). All bad: nothing moves."""
         deltas = {peer_id: self.theta - local[peer_id] for peer_id in sorted(local)}
         norms = {peer_id: float(delta.double().square().sum().sqrt()) for peer_id, delta in deltas.items()}
         good = [peer_id for peer_id in deltas if not self._bad(peer_id, norms[peer_id])]
@@ -110,8 +109,8 @@ class Edit:
         if not good:
             return dict.fromkeys(deltas, 0.0)
         least = min(norms[peer_id] for peer_id in good)
-        parts = {peer_id: math.exp(-(norms[peer_id] - least) / self.temperature) for peer_id in good}
-        weights = {peer_id: parts.get(peer_id, 0.0) / sum(parts.values()) for peer_id in deltas}
+        shares = {peer_id: math.exp(-(norms[peer_id] - least) / self.temperature) for peer_id in good}
+        weights = {peer_id: shares.get(peer_id, 0.0) / sum(shares.values()) for peer_id in deltas}
         merged = torch.zeros_like(self.theta)
         for peer_id in good:
             merged = merged + weights[peer_id] * deltas[peer_id]
@@ -150,12 +149,13 @@ def streaming(
     lr: float = 1.0,
     mu: float = 0.0,
 ) -> list[list[Tensor]]:
-    """Streaming DiLoCo (arXiv 2501.18512): the fragments of theta after each outer step. inner: every peer's own, by peer_id.
+    """Return the fragments of theta after each outer step of Streaming DiLoCo (arXiv 2501.18512).
 
-    Every `every` / `groups` inner steps one group of fragments is merged. `delay` inner steps later, before anything else that
-    is due then, the peers take what became of it, by `mix`: `replace` their own, `lerp`: alpha of their own, or `replay` what
-    they did meanwhile onto it. `eager` (arXiv 2502.12996): replay, but meanwhile from an estimate of the outcome: the
-    fragment's last outer step over again, with one's own old share of it exchanged for the new one.
+    inner: by peer_id, what one inner step does to a peer's local fragments. Every `every` / `groups` inner steps one group of
+    fragments is merged. `delay` inner steps later, before anything else that is due then, the peers apply the result by `mix`:
+    `replace` their own parameters, `lerp` (alpha of their own), or `replay` their progress meanwhile onto it. `eager`
+    (arXiv 2502.12996) is replay, and meanwhile training goes on from an estimate of the result: the fragment's last outer step
+    again, with the peer's own old contribution in it exchanged for the new one.
     """
     now, momenta = list(theta), [torch.zeros(()) for _ in theta]
     local = {peer_id: list(theta) for peer_id in sorted(inner)}

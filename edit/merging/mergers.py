@@ -77,7 +77,11 @@ class EditMerger:
             PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
             for one, share in zip(ordered, shares, strict=True)
         )
-        after = self._statistics_after(norms, judged, before)
+        history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms} if config.enabled else {}
+        after = {
+            peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
+            for peer_id, statistics in history.items()
+        }
         kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
         mean = weighted_mean(fragment, kept, rule) if kept else None
         size = norm(mean) if mean is not None else 0.0
@@ -85,17 +89,6 @@ class EditMerger:
             return Merged(fragment_id, None, peers, after, 0.0, 1.0)
         beta = clip_factor(size, config)
         return Merged(fragment_id, mean.mul_(beta) if beta < 1 else mean, peers, after, size, beta)
-
-    def _statistics_after(
-        self, norms: Mapping[str, float], judged: Mapping[str, Verdict], before: Mapping[str, NormStatistics]
-    ) -> dict[str, NormStatistics]:
-        if not self.config.enabled:
-            return {}
-        history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms}
-        return {
-            peer_id: observe(norms[peer_id], statistics, self.config) if judged[peer_id] is Verdict.OK else statistics
-            for peer_id, statistics in history.items()
-        }
 
 
 def merger(config: RunConfig) -> Merger:

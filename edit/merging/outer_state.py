@@ -194,7 +194,16 @@ class OuterState:
             round_id=round_id,
             digest=self.digest,
             reason=reason,
-            fragments=tuple(_fragment_commit(one) for one in ordered),
+            fragments=tuple(
+                FragmentCommit(
+                    fragment_id=one.merged.fragment_id,
+                    payload=one.payload,
+                    verdicts=one.merged.verdicts,
+                    merged_norm=one.merged.merged_norm,
+                    clip=one.merged.clip,
+                )
+                for one in ordered
+            ),
         )
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -243,16 +252,6 @@ class OuterState:
 def _is_finite(tensor: Tensor) -> bool:
     low, high = torch.aminmax(tensor)  # NaN comes through
     return math.isfinite(low.item()) and math.isfinite(high.item())
-
-
-def _fragment_commit(staged: Staged) -> FragmentCommit:
-    return FragmentCommit(
-        fragment_id=staged.merged.fragment_id,
-        payload=staged.payload,
-        verdicts=staged.merged.verdicts,
-        merged_norm=staged.merged.merged_norm,
-        clip=staged.merged.clip,
-    )
 
 
 def _check_belongs(schema: Schema, config: RunConfig, metadata: Mapping[str, Any]) -> None:
