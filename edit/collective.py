@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from edit.errors import LocalProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Contribution, Outcome, Snapshot
@@ -17,7 +18,7 @@ from edit.records import Contribution, Outcome, Snapshot
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "CompositeCollective", "shares_of"]
 
 
 class Collective(Protocol):
@@ -61,3 +62,31 @@ class Collective(Protocol):
     def snapshot(self) -> Snapshot:
         """The outer parameters of the latest committed step; blocks. Raises TransportError when cut off."""
         ...
+
+
+class CompositeCollective:
+    """One peer's connections to a run with several aggregators; what `EditWorker` takes in place of a `Collective`.
+
+    shares: a collective for each aggregator, in the aggregators' order. Each carries the fragments that its aggregator has
+    (`edit.fragments.assignment`); they advance on their own.
+    """
+
+    def __init__(self, shares: Sequence[Collective]) -> None:
+        if not shares:
+            raise LocalProtocolError("a CompositeCollective needs at least one collective")
+        self._shares = tuple(shares)
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's identity in verdicts, the same at every aggregator."""
+        return self._shares[0].peer_id
+
+    @property
+    def shares(self) -> tuple[Collective, ...]:
+        """A collective for each aggregator, in their order."""
+        return self._shares
+
+
+def shares_of(collective: Collective | CompositeCollective) -> tuple[Collective, ...]:
+    """Return the collective of each aggregator: a plain `Collective` is the only one."""
+    return collective.shares if isinstance(collective, CompositeCollective) else (collective,)

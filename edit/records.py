@@ -24,10 +24,13 @@ __all__ = [
     "Evicted",
     "Finished",
     "FragmentCommit",
+    "Here",
     "NeedsSnapshot",
     "Outcome",
     "PeerVerdict",
+    "RolledBack",
     "Snapshot",
+    "Update",
     "Verdict",
 ]
 
@@ -41,8 +44,20 @@ class EncodedTensor:
     data: bytes | bytearray | memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The update of a fragment: the encoded outer step s, to be applied as theta <- theta - decode(payload)."""
+
+    payload: EncodedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """No update of a fragment: every contribution to it was refused, so theta stays."""
+
+
 class Arriving(Protocol):
-    """An encoded tensor that is still on its way."""
+    """The update of a fragment that is still on its way."""
 
     def wait(self) -> EncodedTensor:
         """Block until all of it is here. Raises TransportError when cut off, RemoteProtocolError when it is bad.
@@ -51,6 +66,9 @@ class Arriving(Protocol):
         same answer: all parts are here, or the same error at all. After a TransportError it may be called again.
         """
         ...
+
+
+Update = Here | Arriving | RolledBack  # of one fragment, in a commit
 
 
 class Verdict(Enum):
@@ -142,14 +160,14 @@ class Snapshot:
 class Committed:
     """The outer step the peer asked about was committed.
 
-    arriving: by position in commit.fragments, payloads that are still on their way (there the commit's own payload is None and
-    means nothing; None here is a rollback); empty: the commit has them all.
+    updates: of commit.fragments, by position, where some are still on their way (then their payloads in the commit are None and
+    mean nothing); empty: the commit has them all.
     carried: this peer's contribution is not part of the commit, but still accepted: a later commit brings its verdict.
     inner_steps: how many inner steps to take until the next contribution (DyLU), from now on; 0: as before.
     """
 
     commit: Commit
-    arriving: tuple[Arriving | None, ...] = ()
+    updates: tuple[Update, ...] = ()
     carried: bool = False
     inner_steps: int = 0
 

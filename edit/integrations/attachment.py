@@ -6,14 +6,13 @@ parameters. Must not know: any framework, carriers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from edit.collective import Collective
+from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -30,7 +29,7 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: object, collective: Collective | Sequence[Collective], config: WorkerConfig
+        self, model: nn.Module, optimizer: object, collective: Collective | CompositeCollective, config: WorkerConfig
     ) -> None:
         self._model = model
         self._config = config

@@ -5,13 +5,13 @@ Owns: what happens at which of Lightning's events. Must not know: carriers, what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from edit.collective import Collective
+from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -33,7 +33,7 @@ class EditCallback(Callback):
 
     def __init__(
         self,
-        collective: Collective | Sequence[Collective],
+        collective: Collective | CompositeCollective,
         config: WorkerConfig,
         *,
         evaluate_outer: bool = False,

@@ -5,7 +5,6 @@ Owns: what happens at which of the Trainer's events. Must not know: carriers, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from edit.collective import Collective
+from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -34,7 +33,7 @@ class EditCallback(TrainerCallback):
     """
 
     def __init__(
-        self, collective: Collective | Sequence[Collective], config: WorkerConfig, *, evaluate_outer: bool = False
+        self, collective: Collective | CompositeCollective, config: WorkerConfig, *, evaluate_outer: bool = False
     ) -> None:
         self._collective = collective
         self._config = config

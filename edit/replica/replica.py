@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from edit.codecs import codec
 from edit.errors import RemoteProtocolError
 from edit.fragments.digest import combine, fragment_hash
-from edit.records import EncodedTensor, Snapshot
+from edit.records import EncodedTensor, Here, RolledBack, Snapshot
 from edit.replica.device_copies import Transfers
 from edit.replica.flat import as_held, flatten, load_fragment, pseudo_gradient
 from edit.replica.layout import Layout
@@ -125,13 +125,13 @@ class Replica:
         if [part.numel() for part in snapshot.fragments] != [shard.numel for shard in self.layout.held]:
             raise RemoteProtocolError(f"the snapshot of outer step {snapshot.outer_step} does not fit the model's fragments")
 
-    def after(self, outer_step: int, steps: Mapping[int, EncodedTensor | None]) -> Outer:
-        """theta <- theta - decode(step) for the fragments given (None: rollback), with the digest it really has.
+    def after(self, outer_step: int, steps: Mapping[int, Here | RolledBack]) -> Outer:
+        """Return theta <- theta - decode(step) for the fragments given, with the digest it really has.
 
         Changes nothing. Raises RemoteProtocolError, at every rank, when a step does not fit its fragment.
         """
         changed = self.layout.ranks.together(
-            lambda: {i: self._stepped(i, step) for i, step in steps.items() if step is not None}
+            lambda: {i: self._stepped(i, step.payload) for i, step in steps.items() if isinstance(step, Here)}
         )
         return self._replaced(outer_step, changed)
 
@@ -180,7 +180,7 @@ class Replica:
             self._load(i, target.fragments[i], progress(i))
         self._outer = target
 
-    def apply_fragment(self, fragment_id: int, step: EncodedTensor | None, progress: Progress) -> None:
+    def apply_fragment(self, fragment_id: int, step: Here | RolledBack, progress: Progress) -> None:
         """As `after` and `move` for one fragment. The outer step stays as it is until `applied`."""
         target = self.after(self._outer.outer_step, {fragment_id: step})
         self.move(dataclasses.replace(target, digest=self._outer.digest), progress, [fragment_id])

@@ -1,21 +1,13 @@
-"""A worker's own state for a checkpoint, and going on from one as if nothing had happened.
+"""A worker's own state for a checkpoint, and going on from one.
 
-Owns: the form of that state. Tensors go by kind and by name, each laid out as the parameter of that name is (a DTensor with its
-mesh and placements, fp32 on the CPU), so another number of ranks can load them; the rest is under "scalars", JSON-able:
+Tensors go by kind and by name, each laid out as the parameter of that name is (a DTensor with its mesh and placements, fp32 on
+the CPU), so another number of ranks can load them. The rest is under "scalars", JSON-able.
 
 - "outer": theta. "residual": what a lossy codec still owes. Always there (residual: once something was committed).
 - "sent_from": the local parameters at sending, while a contribution is pending and training has gone on; "sent": its
   pseudo-gradient; "last_step", "last_sent": of the last commit. The latter three with mode "eager" only.
 
-Going on, two ways. EXACTLY, where the run is still where it was at saving, says `strict`, or lets contributions outlive their
-rounds (then rounds need not wait for it): what this peer contributed after saving, before it was interrupted, it computes
-once more, and where the run has committed that already (the verdict names this peer), it is not sent again but settled as
-what it is: this peer's own. So a deterministic loop gives the same bits as one that was never interrupted. FORWARD, where the
-run is further: from the run's outer parameters at once, with the inner optimizer's state, data position and counters that
-were saved; nobody waits for work that is in theta already. Work done since theta and residuals are dropped then: whether the
-run has them cannot be known, so they may be lost, never counted twice.
-
-Must not know: files, torch.distributed.checkpoint, the inner optimizer.
+How a peer goes on is decided in `edit.worker.catch_up`.
 """
 
 from __future__ import annotations
@@ -34,10 +26,12 @@ from edit.fragments.digest import combine
 from edit.records import Snapshot
 from edit.replica.layout import Layout, local_of
 from edit.replica.replica import Outer, Replica
+from edit.worker.apply import ShareExchange
+from edit.worker.catch_up import NotOfThisRun, ResumeForward, resume
 from edit.worker.config import WorkerConfig
+from edit.worker.contribution import SentTensors
 from edit.worker.estimator import Last
-from edit.worker.exchange import Exchange
-from edit.worker.pending import Pending
+from edit.worker.exchange import Pending
 from edit.worker.schedule import Work
 
 __all__ = ["KINDS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
@@ -72,17 +66,17 @@ class Checkpoint:
 # Saving.
 
 
-def state_of(exchange: Exchange) -> dict[str, Any]:
-    """The state of an entered worker."""
-    replica, pending = exchange.replica, exchange.pending
+def state_of(share: ShareExchange) -> dict[str, Any]:
+    """Return the state of an entered worker's exchange with one aggregator."""
+    replica, exchange, sent = share.replica, share.exchange, share.sent
     layout, outer = replica.layout, replica.outer
-    residuals = _residuals(exchange)
-    last = exchange.estimator.last if exchange.estimator else {}
+    residuals = _residuals(share)
+    last = share.estimator.last if share.estimator else {}
     vectors: dict[str, _Vectors] = {
         "outer": dict(enumerate(outer.fragments)),
         "residual": residuals,
-        "sent_from": pending.sent_from if pending else {},
-        "sent": pending.deltas if pending else {},
+        "sent_from": sent.sent_from,
+        "sent": sent.deltas,
         "last_step": {i: one.step for i, one in last.items()},
         "last_sent": {i: one.delta for i, one in last.items() if one.delta is not None},
     }
@@ -94,7 +88,7 @@ def state_of(exchange: Exchange) -> dict[str, Any]:
         "fragments": {kind: sorted(parts) for kind, parts in vectors.items()},
         "finished": exchange.finished,
         "weights": {str(i): one.weight for i, one in last.items()},
-        "pending": _pending_scalars(pending),
+        "pending": _pending_scalars(exchange.pending),
         **exchange.schedule.state(),
     }
     state: dict[str, Any] = {kind: _named(layout, parts) for kind, parts in vectors.items() if parts}
@@ -109,9 +103,9 @@ def skeleton(replica: Replica, kinds: Collection[str]) -> dict[str, dict[str, Te
     return {kind: _named(layout, {i: torch.empty(r.numel) for i, r in enumerate(layout.held)}) for kind in kinds}
 
 
-def _residuals(exchange: Exchange) -> dict[int, Tensor]:
+def _residuals(share: ShareExchange) -> dict[int, Tensor]:
     """Held vectors of every fragment that has a residual at some rank; what a rank does not own it is told by the owner."""
-    layout, found = exchange.replica.layout, exchange.feedback.residuals()
+    layout, found = share.replica.layout, share.feedback.residuals()
     some = sorted({i for ids in layout.ranks.collect(sorted(found)) for i in ids})
     return {i: layout.disown(i, found.get(i, torch.zeros(layout.owned[i].numel))) for i in some}
 
@@ -200,11 +194,12 @@ def _checked(read: Callable[[], _T]) -> _T:
         raise StorageError(f"checkpoint: the worker's scalars are damaged ({error!r})") from error
 
 
-def start(exchange: Exchange, run: Snapshot) -> None:
+def start(share: ShareExchange, run: Snapshot) -> None:
     """Train from the run's outer parameters, and the commits that followed; no work stands behind a difference to them."""
-    exchange.replica.start(run)
-    exchange.schedule.abandoned()
-    exchange.catch_up()
+    share.replica.start(run)
+    share.exchange.outer_step = run.outer_step
+    share.exchange.schedule.abandoned()
+    share.run(share.exchange.catch_up())
 
 
 def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int) -> bool:
@@ -212,54 +207,53 @@ def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int
 
     Raises StorageError when they are damaged.
     """
-    exactly = config.sync.strict or config.rounds.max_staleness > 0
-    return not exactly and _checked(lambda: int(scalars["outer_step"])) < run_step
+    saved_step = _checked(lambda: int(scalars["outer_step"]))
+    return isinstance(resume(saved_step, run_step, exactly=_exactly(config)), ResumeForward)
 
 
-def go_on(exchange: Exchange, checkpoint: Checkpoint, run: Snapshot) -> None:
+def _exactly(config: WorkerConfig) -> bool:
+    return config.sync.strict or config.rounds.max_staleness > 0
+
+
+def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     """Continue from the checkpoint; `run`: where the run is now. The model holds the local parameters that were saved with it.
 
     Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
     """
-    outer_step, digest = int(checkpoint.scalars["outer_step"]), str(checkpoint.scalars["digest"])
-    if outer_step > run.outer_step:
-        raise ConfigError(
-            f"the checkpoint is at outer step {outer_step}, the run only at {run.outer_step}: it is newer than the run, "
-            "or of another one; remove it to start from the run's parameters"
-        )
-    applied = (checkpoint.scalars.get("pending") or {}).get("applied")
-    if outer_step == run.outer_step and digest != run.digest and not applied:
-        raise ConfigError(
-            f"the checkpoint's outer parameters at outer step {outer_step} are not the run's: it is of another run; "
-            "remove it to start from the run's parameters"
-        )
-    exchange.schedule.load(checkpoint.scalars)
-    if goes_forward(exchange.config, checkpoint.scalars, run.outer_step):
-        start(exchange, run)
+    scalars, exchange = checkpoint.scalars, share.exchange
+    partly_applied = (scalars.get("pending") or {}).get("applied")  # then theta is between two outer steps, and so its digest
+    same_digest = bool(partly_applied) or str(scalars["digest"]) == run.digest
+    way = resume(int(scalars["outer_step"]), run.outer_step, exactly=_exactly(share.config), same_digest=same_digest)
+    if isinstance(way, NotOfThisRun):
+        raise ConfigError(way.reason)
+    exchange.schedule.load(scalars)
+    if isinstance(way, ResumeForward):
+        start(share, run)
         return
     if checkpoint.outer is None:
         raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run.outer_step}")
-    exchange.replica.resume(checkpoint.outer)
-    _load_residuals(exchange, checkpoint.vectors.get("residual", {}))
-    _load_estimates(exchange, checkpoint)
-    exchange.replaying_checkpoint = True
-    if (pending := _pending(checkpoint)) is not None:
-        exchange.restore(pending)
-    else:
-        exchange.look_whether_over()
+    share.replica.resume(checkpoint.outer)
+    exchange.outer_step = checkpoint.outer.outer_step
+    _load_residuals(share, checkpoint.vectors.get("residual", {}))
+    _load_estimates(share, checkpoint)
+    pending = _pending(checkpoint)
+    if pending is not None:
+        vectors = checkpoint.vectors
+        share.sent = SentTensors(sent_from=dict(vectors.get("sent_from", {})), deltas=dict(vectors.get("sent", {})))
+    share.run(exchange.restore(pending))
 
 
-def _load_residuals(exchange: Exchange, held: _Vectors) -> None:
-    layout = exchange.replica.layout
-    exchange.feedback.load({i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel})
+def _load_residuals(share: ShareExchange, held: _Vectors) -> None:
+    layout = share.replica.layout
+    share.feedback.load({i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel})
 
 
-def _load_estimates(exchange: Exchange, checkpoint: Checkpoint) -> None:
-    if exchange.estimator is None:
+def _load_estimates(share: ShareExchange, checkpoint: Checkpoint) -> None:
+    if share.estimator is None:
         return
     sent, weights = checkpoint.vectors.get("last_sent", {}), checkpoint.scalars.get("weights", {})
     steps = checkpoint.vectors.get("last_step", {})
-    exchange.estimator.last = _checked(lambda: {i: Last(s, sent.get(i), float(weights[str(i)])) for i, s in steps.items()})
+    share.estimator.last = _checked(lambda: {i: Last(s, sent.get(i), float(weights[str(i)])) for i, s in steps.items()})
 
 
 def _pending(checkpoint: Checkpoint) -> Pending | None:
@@ -272,8 +266,6 @@ def _pending(checkpoint: Checkpoint) -> Pending | None:
             began=int(kept["began"]),
             fragments=tuple(int(i) for i in kept["fragments"]),
             work=Work(*(int(count) for count in kept["work"])),
-            sent_from=dict(checkpoint.vectors.get("sent_from", {})),
-            deltas=dict(checkpoint.vectors.get("sent", {})),
             applied={int(i) for i in kept["applied"]},
             outcome_overdue=bool(kept["outcome_overdue"]),
         )

@@ -1,9 +1,11 @@
-"""Puts one contribution together: pseudo-gradient, error feedback, this rank's part of it; and where training goes on from.
+"""Makes one contribution: pseudo-gradient, error feedback, this rank's share of it; and where training goes on from.
 
-Owns: what a contribution holds, and that the same one can be made again to the bit. Must not know: outcomes, when it is due.
+The same contribution can be made again to the bit, from what a checkpoint keeps of it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,9 +16,21 @@ from edit.records import Contribution, EncodedTensor
 from edit.replica.replica import Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.estimator import Estimator
-from edit.worker.pending import Pending
+from edit.worker.exchange import Pending
 
-__all__ = ["ContributionMaker"]
+__all__ = ["ContributionMaker", "SentTensors"]
+
+
+@dataclass(slots=True)
+class SentTensors:
+    """What is kept of the pending contribution, by fragment; nothing where nothing is pending."""
+
+    # The local parameters from which training went on after sending, once it goes on before the outcome.
+    sent_from: dict[int, Tensor] = field(default_factory=dict)
+    # The pseudo-gradients, where they are needed again (eager).
+    deltas: dict[int, Tensor] = field(default_factory=dict)
+    # What was sent, to send the same once more (strict).
+    payloads: dict[int, EncodedTensor] = field(default_factory=dict)
 
 
 class ContributionMaker:
@@ -36,36 +50,42 @@ class ContributionMaker:
         self._config = config
         self._estimator = estimator
 
-    def contribute(self, pending: Pending, *, send: bool) -> None:
+    def contribute(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
         """Stage every fragment of the contribution and send it; then training goes on, from an estimate where there is one."""
         for i in pending.fragments:
             delta = self._replica.pseudo_gradient(i)
-            self._stage(pending, i, delta, send)
+            self._stage(pending, sent, i, delta, send)
             if self._estimator is not None:
-                self._go_on_from_estimate(self._estimator, pending, i, delta)
+                self._go_on_from_estimate(self._estimator, sent, i, delta)
             elif self._config.sync.overlap:
-                pending.sent_from[i] = self._replica.local_fragment(i)
+                sent.sent_from[i] = self._replica.local_fragment(i)
 
-    def contribute_again(self, pending: Pending, *, send: bool) -> None:
-        """The same contribution from what is left of it in a checkpoint; the local parameters stay."""
+    def contribute_again(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
+        """Make the same contribution from what is left of it in a checkpoint; the local parameters stay."""
         for i in pending.missing:
-            delta = pending.deltas[i] if i in pending.deltas else self._replica.pseudo_gradient(i, pending.sent_from.get(i))
-            self._stage(pending, i, delta, send)
-            if self._config.sync.overlap and i not in pending.sent_from:
-                pending.sent_from[i] = self._replica.local_fragment(i)
+            delta = sent.deltas[i] if i in sent.deltas else self._replica.pseudo_gradient(i, sent.sent_from.get(i))
+            self._stage(pending, sent, i, delta, send)
+            if self._config.sync.overlap and i not in sent.sent_from:
+                sent.sent_from[i] = self._replica.local_fragment(i)
 
-    def send_again(self, pending: Pending) -> None:
-        """The same bytes once more."""
-        for i, payload in pending.payloads.items():
+    def send_again(self, pending: Pending, sent: SentTensors) -> None:
+        """Send the same bytes once more."""
+        for i, payload in sent.payloads.items():
             self._send(pending, i, payload)
 
-    def _stage(self, pending: Pending, i: int, delta: Tensor, send: bool) -> None:
+    def keep_local(self, pending: Pending, sent: SentTensors) -> None:
+        """Training goes on: keep the local parameters as they were sent."""
+        for i in pending.missing:
+            if i not in sent.sent_from:
+                sent.sent_from[i] = self._replica.local_fragment(i)
+
+    def _stage(self, pending: Pending, sent: SentTensors, i: int, delta: Tensor, send: bool) -> None:
         layout = self._replica.layout
         if layout.owned[i].numel == 0:
             return
         payload = self._feedback.stage(i, layout.own(i, delta))
         if self._config.sync.strict:
-            pending.payloads[i] = payload
+            sent.payloads[i] = payload
         if send:
             self._send(pending, i, payload)
 
@@ -82,10 +102,10 @@ class ContributionMaker:
             )
         )
 
-    def _go_on_from_estimate(self, estimator: Estimator, pending: Pending, i: int, delta: Tensor) -> None:
+    def _go_on_from_estimate(self, estimator: Estimator, sent: SentTensors, i: int, delta: Tensor) -> None:
         replica = self._replica
         estimate = estimator.estimate(i, replica.outer.fragments[i], delta)
         if estimate is not None and replica.layout.ranks.all([bool(torch.isfinite(estimate).all())])[0]:
             replica.load_local(i, estimate)
-        pending.deltas[i] = delta
-        pending.sent_from[i] = replica.local_fragment(i)
+        sent.deltas[i] = delta
+        sent.sent_from[i] = replica.local_fragment(i)

@@ -51,3 +51,7 @@ class Estimator:
             i, mine = part.fragment_id, part.verdict_of(peer_id)
             weight = mine.weight if mine is not None and mine.verdict is Verdict.OK else 0.0
             self.last[i] = Last(moved[i], deltas.get(i), weight)
+
+    def forget(self) -> None:
+        """theta has moved otherwise than by one commit: there is nothing to estimate from until the next."""
+        self.last.clear()

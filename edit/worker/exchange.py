@@ -1,408 +1,480 @@
-"""One peer's exchange with the run: contribute, learn the outcome, move on. `EditWorker` says when.
+"""What one peer does in its exchange with the run: when it contributes, asks and waits, and what follows from each answer.
 
-Owns: the contribution that is pending, and how theta, local parameters and residuals follow its outcome: together, on a commit,
-and only then. A commit is applied all at once, or (`lazily`) fragment by fragment, as each is needed: then the outer step and
-the digest advance with the last one. Every decision is the same at all ranks of a replica, so their calls match.
-Must not know: hooks, how a carrier works, what a merge computes, any clock.
+Sans-IO. Every verb of `Exchange` is a generator: it yields an action, is sent what came of it, and returns when it is done.
+`edit.worker.apply` carries the actions out on a model and a collective, the simulator (`edit.lab.simulation`) in virtual time.
+
+Answer about the outer step      a contribution is pending                        nothing is pending
+-------------------------------  -----------------------------------------------  ---------------------------------------
+Advanced, merged                 Apply; catch up; go on                           Apply (after a restart: see `restore`)
+Advanced, carried                Apply; it stays pending; ask about the next      Apply
+Advanced otherwise (too late)    Apply; catch up; Contribute again, overdue       Apply
+Aborted                          GiveUp; with `strict` SendAgain and wait on      no news
+NeedsSnapshot                    TakeSnapshot; the contribution is given up       TakeSnapshot
+Finished                         finished; GiveUp                                 finished
+Evicted                          GiveUp; EvictedError                             EvictedError
+None                             KeepLocal: training goes on, it is overdue       nothing more to catch up with
+
+A contribution is FRESH until its outcome is known or training has gone on without it for longer than planned; then it is
+OVERDUE and asked for after every optimizer step. In a replica of several ranks every rank gets the same answers, so all decide
+alike.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeVar
 
-from torch.optim import Optimizer
+from edit.config.algorithm import SyncConfig
+from edit.errors import EvictedError
+from edit.fragments.groups import fragments_due
+from edit.records import Aborted, Evicted, Finished, NeedsSnapshot
+from edit.worker.schedule import SyncSchedule, Work
 
-from edit.codecs.error_feedback import ErrorFeedback
-from edit.collective import Collective
-from edit.errors import EvictedError, TransportError
-from edit.records import Aborted, Commit, Committed, Evicted, Finished, NeedsSnapshot, Outcome
-from edit.replica.replica import Outer, Replica
-from edit.worker.config import WorkerConfig
-from edit.worker.contribution import ContributionMaker
-from edit.worker.estimator import Estimator
-from edit.worker.local_progress import kept, unmerged, unsent
-from edit.worker.pending import PartialCommit, Pending
-from edit.worker.schedule import SyncSchedule
-from edit.worker.settlement import Settlement
-from edit.worker.updates import Updates, without_payloads
+__all__ = [
+    "WRONG_DIGEST",
+    "Action",
+    "Advanced",
+    "Answer",
+    "Apply",
+    "ApplyLazily",
+    "Ask",
+    "Contribute",
+    "Exchange",
+    "Failed",
+    "GiveUp",
+    "KeepLocal",
+    "Moved",
+    "Pending",
+    "ReadClock",
+    "SendAgain",
+    "Steps",
+    "TakeSnapshot",
+]
 
-__all__ = ["Exchange"]
+WRONG_DIGEST = "theta after the outer step has another digest than the run's; taking a snapshot"
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """A contribution whose outcome is not known."""
+
+    # theta's outer step when the contribution was made.
+    outer_step: int
+    # The outer step where its work began, the same or earlier. The contribution names this one.
+    began: int
+    # The fragments it exchanges, ascending.
+    fragments: tuple[int, ...]
+    # The inner steps and tokens behind it.
+    work: Work
+    # The fragments whose update is applied already.
+    applied: set[int] = field(default_factory=set)
+    # Whether training has gone on without the outcome for longer than planned: cut off, sent late, or carried.
+    outcome_overdue: bool = False
+
+    @property
+    def missing(self) -> list[int]:
+        """The fragments whose update is not applied yet."""
+        return [i for i in self.fragments if i not in self.applied]
+
+
+# What a peer is told.
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """The run has advanced from the outer step asked about."""
+
+    # The outer step reached: that asked about plus 1.
+    outer_step: int
+    # Whether this peer's contribution is part of the commit.
+    merged: bool
+    # If not: whether a later commit may still bring it.
+    carried: bool = False
+    # How the round was closed.
+    reason: str = ""
+    # Inner steps to take until the next contribution (DyLU), from now on; 0: as before.
+    inner_steps: int = 0
+
+
+Answer = Advanced | Aborted | NeedsSnapshot | Finished | Evicted | None  # None: nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """theta is now at this outer step. reason: what is told of it."""
+
+    outer_step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Nothing was changed. wrong_digest: a carried contribution's commit does not give the run's digest."""
+
+    reason: str
+    wrong_digest: bool = False
+
+
+# What a peer does.
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask what became of the attempt to advance from `outer_step`; the result is an `Answer`."""
+
+    outer_step: int
+    # Whether to wait for it. With True the answer is None only when the carrier is cut off.
+    block: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Apply the commit that was answered last to theta, the local parameters and residuals, all or nothing.
+
+    The result is Moved or Failed. carried: `pending` is not part of the commit and stays pending.
+    """
+
+    answer: Advanced
+    pending: Pending | None
+    carried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyLazily:
+    """Begin to apply the commit that was answered last, each fragment when a forward needs it (see `Exchange.applied`)."""
+
+    answer: Advanced
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Move onto the run's latest outer parameters with what was done since sending `pending`; the result is Moved or Failed.
+
+    Whether the snapshot contains `pending` cannot be known, so its work may be lost here, but is never counted twice.
+    """
+
+    pending: Pending | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """Make the contribution, and hand it over if `send`; then training goes on."""
+
+    pending: Pending
+    send: bool
+    # Whether to make the same contribution once more, from what is left of it in a checkpoint.
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendAgain:
+    """Send the same bytes once more: their round was lost."""
+
+    pending: Pending
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Forget the contribution: residuals stay as before it. aborted: an estimate that training went on from is void, too."""
+
+    pending: Pending
+    aborted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLocal:
+    """Training goes on before the outcome: keep the local parameters as they were sent, where that has not been done."""
+
+    pending: Pending
+
+
+@dataclass(frozen=True, slots=True)
+class ReadClock:
+    """Read this peer's clock; the result is in seconds. Asked for only where the schedule is by time."""
+
+
+Action = Ask | Apply | ApplyLazily | TakeSnapshot | Contribute | SendAgain | GiveUp | KeepLocal | ReadClock
+Steps = Generator[Action, Any, _T]
 
 
 class Exchange:
-    """The exchange of one entered worker. Every method is called by all ranks of a replica together.
+    """The state of one peer's exchange with one aggregator, without any tensor.
 
-    replaying_checkpoint: this peer goes on from a checkpoint and has not yet caught up with what it did before
-    (`edit.worker.checkpoint`). Raises ConfigError when the model has fewer fragments than the run has groups.
+    fragments: how many the aggregator has of the model. Raises ConfigError when they are fewer than the groups.
     """
 
-    def __init__(
-        self, replica: Replica, collective: Collective, optimizer: Optimizer, config: WorkerConfig, clock: Callable[[], float]
-    ) -> None:
-        self.replica = replica
-        self.config = config
-        sync = config.sync
-        self.schedule = SyncSchedule(sync.interval, sync.groups, sync.interval_s if sync.schedule == "time" else None)
-        self.feedback = ErrorFeedback(config.codec.up, replica.layout.owned)
-        self.estimator = Estimator(config.outer) if sync.mode == "eager" else None
-        self.pending: Pending | None = None
-        self.replaying_checkpoint = False
-        self.finished = False
-        self.last_commit: Commit | None = None
-        self.last_reason = ""
-        self._sender = ContributionMaker(replica, self.feedback, collective, config, self.estimator)
-        self._receiver = Updates(replica, collective, config)
-        self._collective = collective
-        self._settlement = Settlement(replica, self.feedback, optimizer)
-        self._clock = clock
-        self._began = 0  # theta's outer step where the present inner steps began
+    __slots__ = (
+        "_began", "_fragments", "_max_staleness", "_stepped_at", "_sync",
+        "applying", "finished", "last_reason", "outer_step", "pending", "replaying_checkpoint", "schedule",
+    )  # fmt: skip
+
+    def __init__(self, sync: SyncConfig, max_staleness: int, fragments: int) -> None:
+        self._sync = sync
+        self._max_staleness = max_staleness
+        self._fragments = fragments
+        self._began = 0  # theta's outer step where the work of the next contribution began
         self._stepped_at = 0.0
-        self._partial: PartialCommit | None = None
-        self._unchecked = False  # whether something has applied since this peer last looked whether the run has moved on
+        self.schedule = SyncSchedule(sync.interval, sync.groups, sync.interval_s if sync.schedule == "time" else None)
+        # The committed outer step of theta.
+        self.outer_step = 0
+        self.pending: Pending | None = None
+        # Whether a commit is being applied fragment by fragment.
+        self.applying = False
+        # Whether this peer goes on from a checkpoint and has not caught up yet with what it contributed after that.
+        self.replaying_checkpoint = False
+        # Whether the run has reached its last outer step.
+        self.finished = False
+        # Why the last attempt ended as it did.
+        self.last_reason = ""
+        self.due(0)
 
-    @property
-    def outer_step(self) -> int:
-        """The committed outer step of theta."""
-        return self.replica.outer.outer_step
+    def due(self, outer_step: int) -> tuple[int, ...]:
+        """Return the fragments that the advance from `outer_step` exchanges."""
+        return fragments_due(outer_step, self._fragments, self._sync.groups, self._sync.pattern)
 
-    def _now(self) -> float:
-        """Rank 0's clock, at all ranks: they contribute together. Not read where nothing depends on it."""
-        return self.replica.layout.ranks.lead(self._clock) if self.config.sync.schedule == "time" else 0.0
+    def begin(self, outer_step: int) -> Steps[None]:
+        """Training begins, from theta at this outer step."""
+        self.outer_step = self._began = outer_step
+        self.schedule.completed((yield from self._now()))
 
-    def begin(self) -> None:
-        """Training begins, from theta or from a checkpoint."""
-        self._began = self.outer_step
-        self.schedule.completed(self._now())
+    # At an optimizer step.
 
-    def stepped(self) -> bool:
-        """An optimizer step was taken: look for an outcome if it is time. False: a contribution is to have more inner steps."""
-        self.schedule.count_step()
+    def stepped(self, steps: int = 1) -> Steps[bool]:
+        """So many optimizer steps were taken: ask for the outcome if it is time. False: a contribution needs more steps."""
+        self.schedule.count_steps(steps)
         if self.finished:
             return True
-        self._stepped_at = now = self._now()
+        self._stepped_at = now = yield from self._now()
         if (pending := self.pending) is not None and self._asks_now(pending):
-            self.resolve(block=self.schedule.at_boundary(now) or (self.config.sync.overlap > 0 and not pending.outcome_overdue))
+            planned = self._sync.overlap > 0 and not pending.outcome_overdue
+            yield from self.resolve(block=self.schedule.at_boundary(now) or planned)
         return self.finished or self.schedule.due(now)
 
-    def contribute_if_due(self) -> bool:
-        """After `stepped`: contribute, unless that is not due. Says whether it did."""
-        due = not self.finished and self.pending is None and self.schedule.due(self._stepped_at)
-        if due := due and self.catch_up() and not self.finished:
-            self.contribute(send=not self._made_before())
-        return due
+    def contribute_if_due(self) -> Steps[bool]:
+        """After `stepped`: catch up and contribute, unless that is not due. Return whether it contributed."""
+        if self.finished or self.pending is not None or not self.schedule.due(self._stepped_at):
+            return False
+        if not (yield from self.catch_up()) or self.finished:
+            return False
+        made_before = yield from self._made_before()
+        yield from self._contribute(send=not made_before)
+        return True
 
-    def take(self, *, lazily: bool) -> None:
-        """Wait for the outcome of a fresh contribution. lazily: its updates are applied by `apply_fragment`."""
-        if (
-            self.pending is not None
-            and self._partial is None
-            and not self.pending.outcome_overdue
-            and not self.config.sync.overlap
-        ):
-            self.resolve(block=True, lazily=lazily)
+    def take(self, *, lazily: bool = False) -> Steps[None]:
+        """Wait for the outcome of a fresh contribution, where training does not overlap. lazily: its updates are applied as
+        they are needed."""
+        pending = self.pending
+        if pending is not None and not (self.applying or pending.outcome_overdue or self._sync.overlap):
+            yield from self.resolve(block=True, lazily=lazily)
 
-    def settle(self) -> None:
-        """An optimizer step is about to be taken: no update may still wait for a forward."""
-        self.take(lazily=False)
-        if self._partial is not None:
-            self.apply_fragment(tuple(self._partial.waiting))
-        if self._unchecked:
-            self._check_applied()
-            self.catch_up()
-
-    def synchronize(self, *, block: bool = True) -> bool:
-        """Take the pending outcome, waiting for it if told to, and every commit already known. False while there is none."""
-        pending, outer_step = self.pending, self.outer_step
-        if pending is None:
-            self._check_applied()
-            return self.catch_up()
-        if self._partial is not None:
-            self.settle()
-        else:
-            self.resolve(block=block)
-        return self.pending is not pending or self.outer_step > outer_step
-
-    def leave(self) -> None:
-        """Wait for the pending outcome and apply it, but contribute no more; nor wait for a contribution that is carried."""
-        if self._partial is not None:
-            self.settle()
+    def leave(self) -> Steps[None]:
+        """Wait for the pending outcome, but contribute no more; nor wait for a contribution that is carried."""
         if self.pending is not None:
-            self.resolve(block=True, again=False)
-        self._check_applied()
-
-    def _check_applied(self) -> None:
-        """Take a snapshot where what has applied is not what the run has; not in a forward, which has used it."""
-        unchecked, self._unchecked = self._unchecked, False
-        if unchecked and self.last_commit is not None and self.replica.outer.digest != self.last_commit.digest:
-            self._resync(_WRONG_DIGEST)
+            yield from self.resolve(block=True, again=False)
 
     def _asks_now(self, pending: Pending) -> bool:
-        enough = self.schedule.round_inner_steps >= min(self.config.sync.delay, self.schedule.every)
-        return enough or pending.outcome_overdue or self.config.sync.overlap == 0
+        enough = self.schedule.round_inner_steps >= min(self._sync.delay, self.schedule.every)
+        return enough or pending.outcome_overdue or self._sync.overlap == 0
 
     # Contributing.
 
-    def contribute(self, *, send: bool = True) -> None:
-        """Contribute what is due. send: False when the run has it already from before this peer was interrupted."""
+    def _contribute(self, *, send: bool) -> Steps[None]:
+        """send: False when the run has this contribution already, from before this peer was interrupted."""
         outer_step = self.outer_step
-        work = self.schedule.contributed(self._group(outer_step), self._now())
-        began = max(
-            self._began, outer_step - self.config.rounds.max_staleness // 2
-        )  # half of what is allowed is left for the way
-        self.pending = Pending(outer_step=outer_step, began=began, fragments=self._receiver.due(outer_step), work=work)
-        self._sender.contribute(self.pending, send=send)
+        now = yield from self._now()
+        work = self.schedule.contributed(outer_step % self._sync.groups, now)
+        began = max(self._began, outer_step - self._max_staleness // 2)  # half of what is allowed is left for the way
+        self.pending = Pending(outer_step=outer_step, began=began, fragments=self.due(outer_step), work=work)
+        yield Contribute(self.pending, send)
 
-    def restore(self, pending: Pending) -> None:
-        """Go on waiting for a contribution from before this peer was interrupted: stage it again, and send it if need be."""
+    def restore(self, pending: Pending | None) -> Steps[None]:
+        """Go on from a checkpoint. pending: the contribution that waited for its outcome then; it is made again, and sent if
+        the run does not have it."""
+        self.replaying_checkpoint = True
+        if pending is None:  # a run that is over, at this very outer step, expects nothing more
+            answer = yield Ask(self.outer_step, block=False)
+            self.finished = isinstance(answer, Finished) and answer.outer_step == self.outer_step
+            return
         self.pending = pending
-        if self.config.rounds.max_staleness:
-            self._pass_over(pending)
-        self._sender.contribute_again(pending, send=not self._made_before())
+        if self._max_staleness:
+            yield from self._pass_over(pending)
+        made_before = yield from self._made_before()
+        yield Contribute(pending, send=not made_before, again=True)
 
-    def _pass_over(self, pending: Pending) -> None:
+    def _pass_over(self, pending: Pending) -> Steps[None]:
         """Apply what was committed before the contribution was, or while it was carried, unless the carrier is cut off."""
-        outcome = self._collective.outcome(self.outer_step, block=False)
-        while isinstance(outcome, Committed) and not self._receiver.takes_part(outcome.commit):
-            if not self._advance(dataclasses.replace(outcome, carried=True), pending) or self.pending is None:
+        answer = yield Ask(self.outer_step, block=False)
+        while isinstance(answer, Advanced) and not answer.merged:
+            moved = yield from self._advance(replace(answer, carried=True), pending)
+            if not moved or self.pending is None:
                 return
-            outcome = self._collective.outcome(self.outer_step, block=False)
+            answer = yield Ask(self.outer_step, block=False)
+
+    def _made_before(self) -> Steps[bool]:
+        """Whether the run has committed the contribution now due already, made before this peer was interrupted."""
+        if self.replaying_checkpoint:
+            answer = yield Ask(self.outer_step, block=False)
+            self.replaying_checkpoint = isinstance(answer, Advanced) and answer.merged
+        return self.replaying_checkpoint
 
     # Learning the outcome.
 
-    def resolve(self, *, block: bool, again: bool = True, lazily: bool = False) -> None:
-        """Ask for the pending contribution's outcome and act on it; without one it stays pending and overlaps with training.
+    def resolve(self, *, block: bool, again: bool = True, lazily: bool = False) -> Steps[None]:
+        """Ask for the pending contribution's outcome and act on it; without one it stays pending and training goes on.
 
         again: contribute again at once to the outer step now open, should this contribution have come too late.
         """
         while (pending := self.pending) is not None:
             outer_step = self.outer_step
-            if self._act(self._collective.outcome(outer_step, block=block), pending, again, lazily):
+            answer: Answer = yield Ask(outer_step, block)
+            if (yield from self._act(answer, pending, again, lazily)):
                 return
             if self.pending is pending and self.outer_step > outer_step:
                 block = False  # it is carried: train on meanwhile
-            elif not (block and self.config.sync.strict):
-                self._overlap()
+            elif not (block and self._sync.strict):
+                yield from self._overlap()
                 return
 
-    def _act(self, outcome: Outcome | None, pending: Pending, again: bool, lazily: bool) -> bool:
-        """False when a contribution is still, or again, pending without an outcome."""
-        match outcome:
-            case Committed(commit):
-                if lazily and not pending.applied and self._receiver.takes_part(commit):
-                    self._begin_partial(outcome)
-                    return True
-                return self._apply(outcome, pending, again)
+    def _act(self, answer: Answer, pending: Pending, again: bool, lazily: bool) -> Steps[bool]:
+        """Return False when a contribution is still, or again, pending without an outcome."""
+        match answer:
+            case Advanced() if lazily and not pending.applied and answer.merged:
+                yield ApplyLazily(answer)
+                self.applying, self.last_reason = True, answer.reason
+                return True
+            case Advanced():
+                return (yield from self._apply(answer, pending, again))
             case Aborted(reason):
                 self.last_reason = reason
-                return self._aborted(pending)
+                if self._sync.strict:
+                    yield SendAgain(pending)
+                    return False
+                yield from self.drop_pending(aborted=True)
+                return True
             case NeedsSnapshot(reason):
-                return self._resync(reason)
+                return (yield from self.take_snapshot(reason))
             case Finished(outer_step):
-                self._finish(outer_step)
+                yield from self._finish(outer_step)
                 return True
             case Evicted(reason):
-                self._evicted(reason)
+                yield from self._evicted(reason)
         return False
 
-    def _apply(self, outcome: Committed, pending: Pending, again: bool) -> bool:
-        if not self._advance(outcome, pending):
+    def _apply(self, answer: Advanced, pending: Pending, again: bool) -> Steps[bool]:
+        if not (yield from self._advance(answer, pending)):
             return False
-        if outcome.carried and not self._receiver.takes_part(outcome.commit):
+        if answer.carried and not answer.merged:
             return self.pending is None
-        if self.catch_up() and again and not self.finished and not self._receiver.takes_part(outcome.commit):
-            self.contribute()
+        caught_up = yield from self.catch_up()
+        if caught_up and again and not self.finished and not answer.merged:
+            yield from self._contribute(send=True)
             return False
         return True
 
-    def _aborted(self, pending: Pending) -> bool:
-        if self.config.sync.strict:
-            self._sender.send_again(pending)
-            return False
-        self.drop_pending()
-        if pending.deltas:  # the estimate that training went on from is void
-            self.replica.move(self.replica.outer, lambda i: unmerged(self.replica, i, pending), pending.fragments)
-        return True
-
-    def catch_up(self) -> bool:
-        """Apply the commits already known, with replay. False when this peer cannot get to the run's outer step for now."""
+    def catch_up(self) -> Steps[bool]:
+        """Apply the commits already known. Return False when this peer cannot get to the run's outer step for now."""
         while not self.finished:
-            outcome = self._collective.outcome(self.outer_step, block=False)
-            match outcome:
-                case Committed(commit):
-                    if self.replaying_checkpoint and self._receiver.takes_part(commit):
+            answer: Answer = yield Ask(self.outer_step, block=False)
+            match answer:
+                case Advanced():
+                    if self.replaying_checkpoint and answer.merged:
                         break  # this peer's own contribution to it is yet to be made once more
-                    if not self._advance(outcome, None):
+                    if not (yield from self._advance(answer, None)):
                         return False
                 case NeedsSnapshot(reason):
-                    return self._resync(reason)
+                    return (yield from self.take_snapshot(reason))
                 case Finished(outer_step):
-                    self._finish(outer_step)
+                    yield from self._finish(outer_step)
                 case Evicted(reason):
-                    self._evicted(reason)
+                    yield from self._evicted(reason)
                 case Aborted() | None:
                     break
         return True
 
-    def look_whether_over(self) -> None:
-        """After a restart: a run that is over, at this very outer step, expects nothing more."""
-        outcome = self._collective.outcome(self.outer_step, block=False)
-        self.finished = isinstance(outcome, Finished) and outcome.outer_step == self.outer_step
+    # Moving on.
 
-    def _made_before(self) -> bool:
-        """Whether the run has committed the contribution now due already, made before this peer was interrupted."""
-        if self.replaying_checkpoint:
-            outcome = self._collective.outcome(self.outer_step, block=False)
-            self.replaying_checkpoint = isinstance(outcome, Committed) and self._receiver.takes_part(outcome.commit)
-        return self.replaying_checkpoint
+    def applied(self, answer: Advanced) -> Steps[None]:
+        """Every fragment of the commit that was to be applied lazily is in."""
+        self.applying, self.outer_step = False, answer.outer_step
+        yield from self._committed(answer, self.pending)
 
-    def _overlap(self) -> None:
-        """Training goes on before the outcome: keep the local parameters as they were sent."""
-        if (pending := self.pending) is not None:
-            pending.outcome_overdue = True
-            for i in pending.missing:
-                if i not in pending.sent_from:
-                    pending.sent_from[i] = self.replica.local_fragment(i)
+    def interrupted(self, reason: str) -> Steps[None]:
+        """Some fragments of the commit did not arrive. What is applied stays; the rest is asked for again."""
+        self.applying, self.last_reason = False, reason
+        yield from self._overlap()
+        if self._sync.strict:
+            yield from self.resolve(block=True)
 
-    # StallTimeout on.
+    def take_snapshot(self, reason: str) -> Steps[bool]:
+        """Move onto the run's latest outer parameters. Return False, and change nothing, when the carrier is cut off."""
+        pending = self.pending
+        result: Moved | Failed = yield TakeSnapshot(pending, reason)
+        self.last_reason = result.reason
+        if isinstance(result, Failed):
+            return False
+        if pending is not None:
+            self.schedule.merged(pending.work, pending.outer_step % self._sync.groups)
+        self.replaying_checkpoint = False
+        yield from self.drop_pending()
+        yield from self.begin(result.outer_step)
+        return True
 
-    def _advance(self, outcome: Committed, pending: Pending | None) -> bool:
-        """Apply one commit. False (and nothing is changed) when it cannot be fetched, or neither its digest reached nor a
-        snapshot fetched.
+    def drop_pending(self, *, aborted: bool = False) -> Steps[None]:
+        """Give up the pending contribution, if there is one."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            yield GiveUp(pending, aborted)
+
+    def _advance(self, answer: Advanced, pending: Pending | None) -> Steps[bool]:
+        """Apply one commit. Return False, with nothing changed, when neither it nor a snapshot in its place can be had.
 
         A contribution that is carried stays pending: theta moves, and what was sent and the local parameters move with it.
         """
-        steps = self._receiver.updates(outcome, pending.applied if pending else ())
-        if steps is None:
-            self.last_reason = self._receiver.failure
-            return False
-        commit, before = outcome.commit, self.replica.outer
-        carried = outcome.carried and pending is not None and not self._receiver.takes_part(commit)
-        self.last_reason = commit.reason
-        target: Outer | None = self.replica.after(commit.outer_step, steps)
-        moved: Iterable[int] = steps
-        if target is None or target.digest != commit.digest:
-            if carried:
-                return self._resync(_WRONG_DIGEST)
-            if (target := self._receiver.snapshot()) is None:
-                self.last_reason = f"{_WRONG_DIGEST}; {self._receiver.failure}"
-                return False
-            moved, self.last_reason = range(len(target.fragments)), _WRONG_DIGEST
-        verdicts = {part.fragment_id: self._receiver.verdict(part) if pending else None for part in commit.fragments}
-        if self.estimator is not None and target.digest == commit.digest:
-            distances = {i: before.fragments[i] - target.fragments[i] for i in verdicts}
-            self.estimator.committed(commit, self._collective.peer_id, distances, pending.deltas if pending else {})
-        elif self.estimator is not None:
-            self.estimator.last.clear()  # a snapshot may be further: that was not this commit's step alone
-        theta = target.fragments
-        self.replica.move(target, lambda i: kept(self.config, self.replica, theta[i], i, verdicts.get(i), pending), moved)
-        if carried and pending is not None:
-            pending.sent_from = {i: (sent - before.fragments[i]).add_(theta[i]) for i, sent in pending.sent_from.items()}
-            self.last_commit = without_payloads(commit)
-            return True
-        for i in steps:
-            self._settlement.settle(i, verdicts[i])
-        self._committed(outcome, pending)
+        carried = answer.carried and pending is not None and not answer.merged
+        result: Moved | Failed = yield Apply(answer, pending, carried)
+        self.last_reason = result.reason
+        if isinstance(result, Failed):
+            return (yield from self.take_snapshot(result.reason)) if result.wrong_digest else False
+        self.outer_step = result.outer_step
+        if not carried:
+            yield from self._committed(answer, pending)
         return True
 
-    def _committed(self, outcome: Committed, pending: Pending | None) -> None:
-        commit = outcome.commit
-        if pending is not None and self._receiver.takes_part(commit):
-            group = self._group(pending.outer_step)
-            replaced = self.config.sync.mode == "delayed" and self.config.sync.mix == "replace" and not pending.outcome_overdue
-            self.schedule.merged(self.schedule.work(group) if replaced else pending.work, group)
-            self._began = commit.outer_step
-        if outcome.inner_steps:
-            self.schedule.adopt(outcome.inner_steps)
-        self.schedule.completed(self._now())
+    def _committed(self, answer: Advanced, pending: Pending | None) -> Steps[None]:
+        sync, schedule = self._sync, self.schedule
+        if pending is not None and answer.merged:
+            group = pending.outer_step % sync.groups
+            replaced = sync.mode == "delayed" and sync.mix == "replace" and not pending.outcome_overdue
+            schedule.merged(schedule.work(group) if replaced else pending.work, group)
+            self._began = answer.outer_step
+        if answer.inner_steps:
+            schedule.adopt(answer.inner_steps)
+        schedule.completed((yield from self._now()))
         self.pending = None
-        self.last_commit = without_payloads(commit)
 
-    def _resync(self, reason: str) -> bool:
-        """Take a snapshot and replay the local progress onto it. False (and nothing is changed) when the carrier is cut off.
+    def _overlap(self) -> Steps[None]:
+        if (pending := self.pending) is not None:
+            pending.outcome_overdue = True
+            yield KeepLocal(pending)
 
-        Whether a pending contribution is in the snapshot cannot be known, so only what was done since sending it is replayed:
-        work may be lost here, never counted twice.
-        """
-        self.last_reason = reason
-        if (target := self._receiver.snapshot()) is None:
-            self.last_reason = f"{reason}; {self._receiver.failure}"
-            return False
-        pending = self.pending
-        self.replica.move(target, lambda i: unsent(self.replica, i, pending))
-        if pending is not None:
-            self.schedule.merged(pending.work, self._group(pending.outer_step))
-        if self.estimator is not None:
-            self.estimator.last.clear()
-        self.replaying_checkpoint = False
-        self.drop_pending()
-        self.begin()
-        return True
-
-    def _finish(self, outer_step: int) -> None:
+    def _finish(self, outer_step: int) -> Steps[None]:
         self.finished = True
-        if outer_step == self.outer_step or not self._resync(f"the run finished at outer step {outer_step}"):
-            self.drop_pending()
+        if outer_step != self.outer_step:
+            taken = yield from self.take_snapshot(f"the run finished at outer step {outer_step}")
+            if taken:
+                return
+        yield from self.drop_pending()
 
-    def _evicted(self, reason: str) -> NoReturn:
-        self.drop_pending()
+    def _evicted(self, reason: str) -> Generator[Action, Any, NoReturn]:
+        yield from self.drop_pending()
         raise EvictedError(reason)
 
-    def drop_pending(self) -> None:
-        """Give up the pending contribution: residuals stay as they were before it."""
-        if self.pending is not None:
-            self._settlement.give_up(self.pending.missing)
-        self.pending = None
-
-    def _group(self, outer_step: int) -> int:
-        return outer_step % self.config.sync.groups
-
-    # Applying a commit fragment by fragment.
-
-    def _begin_partial(self, outcome: Committed) -> None:
-        self._partial = PartialCommit(outcome, self._receiver.waiting(outcome))
-        self.last_reason = outcome.commit.reason
-        self.replica.transfers.settled()
-
-    def apply_fragment(self, fragments: Iterable[int]) -> None:
-        """Apply the updates of these fragments, as far as they still wait; returns when they are in."""
-        for i in fragments:
-            if self._partial is not None and i in self._partial.waiting:
-                self._apply_one(self._partial, i)
-
-    def _apply_one(self, partial: PartialCommit, i: int) -> None:
-        pending = self.pending
-        assert pending is not None
-        try:
-            step = self._receiver.wait(partial.waiting[i])
-        except TransportError as error:
-            self._interrupt_partial(str(error))
-            return
-        part = next(part for part in partial.outcome.commit.fragments if part.fragment_id == i)
-        verdict = self._receiver.verdict(part)
-        theta = self.replica.outer.fragments[i]
-        self.replica.apply_fragment(i, step, lambda i: kept(self.config, self.replica, theta, i, verdict, pending))
-        self._settlement.settle(i, verdict)
-        del partial.waiting[i]
-        pending.applied.add(i)
-        if not partial.waiting:
-            self._end_partial()
-            self.replica.applied(partial.outcome.commit.outer_step)
-            self._committed(partial.outcome, pending)
-            self._unchecked = True
-
-    def _interrupt_partial(self, reason: str) -> None:
-        """What has applied stays; the rest is asked for again, and then applied with what was done meanwhile."""
-        self._end_partial()
-        self.last_reason = reason
-        self._overlap()
-        if self.config.sync.strict:
-            self.resolve(block=True)
-
-    def _end_partial(self) -> None:
-        self._partial = None
-        self.replica.transfers.unsettled()
-
-
-_WRONG_DIGEST = "theta after the outer step has another digest than the run's; taking a snapshot"
+    def _now(self) -> Steps[float]:
+        """Rank 0's clock, at all ranks: they contribute together. Not read where nothing depends on it."""
+        if self._sync.schedule != "time":
+            return 0.0
+        now: float = yield ReadClock()
+        return now

@@ -1,6 +1,6 @@
-"""What becomes of a fragment's local parameters when theta moves: theta alone, or theta and progress made on the old one.
+"""What a peer keeps of its own when theta moves: local progress, the residual, the inner optimizer's state.
 
-Owns: the rule per verdict, mode and mix, each formula once. Must not know: carriers, when theta moves, residuals.
+Each formula of the local parameters, by verdict, mode and mix:
 
 - The contribution is merged (OK): what was done after sending is kept, all of it (replay), none (replace), or a share (lerp,
   arXiv 2501.18512: alpha local + (1 - alpha) theta). An outcome later than planned is always replayed.
@@ -10,38 +10,72 @@ Owns: the rule per verdict, mode and mix, each formula once. Must not know: carr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
+from torch.optim import Optimizer
 
+from edit.codecs.error_feedback import ErrorFeedback
+from edit.config.algorithm import SyncConfig
 from edit.records import Verdict
+from edit.replica.layout import local_of
 from edit.replica.replica import Replica
-from edit.worker.config import WorkerConfig
-from edit.worker.pending import Pending
+from edit.worker.contribution import SentTensors
+from edit.worker.exchange import Pending
 
-__all__ = ["kept", "unmerged", "unsent"]
+__all__ = ["kept", "settle", "unmerged", "unsent"]
 
 
 def kept(
-    config: WorkerConfig, replica: Replica, theta: Tensor, i: int, verdict: Verdict | None, pending: Pending | None
+    sync: SyncConfig,
+    replica: Replica,
+    theta: Tensor,
+    i: int,
+    verdict: Verdict | None,
+    pending: Pending | None,
+    sent: SentTensors,
 ) -> Tensor | None:
-    """What to add to the new `theta` of fragment i, None for nothing, after a commit with that verdict."""
+    """Return what to add to the new `theta` of fragment i, None for nothing, after a commit with that verdict."""
     if pending is None or i in pending.applied or verdict is None:
-        return unmerged(replica, i, pending)
-    if verdict is not Verdict.OK or i not in pending.sent_from:
+        return unmerged(replica, i, sent)
+    if verdict is not Verdict.OK or i not in sent.sent_from:
         return None
-    if config.sync.mode != "delayed" or config.sync.mix == "replay" or pending.outcome_overdue:
-        return replica.progress_since(i, pending.sent_from[i])
-    return None if config.sync.mix == "replace" else replica.local_fragment(i).sub_(theta).mul_(config.sync.alpha)
+    if sync.mode != "delayed" or sync.mix == "replay" or pending.outcome_overdue:
+        return replica.progress_since(i, sent.sent_from[i])
+    return None if sync.mix == "replace" else replica.local_fragment(i).sub_(theta).mul_(sync.alpha)
 
 
-def unmerged(replica: Replica, i: int, pending: Pending | None) -> Tensor:
-    """Everything since theta; where training went on from an estimate (eager), as if it had gone on from what was sent."""
-    if pending is None or i not in pending.deltas:
+def unmerged(replica: Replica, i: int, sent: SentTensors) -> Tensor:
+    """Return everything since theta; after an estimate (eager), as if training had gone on from what was sent."""
+    if i not in sent.deltas:
         return replica.progress(i)
-    return replica.progress_since(i, pending.sent_from[i]).sub_(pending.deltas[i])
+    return replica.progress_since(i, sent.sent_from[i]).sub_(sent.deltas[i])
 
 
-def unsent(replica: Replica, i: int, pending: Pending | None) -> Tensor | None:
-    """What was done since sending fragment i, or since theta where nothing of it is on its way."""
+def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors) -> Tensor | None:
+    """Return what was done since sending fragment i, or since theta where nothing of it is on its way."""
     if pending is None or i not in pending.missing:
         return replica.progress(i)
-    return replica.progress_since(i, pending.sent_from[i]) if i in pending.sent_from else None
+    return replica.progress_since(i, sent.sent_from[i]) if i in sent.sent_from else None
+
+
+def settle(i: int, verdict: Verdict | None, replica: Replica, feedback: ErrorFeedback, optimizer: Optimizer) -> None:
+    """Adopt or forget the residual of fragment i, and clean the inner optimizer's state after a contribution with NaN or Inf.
+
+    verdict: None where the contribution is not part of the commit and never will be of another.
+    """
+    if verdict is Verdict.OK:
+        if replica.layout.owned[i].numel:
+            feedback.commit(i)
+        return
+    feedback.rollback(i)
+    if verdict is Verdict.NONFINITE:
+        _scrub(optimizer, replica.parameters(i))
+
+
+def _scrub(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step."""
+    for parameter in parameters:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                local_of(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

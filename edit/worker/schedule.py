@@ -88,11 +88,11 @@ class SyncSchedule:
         if self._interval_s is not None:
             self._deadline = now + self._interval_s
 
-    def count_step(self) -> None:
-        """One optimizer step was taken."""
-        self._inner_steps += 1
-        self._round_inner_steps += 1
-        self._work = [Work(work.inner_steps + 1, work.tokens) for work in self._work]
+    def count_steps(self, steps: int = 1) -> None:
+        """So many optimizer steps were taken."""
+        self._inner_steps += steps
+        self._round_inner_steps += steps
+        self._work = [Work(work.inner_steps + steps, work.tokens) for work in self._work]
 
     def count_tokens(self, tokens: int) -> None:
         """So many tokens were trained on."""

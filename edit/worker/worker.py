@@ -1,26 +1,20 @@
 """`EditWorker`: hooks a user's own optimizer and model, so that a plain PyTorch loop trains with the other peers.
 
-Owns: when a peer acts. After an optimizer step at which the schedule says so: catch up, contribute. Before the next forward (or
-optimizer step), or after so many more steps, as the mode says: take the outcome, once. Rules:
+It says when a peer acts. After an optimizer step at which the schedule says so: catch up, contribute. Before the next forward
+(or optimizer step), or after so many more steps, as the mode says: take the outcome, once. What follows from an outcome is
+decided in `edit.worker.exchange` and carried out in `edit.worker.apply`. Rules:
 
 - Nothing but an optimizer step starts an exchange; forwards, evaluation, checkpointing and state_dict() never do (T5 to T8).
-- Theta, local parameters and residuals move together, on a commit, and only then (`edit.worker.exchange`).
-- While a contribution is FRESH the next forward waits for its outcome (`blocking`, `forward`). It becomes OVERLAPPED when
-  training goes on without one: as planned (`delayed`, `eager`), or because the carrier is cut off (it is in doubt), or it was
-  sent again after coming too late. Then it is asked for after optimizer steps, and the progress made since sending is replayed.
-
-Where a run has several aggregators, each fragment belongs to one of them (`edit.fragments.assignment`), and a worker has
-one exchange with each. They advance on their own, but contribute at the same optimizer step: one that had no outcome for a
-while (its aggregator was away) waits for the others' next contribution. Else two peers could wait for each other, at one
-aggregator each.
-
-Must not know: how a carrier works, what a merge computes, any clock.
+- Theta, local parameters and residuals move together, on a commit, and only then.
+- While a contribution is FRESH the next forward waits for its outcome (`blocking`, `forward`). It is OVERDUE when training
+  goes on without one for longer than planned: the carrier is cut off (it is in doubt), or it was sent again after coming too
+  late. Then it is asked for after optimizer steps, and the progress made since sending is replayed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -31,25 +25,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from edit.codecs.error_feedback import ErrorFeedback
-from edit.collective import Collective
+from edit.collective import Collective, CompositeCollective, shares_of
 from edit.errors import LocalProtocolError
 from edit.fragments.schema import Schema
-from edit.records import Commit, Snapshot
+from edit.records import Commit
 from edit.replica.layout import is_sharded
 from edit.replica.ranks import ALONE, Ranks
 from edit.replica.replica import Outer, Replica
-from edit.worker.aggregator_shares import (
-    AggregatorShare,
-    digest_of,
-    founding,
-    joined_state,
-    refuse_small_parts,
-    separate_states,
-    shown,
-)
-from edit.worker.checkpoint import Checkpoint, go_on, goes_forward, skeleton, start, state_of
+from edit.worker.aggregator_shares import AggregatorShare, AggregatorShares, refuse_small_shares, separate_states
+from edit.worker.apply import ShareExchange
+from edit.worker.checkpoint import Checkpoint, goes_forward, skeleton
 from edit.worker.config import WorkerConfig
-from edit.worker.exchange import Exchange
 
 __all__ = ["EditWorker", "WorkerConfig"]
 
@@ -66,7 +52,7 @@ class EditWorker:
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls. ranks: of this replica; None: all of torch.distributed's when the model is sharded, else alone.
     clock: monotonic seconds in float64, read only where the run's schedule is by time, at rank 0; None: the system's.
-    collective: where the run has several aggregators, one for each, in their order.
+    collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
 
     Raises EvictedError out of the loop's own forward or step when the operator evicted this peer, RefusedError on entering
     when the model does not fit the run, ConfigError when the ranks do not fit together.
@@ -76,21 +62,21 @@ class EditWorker:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        collective: Collective | Sequence[Collective],
+        collective: Collective | CompositeCollective,
         config: WorkerConfig,
         ranks: Ranks | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._collectives = tuple(collective) if isinstance(collective, Sequence) else (collective,)
+        self._collectives = shares_of(collective)
         self._config = config
         self._ranks = ranks if ranks is not None else Ranks.world() if is_sharded(model) else ALONE
         self._clock = clock if clock is not None else time.monotonic
-        self._entered: tuple[Exchange, ...] = ()
+        self._shares = AggregatorShares()
         self._checkpoints: tuple[Checkpoint, ...] = ()
         self._hooks: list[RemovableHandle] = []
-        self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by exchange
+        self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
         self._swapped = False
 
     def __enter__(self) -> Self:
@@ -98,11 +84,14 @@ class EditWorker:
             raise LocalProtocolError("this EditWorker is already entered")
         with _outside_autograd():
             replicas = self._new_replicas()
-            self._entered = tuple(
-                Exchange(replica, collective, self._optimizer, self._config, self._clock)
-                for replica, collective in zip(replicas, self._collectives, strict=True)
+            self._shares = AggregatorShares(
+                [
+                    ShareExchange(replica, collective, self._optimizer, self._config, self._clock)
+                    for replica, collective in zip(replicas, self._collectives, strict=True)
+                ]
             )
-            self._start(self._join(replicas))
+            checkpoints, self._checkpoints = self._checkpoints, ()
+            self._shares.join(self._collectives, checkpoints)
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
@@ -113,40 +102,22 @@ class EditWorker:
         ]
         return self
 
-    def _join(self, replicas: Sequence[Replica]) -> list[Snapshot]:
-        snapshots: list[Snapshot] = []
-        for replica, collective in zip(replicas, self._collectives, strict=True):
-            shards = replica.layout.held if self._ranks.size > 1 else None
-            snapshots.append(collective.join(replica.schema, founding(replicas, snapshots), shards))
-        return snapshots
-
-    def _start(self, snapshots: Sequence[Snapshot]) -> None:
-        checkpoints, self._checkpoints = self._checkpoints, ()
-        for number, (exchange, snapshot) in enumerate(zip(self._entered, snapshots, strict=True)):
-            if checkpoints:
-                go_on(exchange, checkpoints[number], snapshot)
-            else:
-                start(exchange, snapshot)
-            exchange.begin()
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
                 with _outside_autograd():
-                    for exchange in self._exchanges:
-                        exchange.leave()
+                    self._shares.leave()
         finally:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            for exchange in self._exchanges:
-                exchange.drop_pending()
+            self._shares.drop_pending()
 
     def _new_replicas(self) -> list[Replica]:
         self._ranks.same("the worker's configuration", self._config)
         count = len(self._collectives)
         replicas = [Replica(self._model, self._ranks, self._config.buffers, (number, count)) for number in range(count)]
-        refuse_small_parts(replicas, self._config.sync.groups)
+        refuse_small_shares(replicas, self._config.sync.groups)
         if self._config.sync.mode == "forward":
             replicas[0].modules.refuse_prefetch()
         return replicas
@@ -155,62 +126,63 @@ class EditWorker:
 
     @property
     def outer_step(self) -> int:
-        """The committed outer step of theta; of several parts, that of the furthest."""
-        return max(exchange.outer_step for exchange in self._exchanges)
+        """The committed outer step of theta; of several shares, that of the furthest."""
+        return self._shares.outer_step
 
     @property
     def digest(self) -> str:
-        """Digest of theta; equal on all peers at the same outer step (of all parts)."""
-        return digest_of(self._exchanges)
+        """Digest of theta; equal on all peers at the same outer step (of all shares)."""
+        return self._shares.digest
 
     @property
     def parts(self) -> tuple[AggregatorShare, ...]:
         """Where the fragments of each aggregator stand, by aggregator; before entering none."""
-        return tuple(map(shown, self._entered))
+        return self._shares.shown
 
     def outer_of(self, part: int = 0) -> tuple[Schema, Outer]:
-        """theta of one aggregator's fragments as this rank holds it, and which they are. What was returned once stays as it is:
-        later commits replace it."""
-        replica = self._exchanges[part].replica
+        """Return theta of one aggregator's fragments as this rank holds it, and which they are.
+
+        What was returned once stays as it is: later commits replace it.
+        """
+        replica = self._shares.entered[part].replica
         return replica.schema, replica.outer
 
     @property
     def finished(self) -> bool:
         """Whether the run has reached its last outer step; optimizer steps then no longer lead to contributions."""
-        return bool(self._entered) and all(exchange.finished for exchange in self._entered)
+        return self._shares.finished
 
     @property
     def inner_steps(self) -> int:
         """Optimizer steps since entering, and those before the checkpoint that was loaded."""
-        return self._entered[0].schedule.inner_steps if self._entered else 0
+        return self._shares.inner_steps
 
     @property
     def round_inner_steps(self) -> int:
         """Optimizer steps since the last contribution."""
-        return min((exchange.schedule.round_inner_steps for exchange in self._entered), default=0)
+        return self._shares.round_inner_steps
 
     @property
     def pending(self) -> bool:
         """Whether a contribution waits for its outcome."""
-        return any(exchange.pending is not None for exchange in self._entered)
+        return self._shares.pending
 
     @property
     def last_commit(self) -> Commit | None:
         """The commit applied last, with every peer's verdicts, without its payloads; None before the first."""
-        return self._furthest.last_commit if self._entered else None
+        return self._shares.last_commit
 
     @property
     def last_reason(self) -> str:
         """Why the last attempt ended as it did: the commit's reason, or why a round was lost or a snapshot taken."""
-        return self._furthest.last_reason if self._entered else ""
+        return self._shares.last_reason
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens behind the next contribution (they weigh it when the run says `weighting = "tokens"`).
 
         They are the whole replica's, so every rank adds the same.
         """
-        for exchange in self._exchanges:
-            exchange.schedule.count_tokens(tokens)
+        self._shares.count_tokens(tokens)
 
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
@@ -219,8 +191,7 @@ class EditWorker:
         """
         self._require_local("synchronize()")
         with _outside_autograd():
-            known = [exchange.synchronize(block=block) for exchange in self._exchanges]
-        return all(known)
+            return self._shares.synchronize(block=block)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
@@ -230,36 +201,35 @@ class EditWorker:
         """
         self._require_local("outer_parameters()")
         with _outside_autograd():
-            kept = [exchange.replica.load_outer() for exchange in self._exchanges]
+            kept = self._shares.load_outer()
         self._swapped = True
         try:
             yield self._model
         finally:
             self._swapped = False
             with _outside_autograd():
-                for exchange, copies in zip(self._exchanges, kept, strict=True):
-                    exchange.replica.restore(copies)
+                self._shares.restore(kept)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
+        """Return theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
 
         In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary.
         """
         with _outside_autograd():
-            states = [exchange.replica.outer_state_dict() for exchange in self._exchanges]
-        return {name: theta for state in states for name, theta in state.items()}
+            return self._shares.outer_state_dict()
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker needs to go on, for torch.distributed.checkpoint; see `edit.worker.checkpoint`. Changes nothing
-        (T8).
+        """Return what this worker needs to go on, for torch.distributed.checkpoint (see `edit.worker.checkpoint`).
+
+        Changes nothing (T8).
 
         The model's and the optimizer's own state are the caller's. The tensors are shared, not copied: do not write into them.
         All ranks call it together.
         """
         with _outside_autograd():
-            return joined_state([state_of(exchange) for exchange in self._exchanges])
+            return self._shares.state_dict()
 
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
         """Tensors laid out as the model is, for torch.distributed.checkpoint to load into; kinds: keys of `state_dict`, but for
@@ -292,51 +262,28 @@ class EditWorker:
     # The hooks.
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._swapped:
+        if torch.compiler.is_compiling() or self._swapped or not self._shares.pending:
             return
-        for exchange, update_points in zip(self._exchanges, self._update_points, strict=True):
-            if exchange.pending is not None:
-                with _outside_autograd():
-                    exchange.take(lazily=self._config.sync.mode == "forward")
-                    exchange.apply_fragment(update_points.get(module, ()))
+        needed = [update_points.get(module, ()) for update_points in self._update_points]
+        with _outside_autograd():
+            self._shares.before_forward(needed, lazily=self._config.sync.mode == "forward")
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
         with _outside_autograd():
-            for exchange in self._exchanges:
-                exchange.settle()
+            self._shares.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with _outside_autograd():
-            ready = [exchange.stepped() for exchange in self._exchanges]
-            if not all(ready):
-                return
-            contributed = [exchange.contribute_if_due() for exchange in self._exchanges]
-            if any(contributed):
-                self._rest()
-
-    def _rest(self) -> None:
-        """What others still train along with, though its own run is over, goes back to theta with their contributions."""
-        for replica in (exchange.replica for exchange in self._exchanges if exchange.finished):
-            replica.move(replica.outer, lambda _: None)
+            self._shares.after_step()
 
     @property
     def _replica(self) -> Replica:
-        return self._exchanges[0].replica
+        return self._shares.entered[0].replica
 
     @property
     def _feedback(self) -> ErrorFeedback:
-        return self._exchanges[0].feedback
-
-    @property
-    def _furthest(self) -> Exchange:
-        return max(self._entered, key=lambda exchange: exchange.outer_step)
-
-    @property
-    def _exchanges(self) -> tuple[Exchange, ...]:
-        if not self._entered:
-            raise LocalProtocolError("enter the EditWorker first: with EditWorker(...) as worker:")
-        return self._entered
+        return self._shares.entered[0].feedback
 
     def _require_local(self, call: str) -> None:
         if self._swapped:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
+from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import plan_fragments
@@ -77,7 +78,8 @@ class Training:
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = WorkerConfig.of(config)
-        worker = EditWorker(trainer.model, trainer.optimizer, self._connection.parts, settings, place.ranks, time.monotonic)
+        collective = CompositeCollective(self._connection.parts)
+        worker = EditWorker(trainer.model, trainer.optimizer, collective, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import overload
 
+from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import Schema
@@ -115,7 +115,7 @@ def _serving(io: IoThread, server: SnapshotServer | None) -> Iterator[None]:
         io.call(server.close())
 
 
-class AllAggregators(Sequence[HubCollective]):
+class AllAggregators(CompositeCollective):
     """A `peers.carriers.run_connection.RunConnection`: one `HubCollective` for each aggregator, the coordinator's first.
 
     Close it before the I/O thread ends.
@@ -158,11 +158,7 @@ class AllAggregators(Sequence[HubCollective]):
             )
             for each in (channels, *(Channels((address,), channels.credentials) for address in addresses))
         )
-
-    @property
-    def peer_id(self) -> str:
-        """This peer's identity in verdicts."""
-        return self.parts[0].peer_id
+        super().__init__(self.parts)
 
     @property
     def connected(self) -> bool:
@@ -210,16 +206,3 @@ class AllAggregators(Sequence[HubCollective]):
         """Say goodbye to each, within two seconds, and close the connections. reason: told to the run's operator."""
         for part in self.parts:
             part.close(reason)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[HubCollective]:
-        return iter(self.parts)
-
-    @overload
-    def __getitem__(self, index: int) -> HubCollective: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[HubCollective]: ...
-    def __getitem__(self, index: int | slice) -> HubCollective | Sequence[HubCollective]:
-        return self.parts[index]

@@ -18,7 +18,7 @@ from edit.errors import EditError, RemoteProtocolError, StaleError, TransportErr
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Arriving, Committed, EncodedTensor, Snapshot
+from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
 from peers.carriers.hub.data_calls import DataCalls, UpdateAssembly, Wanted
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
@@ -170,11 +170,11 @@ class Downlink:
         if not self._lazy:
             return Committed(await download.until(lambda assembly: assembly.finish() if assembly.complete else None))
         commit = await download.until(lambda assembly: assembly.manifest)
-        arriving: tuple[Arriving | None, ...] = tuple(
-            None if download.assembly.rolled_back(position) else Arrival(self._agreement, download, position)
+        updates: tuple[Update, ...] = tuple(
+            RolledBack() if download.assembly.rolled_back(position) else Arrival(self._agreement, download, position)
             for position in range(len(commit.fragments))
         )
-        return Committed(commit, arriving)
+        return Committed(commit, updates)
 
     def _download(self, outer_step: int) -> _Download:
         if outer_step not in self._downloads:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.fragments.digest import digest
 from edit.fragments.shards import partition_fault
-from edit.records import Snapshot
+from edit.records import Here, RolledBack, Snapshot
 from edit.replica.layout import Layout
 from edit.replica.ranks import Ranks
 from edit.replica.replica import Replica
@@ -70,7 +70,9 @@ def play(layout: str) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.mul_(1.5)
     seen["delta"] = replica.layout.at_first_rank(replica.pseudo_gradient)
-    coming = {i: cut(encode("int8", step), shards[i]) for i, step in enumerate(steps) if i != 1} | {1: None}
+    coming: dict[int, Here | RolledBack] = {
+        i: Here(cut(encode("int8", step), shards[i])) if i != 1 else RolledBack() for i, step in enumerate(steps)
+    }
     target = replica.after(5, coming)
     replica.move(target, replica.progress)
     seen["moved"] = (replica.outer.digest, full(model))
@@ -100,7 +102,7 @@ def alone() -> dict[str, Any]:
             parameter.mul_(1.5)
     seen["delta"] = [replica.pseudo_gradient(i) for i in range(len(theta))]
     steps = [torch.full((part.numel(),), 0.01 * (i + 1)) for i, part in enumerate(theta)]
-    target = replica.after(5, {i: encode("int8", step) for i, step in enumerate(steps) if i != 1} | {1: None})
+    target = replica.after(5, {i: Here(encode("int8", step)) if i != 1 else RolledBack() for i, step in enumerate(steps)})
     replica.move(target, replica.progress)
     seen["moved"] = (replica.outer.digest, full(model))
     seen["state"] = replica.outer_state_dict()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from edit.collective import CompositeCollective
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.digest import digest
@@ -87,7 +88,7 @@ class Peer:
         for gate in self.gates:
             gate.steps = lambda: self.taken
         self.taken = 0
-        self.worker = EditWorker(self.model, self.optimizer, self.gates, WorkerConfig.of(run_config))
+        self.worker = EditWorker(self.model, self.optimizer, CompositeCollective(self.gates), WorkerConfig.of(run_config))
         if saved is not None:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -173,7 +174,10 @@ def test_what_is_saved_is_laid_out_by_parameter_whatever_part_it_is_of() -> None
     for count in (1, 3):
         runs = [LocalRun(run_of("delayed"), NAMES) for _ in range(count)]
         worker = EditWorker(
-            peer.model, peer.optimizer, [run.collective("a") for run in runs], WorkerConfig.of(run_of("delayed"))
+            peer.model,
+            peer.optimizer,
+            CompositeCollective([run.collective("a") for run in runs]),
+            WorkerConfig.of(run_of("delayed")),
         )
         with pytest.raises(StorageError, match="checkpoint: "):
             worker.load_state_dict(state)
@@ -255,7 +259,7 @@ class TestFounding:
     def enter(self, runs: Sequence[LocalRun], name: str, seed: int) -> EditWorker:
         model = TinyTransformer(seed=seed)
         optimizer = torch.optim.AdamW(model.parameters())
-        collectives = [run.collective(name) for run in runs]
+        collectives = CompositeCollective([run.collective(name) for run in runs])
         return EditWorker(model, optimizer, collectives, WorkerConfig.of(run_of())).__enter__()
 
     def half_founded(self) -> list[LocalRun]:
@@ -272,7 +276,10 @@ class TestFounding:
         gate.join = die  # type: ignore[method-assign]
         model = TinyTransformer(seed=0)
         worker = EditWorker(
-            model, torch.optim.SGD(model.parameters()), [runs[0].collective("a"), gate], WorkerConfig.of(run_of())
+            model,
+            torch.optim.SGD(model.parameters()),
+            CompositeCollective([runs[0].collective("a"), gate]),
+            WorkerConfig.of(run_of()),
         )
         with pytest.raises(Gone):
             worker.__enter__()

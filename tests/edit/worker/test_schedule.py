@@ -21,7 +21,7 @@ def test_due(steps: int, every: int, answer: bool) -> None:
 def test_a_contribution_goes_out_once_per_round(every: int, steps: int) -> None:
     schedule, sent = SyncSchedule(every), []
     for step in range(1, steps + 1):
-        schedule.count_step()
+        schedule.count_steps()
         if schedule.due():
             schedule.merged(schedule.contributed())
             sent.append(step)
@@ -32,19 +32,19 @@ def test_a_contribution_goes_out_once_per_round(every: int, steps: int) -> None:
 
 def test_asking_twice_changes_nothing() -> None:
     schedule = SyncSchedule(1)
-    schedule.count_step()
+    schedule.count_steps()
     assert schedule.due() and schedule.due() and schedule.at_boundary() and schedule.inner_steps == 1
 
 
 def test_a_lost_round_waits_for_another_h_steps_and_keeps_its_work() -> None:
     schedule = SyncSchedule(2)
     for _ in range(2):
-        schedule.count_step()
+        schedule.count_steps()
         schedule.count_tokens(10)
     assert schedule.contributed() == Work(2, 20)
     assert not schedule.due()  # aborted: nothing was merged
     for _ in range(2):
-        schedule.count_step()
+        schedule.count_steps()
         schedule.count_tokens(10)
     assert schedule.due()
     assert schedule.contributed() == Work(4, 40)
@@ -52,10 +52,10 @@ def test_a_lost_round_waits_for_another_h_steps_and_keeps_its_work() -> None:
 
 def test_work_done_while_the_outcome_was_open_stays_for_the_next_contribution() -> None:
     schedule = SyncSchedule(2)
-    schedule.count_step()
-    schedule.count_step()
+    schedule.count_steps()
+    schedule.count_steps()
     work = schedule.contributed()
-    schedule.count_step()
+    schedule.count_steps()
     schedule.count_tokens(7)
     schedule.merged(work)
     assert schedule.work() == Work(1, 7) and schedule.round_inner_steps == 1
@@ -65,7 +65,7 @@ def test_boundaries_come_every_h_steps_even_when_nothing_can_be_sent() -> None:
     schedule, boundaries = SyncSchedule(3), []
     assert not schedule.at_boundary()
     for step in range(1, 10):
-        schedule.count_step()
+        schedule.count_steps()
         if schedule.at_boundary():
             boundaries.append(step)
     assert boundaries == [3, 6, 9]
@@ -81,7 +81,7 @@ def test_negative_tokens_are_our_bug() -> None:
 
 def counted(schedule: SyncSchedule, steps: int, tokens: int) -> None:
     for _ in range(steps):
-        schedule.count_step()
+        schedule.count_steps()
         schedule.count_tokens(tokens)
 
 
@@ -145,7 +145,7 @@ def idle_of_the_fast_peer(rounds: int, step_s: tuple[float, float], time_s: floa
             at = now
             while not peer.due(at):
                 at += seconds
-                peer.count_step()
+                peer.count_steps()
             peer.contributed(now=at)
             arrived.append(at)
         now = max(arrived)
@@ -165,7 +165,7 @@ def test_t3_a_fast_peers_idle_time_stays_below_one_step_of_the_slow_one() -> Non
 def test_t3_the_deadline_is_kept_to_the_step_far_from_the_clocks_zero() -> None:
     schedule = SyncSchedule(128, interval_s=0.5)
     schedule.completed(EPOCH_S)
-    schedule.count_step()
+    schedule.count_steps()
     assert not schedule.due(EPOCH_S + 0.4999) and schedule.due(EPOCH_S + 0.5)
 
 
@@ -174,10 +174,10 @@ def test_by_time_the_number_of_steps_does_not_matter_but_one_there_must_be() -> 
     schedule.completed(100.0)
     assert not schedule.due(200.0), "nothing to contribute"
     for _ in range(5):
-        schedule.count_step()
+        schedule.count_steps()
     assert not schedule.due(109.0) and schedule.due(110.0)
     assert schedule.contributed(now=110.0).inner_steps == 5
-    schedule.count_step()
+    schedule.count_steps()
     assert not schedule.at_boundary(119.0) and schedule.at_boundary(120.0), "no outcome for one interval: wait for it"
     schedule.completed(125.0)
     assert not schedule.due(134.0) and schedule.due(135.0), "counted from the completion"
@@ -186,7 +186,7 @@ def test_by_time_the_number_of_steps_does_not_matter_but_one_there_must_be() -> 
 def test_dylu_changes_the_number_of_steps_from_now_on() -> None:
     schedule = SyncSchedule(4)
     schedule.adopt(2)
-    schedule.count_step()
+    schedule.count_steps()
     assert not schedule.due() and schedule.every == 2
-    schedule.count_step()
+    schedule.count_steps()
     assert schedule.due()

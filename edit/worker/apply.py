@@ -1,0 +1,259 @@
+"""Carries out what an `Exchange` decides: on theta, the local parameters, the residuals and the inner optimizer.
+
+They move together, on a commit, and only then. A commit is applied all at once or, lazily, fragment by fragment as each is
+needed: then the outer step and the digest advance with the last one. Every verb is called by all ranks of a replica together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from edit.codecs.error_feedback import ErrorFeedback
+from edit.collective import Collective
+from edit.errors import TransportError
+from edit.records import Commit, Committed, Update, Verdict
+from edit.replica.replica import Outer, Replica
+from edit.worker.config import WorkerConfig
+from edit.worker.contribution import ContributionMaker, SentTensors
+from edit.worker.estimator import Estimator
+from edit.worker.exchange import (
+    WRONG_DIGEST,
+    Action,
+    Advanced,
+    Answer,
+    Apply,
+    ApplyLazily,
+    Ask,
+    Contribute,
+    Exchange,
+    Failed,
+    GiveUp,
+    KeepLocal,
+    Moved,
+    Pending,
+    ReadClock,
+    SendAgain,
+    Steps,
+    TakeSnapshot,
+)
+from edit.worker.local_progress import kept, settle, unmerged, unsent
+from edit.worker.updates import Updates, without_payloads
+
+__all__ = ["ShareExchange"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _PartialCommit:
+    """A commit that is being applied fragment by fragment."""
+
+    answer: Advanced
+    commit: Commit
+    # The updates that are not applied yet, by fragment.
+    waiting: dict[int, Update]
+
+
+class ShareExchange:
+    """The exchange of one replica with one aggregator. clock: monotonic seconds.
+
+    Raises ConfigError when the model has fewer fragments than the run has groups.
+    """
+
+    def __init__(
+        self, replica: Replica, collective: Collective, optimizer: Optimizer, config: WorkerConfig, clock: Callable[[], float]
+    ) -> None:
+        sync = config.sync
+        self.replica = replica
+        self.config = config
+        self.exchange = Exchange(sync, config.rounds.max_staleness, len(replica.schema.fragments))
+        self.feedback = ErrorFeedback(config.codec.up, replica.layout.owned)
+        self.estimator = Estimator(config.outer) if sync.mode == "eager" else None
+        # What is kept of the pending contribution.
+        self.sent = SentTensors()
+        # The commit applied last, without its payloads.
+        self.last_commit: Commit | None = None
+        self._maker = ContributionMaker(replica, self.feedback, collective, config, self.estimator)
+        self._updates = Updates(replica, collective, self.exchange.due, strict=sync.strict)
+        self._collective = collective
+        self._optimizer = optimizer
+        self._clock = clock
+        self._answered: Committed | None = None  # the commit that the last question was answered with
+        self._partial: _PartialCommit | None = None
+        self._unchecked = False  # whether a commit was applied lazily and theta's digest not compared since
+
+    # What EditWorker calls.
+
+    def begin(self) -> None:
+        """Training begins, from theta or from a checkpoint."""
+        self.run(self.exchange.begin(self.replica.outer.outer_step))
+
+    def settle(self) -> None:
+        """An optimizer step is about to be taken: apply what waits for a forward."""
+        self.run(self.exchange.take())
+        if self._partial is not None:
+            self.apply_fragments(tuple(self._partial.waiting))
+        if self._unchecked:
+            self._check_applied()
+            self.run(self.exchange.catch_up())
+
+    def synchronize(self, *, block: bool = True) -> bool:
+        """Take the pending outcome, waiting for it if told to, and every commit already known. False while there is none."""
+        exchange = self.exchange
+        pending, outer_step = exchange.pending, exchange.outer_step
+        if pending is None:
+            self._check_applied()
+            return self.run(exchange.catch_up())
+        if self._partial is not None:
+            self.settle()
+        else:
+            self.run(exchange.resolve(block=block))
+        return exchange.pending is not pending or exchange.outer_step > outer_step
+
+    def leave(self) -> None:
+        """Wait for the pending outcome and apply it, but contribute no more."""
+        if self._partial is not None:
+            self.settle()
+        self.run(self.exchange.leave())
+        self._check_applied()
+
+    def apply_fragments(self, fragments: Iterable[int]) -> None:
+        """Apply the updates of these fragments, as far as they still wait; returns when they are in."""
+        for i in fragments:
+            if self._partial is not None and i in self._partial.waiting:
+                self._apply_one(self._partial, i)
+
+    def run(self, steps: Steps[_T]) -> _T:
+        """Carry out one verb of the exchange, action by action."""
+        result: Any = None
+        while True:
+            try:
+                action = steps.send(result)
+            except StopIteration as end:
+                returned: _T = end.value
+                return returned
+            result = self._carry_out(action)
+
+    # One action.
+
+    def _carry_out(self, action: Action) -> Answer | Moved | Failed | float:
+        match action:
+            case Ask(outer_step, block):
+                return self._ask(outer_step, block)
+            case Apply(_, pending, carried):
+                assert self._answered is not None
+                return self._apply(self._answered, pending, carried)
+            case ApplyLazily(answer):
+                assert self._answered is not None
+                self._partial = _PartialCommit(answer, self._answered.commit, self._updates.of(self._answered))
+                self.replica.transfers.settled()
+            case TakeSnapshot(pending, reason):
+                return self._take_snapshot(pending, reason)
+            case Contribute(pending, send, again):
+                make = self._maker.contribute_again if again else self._maker.contribute
+                make(pending, self.sent, send=send)
+            case SendAgain(pending):
+                self._maker.send_again(pending, self.sent)
+            case GiveUp(pending, aborted):
+                self._give_up(pending, aborted)
+            case KeepLocal(pending):
+                self._maker.keep_local(pending, self.sent)
+            case ReadClock():
+                return self.replica.layout.ranks.lead(self._clock)
+        return None
+
+    def _ask(self, outer_step: int, block: bool) -> Answer:
+        outcome = self._collective.outcome(outer_step, block=block)
+        if not isinstance(outcome, Committed):
+            return outcome
+        self._answered, commit = outcome, outcome.commit
+        merged = self._updates.takes_part(commit)
+        return Advanced(commit.outer_step, merged, outcome.carried, commit.reason, outcome.inner_steps)
+
+    def _apply(self, outcome: Committed, pending: Pending | None, carried: bool) -> Moved | Failed:
+        steps = self._updates.all_of(outcome, pending.applied if pending else ())
+        if steps is None:
+            return Failed(self._updates.failure)
+        commit, before, reason = outcome.commit, self.replica.outer, outcome.commit.reason
+        target: Outer | None = self.replica.after(commit.outer_step, steps)
+        moved: Iterable[int] = steps
+        if target is None or target.digest != commit.digest:
+            if carried:
+                return Failed(WRONG_DIGEST, wrong_digest=True)
+            if (target := self._updates.snapshot()) is None:
+                return Failed(f"{WRONG_DIGEST}; {self._updates.failure}")
+            moved, reason = range(len(target.fragments)), WRONG_DIGEST
+        verdicts = {part.fragment_id: self._updates.verdict(part) if pending else None for part in commit.fragments}
+        if self.estimator is not None:
+            if target.digest == commit.digest:
+                distances = {i: before.fragments[i] - target.fragments[i] for i in verdicts}
+                self.estimator.committed(commit, self._collective.peer_id, distances, self.sent.deltas)
+            else:  # a snapshot may be further: that was not this commit's step alone
+                self.estimator.forget()
+        theta, sync, sent = target.fragments, self.config.sync, self.sent
+        self.replica.move(target, lambda i: kept(sync, self.replica, theta[i], i, verdicts.get(i), pending, sent), moved)
+        self.last_commit = without_payloads(commit)
+        if carried:
+            sent.sent_from = {i: (local - before.fragments[i]).add_(theta[i]) for i, local in sent.sent_from.items()}
+        else:
+            for i in steps:
+                self._settle(i, verdicts[i])
+            self.sent = SentTensors()
+        return Moved(target.outer_step, reason)
+
+    def _settle(self, i: int, verdict: Verdict | None) -> None:
+        settle(i, verdict, self.replica, self.feedback, self._optimizer)
+
+    def _take_snapshot(self, pending: Pending | None, reason: str) -> Moved | Failed:
+        if (target := self._updates.snapshot()) is None:
+            return Failed(f"{reason}; {self._updates.failure}")
+        self.replica.move(target, lambda i: unsent(self.replica, i, pending, self.sent))
+        if self.estimator is not None:
+            self.estimator.forget()
+        return Moved(target.outer_step, reason)
+
+    def _give_up(self, pending: Pending, aborted: bool) -> None:
+        sent, self.sent = self.sent, SentTensors()
+        for i in pending.missing:
+            self.feedback.rollback(i)
+        if aborted and sent.deltas:
+            self.replica.move(self.replica.outer, lambda i: unmerged(self.replica, i, sent), pending.fragments)
+
+    # A commit that is applied lazily.
+
+    def _apply_one(self, partial: _PartialCommit, i: int) -> None:
+        pending = self.exchange.pending
+        assert pending is not None
+        try:
+            step = self._updates.wait(partial.waiting[i])
+        except TransportError as error:
+            self._end_partial()
+            self.run(self.exchange.interrupted(str(error)))
+            return
+        verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
+        theta, sync, sent = self.replica.outer.fragments[i], self.config.sync, self.sent
+        self.replica.apply_fragment(i, step, lambda i: kept(sync, self.replica, theta, i, verdict, pending, sent))
+        self._settle(i, verdict)
+        del partial.waiting[i]
+        pending.applied.add(i)
+        if not partial.waiting:
+            self._end_partial()
+            self.replica.applied(partial.commit.outer_step)
+            self.run(self.exchange.applied(partial.answer))
+            self.sent = SentTensors()
+            self.last_commit = without_payloads(partial.commit)
+            self._unchecked = True
+
+    def _end_partial(self) -> None:
+        self._partial = None
+        self.replica.transfers.unsettled()
+
+    def _check_applied(self) -> None:
+        """Take a snapshot where what was applied is not what the run has; not in a forward, which has used it."""
+        unchecked, self._unchecked = self._unchecked, False
+        if unchecked and self.last_commit is not None and self.replica.outer.digest != self.last_commit.digest:
+            self.run(self.exchange.take_snapshot(WRONG_DIGEST))
