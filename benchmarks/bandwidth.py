@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/bandwidth.py                     # about 25 minutes on 2 idle cores
     .venv/bin/python benchmarks/bandwidth.py --links 10 --rounds 1
 
-Two real peers and a real coordinator on this machine; each peer dials through a link of its own (edit.lab.link) of that rate up
+Two real peers and a real coordinator on this machine; each peer connects through its own link (edit.lab.link) of that rate up
 and down and 20 ms one way. int8 both ways, mode "delayed"; the delay is what the exchange takes on that link by its bytes, and
 a tenth of the inner phase more, or the whole phase but one step. Utilisation: tokens per second against those of the same two
 peers training at the same time with no exchange, measured before and after; where these two differ by more than 5 % nothing
 is recorded. What waiting with fp32 would reach (bytes up and down, one after the other, nothing else) is computed beside it.
-Every run must end with all its commits, everybody in each of them. One line of JSON is appended to
+Every run must end with all its commits, with all peers in each of them. One line of JSON is appended to
 benchmarks/results/bandwidth.jsonl.
 
 The rival's machine computes far more tokens in a step, so compare the shares and not the tokens: its published

@@ -1,4 +1,4 @@
-"""What faults cost: real processes on this machine, killed and started again at once, beside what others have published.
+"""What faults cost: real processes on this machine, killed and restarted at once, beside what others have published.
 
     python benchmarks/faults.py --part kill [--every 5]          # one of two peers of a 50M-parameter model, three times
     python benchmarks/faults.py --part replicas --minutes 30     # two replicas, 69 and 85 faults per hour

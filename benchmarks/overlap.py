@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/overlap.py                # about 6 minutes on 2 idle cores
     .venv/bin/python benchmarks/overlap.py --modes blocking delayed --rounds 4
 
-Two real peers and a real coordinator; each peer dials through a link of its own (edit.lab.link) whose rate is chosen so that
+Two real peers and a real coordinator; each peer connects through a link of its own (edit.lab.link) whose rate is chosen so that
 one exchange (contribution up, update down) takes `--share` of an inner phase, half by default: a peer that waits then reaches
 1 / (1 + share), 0.67. The reference is measured in the same run, before and after the modes: both peers train alone at the same
 time, on the same cores, with the same threads. Where the two differ by more than 5 % the machine was not quiet and nothing is

@@ -10,7 +10,7 @@ overhead  no link is shaped, H 20, blocking: how long one exchange takes that tr
           for an exchange it does not matter whose seconds they are.
 In the other two the peers rest after each step (--throttle), so that two cores do for all. The rest after the step that
 contributes passes while the exchange is on its way: so the scenario says that a peer waits one step later (delay 1).
-steady    12 Mbit/s up and 24 down, 20 ms, H 40, blocking, everybody is waited for.
+steady    12 Mbit/s up and 24 down, 20 ms, H 40, blocking, a round waits for all peers.
 churn     the same links; one peer is three times slower, a quorum of 2 waits for nobody (wait "slack", grace 0.3 s), late
           contributions are carried over (max_staleness 8); one peer is killed at a third of the run and started again at once.
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the run on the first start, writes one invitation per name in PEERS, then serves. A restart continues the run.
+# Create the run on the first start, write one invitation per name in PEERS, then serve. A restart continues the run.
 set -eu
 : "${STATE:=/state}" "${INVITATIONS:=/invitations}" "${CONFIG:=/config/run.toml}" "${PEERS:=peer-1 peer-2}"
 if [ ! -f "$STATE/run.json" ]; then

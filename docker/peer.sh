@@ -1,6 +1,6 @@
 #!/bin/sh
-# Redeems the invitation on the first start, then trains, on RANKS processes (one per GPU). A restart keeps the identity and
-# goes on from the last checkpoint.
+# Redeem the invitation on the first start, then train on RANKS processes (one per GPU). A restart keeps the identity and
+# resumes from the last checkpoint.
 set -eu
 : "${HOME_DIR:=/home/edit/peer}" "${INVITATIONS:=/invitations}" "${NAME:?NAME names this peer, as in PEERS of the coordinator}" "${DATA:=/data}" "${RANKS:=1}"
 if [ ! -f "$HOME_DIR/identity.json" ]; then

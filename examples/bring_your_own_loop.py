@@ -22,7 +22,7 @@ def data(low: float, high: float, size: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Module]:
-    """One peer's whole training, a step per `next()`; at last gives the model with the outer parameters in it."""
+    """One peer's whole training, a step per `next()`; at the end yields the model with the outer parameters in it."""
     torch.manual_seed(len(name))  # peers may start differently: entering gives them the run's parameters
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -40,7 +40,7 @@ def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Modu
 
 
 def main() -> None:
-    """Train both peers in turn and evaluate what they have in common on the whole curve."""
+    """Train both peers in turn and evaluate the outer parameters on the whole curve."""
     run = LocalRun(RunConfig(outer=OuterConfig(lr=0.7, momentum=0.6)), peers=["ada", "grace"])  # edit
     held_out, targets = data(-math.pi, math.pi, 500, seed=-1)
     ada, grace = train("ada", -math.pi, 0, run), train("grace", 0, math.pi, run)

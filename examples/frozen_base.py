@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
 
 
 def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn.Module]:
-    """One peer's whole training, a step per `next()`; at last gives the model with the outer parameters in it."""
+    """One peer's whole training, a step per `next()`; at the end yields the model with the outer parameters in it."""
     model = network()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     config = edit.WorkerConfig(sync=edit.SyncConfig(every=10))  # edit
@@ -48,7 +48,7 @@ def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn
 
 
 def main() -> None:
-    """Train both peers in turn and evaluate what they have in common on the whole curve."""
+    """Train both peers in turn and evaluate the outer parameters on the whole curve."""
     run = edit.LocalRun(edit.RunConfig(outer=edit.OuterConfig(lr=0.7, momentum=0.6)), peers=["ada", "grace"])  # edit
     held_out, targets = data(-math.pi, math.pi, 500, seed=-1)
     ada, grace = train("ada", -math.pi, 0, run), train("grace", 0, math.pi, run)

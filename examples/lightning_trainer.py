@@ -1,6 +1,6 @@
 """A Lightning Trainer in a run: `python examples/lightning_trainer.py` rehearses it with two peers on this machine.
 
-`--home FOLDER` is one peer of a real run, in a folder that `edit-peer join` made. The lines marked `# edit` are all that a
+`--home FOLDER` is one peer of a real run, in a folder that `edit-peer join` created. The lines marked `# edit` are all that a
 plain Trainer needs on top.
 """
 

@@ -33,7 +33,7 @@ def adapted() -> PeftModel:
 
 
 def train(name: str, step: int, run: edit.LocalRun) -> Iterator[PeftModel]:
-    """One peer's whole training, a step per `next()`; at last gives the model with the outer adapters in it."""
+    """One peer's whole training, a step per `next()`; at the end yields the model with the outer adapters in it."""
     model = adapted()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     config = edit.WorkerConfig(sync=edit.SyncConfig(every=10))  # edit

@@ -52,7 +52,7 @@ def rehearse(run_toml: str, commands: Mapping[str, Sequence[str]]) -> None:
 
 
 def relay(lines: Iterable[str], screen: TextIO) -> None:
-    """Print a peer's lines whole: processes that share a screen cut into each other's."""
+    """Print whole lines, so that the output of several processes does not mix."""
     for line in lines:
         with SCREEN:
             print(line, end="", file=screen, flush=True)

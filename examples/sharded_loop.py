@@ -1,7 +1,7 @@
 """A sharded replica in a plain loop: FSDP2 on two ranks trains with a peer of one rank. `python examples/sharded_loop.py`.
 
 That rehearses it on this machine. A peer of a real run, on one rank or on many:
-`torchrun --nproc-per-node 8 examples/sharded_loop.py --home FOLDER`, in a folder that `edit-peer join` made. The lines marked
+`torchrun --nproc-per-node 8 examples/sharded_loop.py --home FOLDER`, with the folder of `edit-peer join`. The lines marked
 `# edit` are all that the plain FSDP2 loop needs on top; every rank exchanges its own shards over its own connection.
 """
 
@@ -37,7 +37,7 @@ BATCH, WIDTH = 32, 32
 
 
 def data(peer_id: str, step: int) -> tuple[Tensor, Tensor]:
-    """A sine; each peer sees only its own half of the curve, nobody's evaluation (`all`) the whole."""
+    """A sine; each peer sees only its own half of the curve; `all` is the whole, for evaluation."""
     low, high = {"ada": (-torch.pi, 0), "grace": (0, torch.pi)}.get(peer_id, (-torch.pi, torch.pi))
     inputs = low + (high - low) * torch.rand(BATCH, 1, generator=torch.Generator().manual_seed(step))
     return inputs, torch.sin(inputs)
