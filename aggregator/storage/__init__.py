@@ -10,7 +10,7 @@ and what it keeps does not survive. Files are replaced and their formats are che
     checkpoint.py         the outer state, whole; which one a restart begins with
     published_updates.py  the kept updates, beside a checkpoint
     pending_injection.py  what a run above has brought and no commit has yet
-    state_folder.py       the names of the files, the exclusive lock, the default run.toml
+    state_folder.py       the names of the files, the exclusive lock
     operator_flags.py     whether the operator paused or drained the run
     upload_buffer.py      bytes on their way in: in memory up to a bound, then in files
 
