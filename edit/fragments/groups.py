@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from edit.errors import ConfigError
 
-__all__ = ["PATTERNS", "fragments_due"]
-
-PATTERNS = ("sequential", "strided")
+__all__ = ["fragments_due"]
 
 
 def fragments_due(outer_step: int, fragments: int, groups: int, pattern: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Regions against plain indexing of the full tensors; what is not a partition is named."""
+"""Shards against plain indexing of the full tensors; what is not a partition is named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_take_put_and_add_are_plain_indexing(layout: Layout) -> None:
 
 @given(layout=partitions())
 @settings(deadline=None, max_examples=150)
-def test_bands_and_span_say_where_the_region_lies(layout: Layout) -> None:
+def test_runs_and_span_say_where_the_shard_lies(layout: Layout) -> None:
     spec, shares = layout
     for boxes in shares:
         shard = Shard(spec, boxes)
@@ -131,7 +131,7 @@ def test_scalars_and_rows_of_neighbouring_tensors_are_one_run() -> None:
     assert backwards.take(numbered(spec)).tolist() == [6, 3, 4, 5] and backwards.span is None
 
 
-def test_an_empty_region_takes_nothing_and_changes_nothing() -> None:
+def test_an_empty_shard_takes_nothing_and_changes_nothing() -> None:
     spec = fragment((2, 3))
     shard, flat = Shard(spec, []), numbered(spec)
     assert shard.take(flat).shape == (0,) and shard.numel == 0 and not shard.is_whole and shard.span is None
