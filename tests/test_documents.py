@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def test_the_tree_names_every_source_file_and_nothing_else() -> None:
     assert [path.as_posix() for path in files if path.as_posix() not in named] == [], "the tree lacks these files"
     folders = {f"{parent.as_posix()}/" for path in files for parent in path.parents if parent != Path()}
     assert sorted(folders - set(named)) == [], "the tree lacks these folders"
+
+
+def test_the_layers_are_those_of_the_contracts() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = {each["containers"][0]: re.findall(r"\w+", " ".join(each["layers"])) for each in contracts if "containers" in each}
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Layers", 1)[1].split("\n## ", 1)[0]
+    items = [re.findall(r"`(\w+)`", item) for item in section.split("\n- ") if item.startswith("Inside")]
+    assert {names[0]: names[1:] for names in items} == layers
 
 
 def test_the_architecture_answers_at_least_ten_questions() -> None:
