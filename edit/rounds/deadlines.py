@@ -73,7 +73,7 @@ class Deadlines:
         if not times:
             return 0.0
         middle = median(times)
-        deviation = median(abs(time - middle) for time in times)
+        deviation = median([abs(time - middle) for time in times])
         return middle + self._config.spread * max(deviation, SMALLEST_SPREAD * middle)
 
     def expected_s(self, peer_id: str) -> float:

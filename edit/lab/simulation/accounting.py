@@ -1,4 +1,4 @@
-"""What a simulated run has to show: counted steps, seconds, bytes, staleness. Owns: the sums. Must not know: their causes.
+"""What a simulated run is measured by: counted steps, seconds, bytes, staleness.
 
 Work is counted in fragment-steps: one inner step of one peer, for one fragment. A streaming outer step commits only the
 fragments it exchanged, so that steps cannot be counted whole there.
@@ -17,42 +17,41 @@ __all__ = ["Accounting", "Share"]
 
 
 class Share(NamedTuple):
-    """What one contribution brings for one fragment: inner steps `after` + 1 to `until` of the peer's own count, the first of
-    them made from outer step `based`."""
+    """What one contribution brings for one fragment: the peer's inner steps from `after` + 1 to `until`."""
 
-    after: int
+    after: int  # inner steps of the peer's own count
     until: int
-    based: int
+    based: int  # the outer step that the first of them was made from
 
 
 @dataclass(slots=True)
 class Accounting:
-    """fragment_steps: counted in commits; trained: inner steps made; seconds over all peers: training_s and alive_s;
-    participation: sum over the commits of contributors / live peers."""
+    """The sums of one run."""
 
-    fragment_steps: int = 0
-    rejected: int = 0
-    trained: int = 0
-    training_s: float = 0.0
-    alive_s: float = 0.0
+    fragment_steps: int = 0  # counted in commits
+    rejected: int = 0  # contributions to a fragment with a verdict other than OK
+    trained: int = 0  # inner steps made
+    training_s: float = 0.0  # seconds of training, over all peers
+    alive_s: float = 0.0  # seconds that a process lived, over all peers
     commits: int = 0
     aborts: int = 0
-    contributors: int = 0
-    participation: float = 0.0
+    contributors: int = 0  # over all commits
+    participation: float = 0.0  # contributors / live peers, over all commits
     bytes_up: int = 0
     bytes_down: int = 0
     failures: int = 0
     leaves: int = 0
     returns: int = 0
     snapshots: int = 0
-    late: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
-    _until: dict[int, dict[str, int]] = field(default_factory=dict)
+    late: int = 0  # fragments that arrived too late
+    staleness: Counter[int] = field(default_factory=Counter)  # contributions to a fragment, by exchanges missed
+    _until: dict[int, dict[str, int]] = field(default_factory=dict)  # by fragment and peer: the last inner step counted
 
     def count(self, fragment_id: int, shares: Mapping[str, Share], rejected: Set[str], stale: Callable[[int], int]) -> None:
-        """A commit took these, some without weight. stale: how many exchanges of the fragment ago an outer step was the newest.
+        """Add what a commit took, some of it without weight.
 
-        Raises LocalProtocolError when it takes a step a second time.
+        stale: how many exchanges of the fragment ago an outer step was the newest. Raises LocalProtocolError when a step is
+        taken a second time.
         """
         counted = self._until.setdefault(fragment_id, {})
         for peer_id, (after, until, _) in shares.items():
@@ -66,7 +65,7 @@ class Accounting:
         self.rejected += len(rejected)
 
     def close(self, *, committed: bool, contributors: int = 0, live: int = 0) -> None:
-        """A round is over. contributors, live: at a commit."""
+        """Count a round that is over. contributors, live: peers, at a commit."""
         if not committed:
             self.aborts += 1
             return

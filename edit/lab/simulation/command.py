@@ -1,4 +1,4 @@
-"""`edit-lab simulate`: reads the scenario, shows progress, prints the result. Owns: the terminal. Decides nothing."""
+"""`edit-lab simulate`: read the scenario, show progress, print the result."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The coordinator in virtual time: feeds the real round machine and the real membership, and carries out what they decide.
+"""The coordinator in virtual time: feed the real round machine and the real membership, and carry out what they decide.
 
-Owns: what `aggregator.control.run` owns, without connections, tensors and disk: the order of events, the views, the worker that
-merges one thing after the other, the ticks. Decides nothing about rounds (`edit.rounds.machine`) or leases
-(`aggregator.control.membership`).
+It stands for `aggregator.control.run` and `aggregator.data.round_runner`, without connections, tensors and disk. It decides
+nothing about rounds (`edit.rounds.machine`) or leases (`aggregator.control.membership`).
 
-Two things are done less often than in a real run, with the same result. The coordinator there looks at the clock every quarter
-of a second; here it does so at those of these moments at which a deadline or a lease may be over. A heartbeat that repeats the
-last one only renews the lease; those are written down just before leases are looked at.
+Two things are done less often than in a real run, with the same result. The real coordinator looks at the clock every quarter
+of a second; this one only at those of these moments at which a deadline or a lease may be over. A heartbeat that repeats the
+last one only renews the lease; such heartbeats are recorded just before leases are looked at.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from aggregator.control.membership import Change, Membership
 from edit.errors import RefusedError
@@ -32,32 +31,28 @@ from editpb.messages import Heartbeat, PeerState, RunPhase, View
 __all__ = ["Coordinator", "Listener"]
 
 TICK_S = 0.25  # as `aggregator.control.run`
-KEPT_VIEWS = 64  # the oldest are older than any latency
+KEPT_VIEWS = 64  # the oldest is older than any latency
 _PHASES = {phase: RunPhase[phase.name] for phase in Phase}
-_HASTEN = (events.Arrived, events.MemberLost, events.Tick)  # after others no deadline is nearer than before
+_HASTEN = (events.Arrived, events.MemberLost, events.Tick)  # after other events no deadline is nearer than before
 Listener = tuple[float, Callable[[], None]]  # seconds until a view reaches it, what it does then
 
 
-@dataclass(slots=True)
-class _Round:
-    """merging: by fragment, of whom its Reduce consists."""
+class _Held(NamedTuple):
+    """A fragment of a contribution that is in."""
 
-    round_id: int
-    merging: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    round_id: int  # the round that the contribution names
+    share: Share
 
 
 class Coordinator:
-    """listeners: whom a new view concerns, in the order in which they began; newest: view, and when it was published;
-    finished_at: None until the last commit; due: by group, the fragments that it exchanges; carries: contributions may
-    outlive their rounds."""
+    """The simulated run: its machine, its members, and the views that it publishes."""
 
     def __init__(self, scenario: Scenario, queue: EventQueue, accounting: Accounting, merger: SyntheticMerger | None) -> None:
         sync, fragments = scenario.run.sync, scenario.size.fragments
-        self.due = [fragments_due(group, fragments, sync.groups, sync.pattern) for group in range(sync.groups)]
-        self.listeners: dict[str, Listener] = {}
-        self._here: set[str] = set()
-        self._vanished: dict[str, float] = {}
-        self.finished_at: float | None = None
+        self.due = [fragments_due(group, fragments, sync.groups, sync.pattern) for group in range(sync.groups)]  # by group
+        self.carries = scenario.run.rounds.max_staleness > 0  # whether contributions may outlive their rounds
+        self.listeners: dict[str, Listener] = {}  # the peers that a new view concerns, in the order in which they began
+        self.finished_at: float | None = None  # None until the last commit
         self.membership = Membership(scenario.run.membership)
         self.machine = RoundMachine(
             scenario.run.rounds,
@@ -68,48 +63,48 @@ class Coordinator:
             overlap=sync.overlap,
         )
         self._scenario, self._queue, self._accounting, self._merger = scenario, queue, accounting, merger
-        self._round: _Round | None = None
         self._groups, self._up_bytes = sync.groups, scenario.up_bytes
-        self.carries = scenario.run.rounds.max_staleness > 0
-        self._shares: list[dict[str, Share]] = [{} for _ in range(fragments)]  # what is in hand, by fragment and peer
-        self._named: dict[str, int] = {}  # with carries: the round that a peer's contribution in hand names
-        self._last_closed: tuple[int, bool, str] = (0, False, "")
-        self._takers: dict[int, frozenset[str]] = {}
-        self._busy_until = 0.0
-        self._tick_at = math.inf
+        self._here: set[str] = set()  # the peers that attend and report
+        self._vanished: dict[str, float] = {}  # the peers that fell silent, and when they were heard last
+        self._held: list[dict[str, _Held]] = [{} for _ in range(fragments)]  # by fragment and peer
+        self._merging: dict[int, tuple[str, ...]] = {}  # by fragment, the peers in the open round's Reduce
+        self._merged: dict[int, frozenset[str]] = {}  # by outer step, the peers in the commit TO it
+        self._last_closed: tuple[int, bool, str] = (0, False, "")  # round_id, committed, reason
+        self._busy_until = 0.0  # the worker thread
+        self._tick_at = math.inf  # the next look at the clock
         self._report = Heartbeat(state=PeerState.TRAINING)
-        self._round_id, self._phase = self.machine.round_id, self.machine.phase
-        self.newest = 0.0, self._view(0)
+        self._round_id, self._phase = self.machine.round_id, self.machine.phase  # as the newest view has them
+        self.newest = 0.0, self._view(0)  # when it was published, and the view
         self._views: deque[tuple[float, View]] = deque([self.newest], maxlen=KEPT_VIEWS)
 
     # -- what peers see ----------------------------------------------------------------------------------------------------
 
     def seen(self, now: float, latency_s: float) -> View:
-        """The newest view that is no longer on its way. (Not what was published at now - latency_s: rounding would miss it.)"""
+        """Return the newest view that has arrived. (Not what was published at now - latency_s: rounding would miss it.)"""
         for published, view in reversed(self._views):
             if published + latency_s <= now:
                 return view
         return self._views[0][1]
 
     def under_way(self, now: float, latency_s: float) -> list[float]:
-        """When the views arrive that are on their way."""
+        """Return when the views arrive that are on their way."""
         arrivals = (published + latency_s for published, _ in self._views)
         return [arrives for arrives in arrivals if arrives > now]
 
     def took_part(self, outer_step: int, peer_id: str) -> bool:
-        """Whether the commit TO `outer_step` has a verdict on this peer."""
-        return peer_id in self._takers.get(outer_step, ())
+        """Return whether the commit TO `outer_step` has a verdict on this peer."""
+        return peer_id in self._merged.get(outer_step, ())
 
     # -- what peers say ----------------------------------------------------------------------------------------------------
 
     def attend(self, peer_id: str) -> int:
-        """A connection of this peer opened: the number of its attendance."""
+        """Open a connection of this peer; return the number of its attendance."""
         number, changes = self.membership.attended(peer_id, self._queue.now)
         self._changed(changes)
         return number
 
     def heartbeat(self, peer_id: str, attendance: int, outer_step: int, step_s: float) -> None:
-        """A report of a peer that trains; with another outer step than the last one. Too late when the peer is gone."""
+        """Take a report of a peer that trains, with another outer step than its last one. Ignored when the peer is gone."""
         if self._report.outer_step != outer_step:
             self._report = Heartbeat(state=PeerState.TRAINING, outer_step=outer_step)
         try:
@@ -135,31 +130,19 @@ class Coordinator:
         self._queue.at(max(_next_tick(over), self._queue.now), self._look_at_leases)
 
     def offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int) -> bool:
-        """The header of a contribution; False: refused."""
-        taken = self._feed(events.Offered(peer_id, round_id, outer_step, fragment_id))
-        if self.carries and taken and self._named.get(peer_id) != round_id:
-            self._named[peer_id] = round_id
-            self._drop(peer_id)
-        return taken
+        """Take the header of a contribution; False: refused."""
+        return self._feed(events.Offered(peer_id, round_id, outer_step, fragment_id))
 
     def arrived(self, peer_id: str, round_id: int, fragment_id: int, share: Share) -> bool:
-        """A fragment of a contribution is in; False: too late. What is in hand already stays (as in the engine)."""
-        current, shares = self._round, self._shares[fragment_id]
-        late = self._named.get(peer_id) != round_id if self.carries else current is None or current.round_id != round_id
-        if late or peer_id in shares:
-            self._accounting.late += late
-            return not late
-        shares[peer_id] = share
+        """Take a fragment of a contribution; False: it is too late. What is in already stays, as in a real run."""
         self._accounting.bytes_up += self._up_bytes
-        taken = self._feed(events.Arrived(peer_id, round_id, fragment_id))
-        if not taken:
-            shares.pop(peer_id, None)
-        return taken
-
-    def _drop(self, *peers: str) -> None:
-        for shares in self._shares:
-            for peer_id in peers:
-                shares.pop(peer_id, None)
+        if not self._feed(events.Arrived(peer_id, round_id, fragment_id)):
+            self._accounting.late += 1
+            return False
+        known = self._held[fragment_id].get(peer_id)
+        if known is None or known.round_id != round_id:
+            self._held[fragment_id][peer_id] = _Held(round_id, share)
+        return True
 
     # -- carrying out ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +154,7 @@ class Coordinator:
                 self._feed(events.MemberLost(change.peer_id, change.reason))
 
     def _look_at_leases(self) -> None:
-        """Of those only that have vanished: who is here was heard less than a heartbeat ago, which is less than a lease."""
+        """Check the leases of the vanished peers. All others were heard less than a heartbeat ago: less than a lease."""
         for peer_id, last_heartbeat in self._vanished.items():
             self.membership.progress(peer_id, last_heartbeat)
         self._changed(self.membership.tick(self._queue.now, self._vanished))
@@ -181,7 +164,10 @@ class Coordinator:
         self._feed(events.Tick())
 
     def _feed(self, event: events.Event) -> bool:
-        """As `Run._feed`; False when the machine refused."""
+        """Hand an event to the round machine and carry out the effects; False when the machine refused.
+
+        A contribution that is refused later needs nothing here: RoundClosed says whose are kept.
+        """
         machine, taken = self.machine, True
         for effect in machine.handle(event, self._queue.now):
             if isinstance(effect, events.Refused):
@@ -205,14 +191,13 @@ class Coordinator:
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
             case events.RoundOpened():
-                self._round = _Round(effect.round_id)
+                self._merging.clear()
             case events.Reduce():
                 self._reduce(effect)
             case events.Commit():
                 self._work(self._scenario.hub.commit_s, partial(self._commit, effect))
             case events.RoundClosed():
                 self._last_closed = effect.round_id, effect.committed, effect.reason
-                self._round = None
                 self._keep(effect.carried)
                 if not effect.committed:
                     self._accounting.close(committed=False)
@@ -221,45 +206,33 @@ class Coordinator:
                 self._queue.end()
 
     def _keep(self, carried: Collection[str]) -> None:
-        """A round is over: what goes on into the next one stays in hand."""
-        if not carried:
-            self._named.clear()
-            for shares in self._shares:
-                shares.clear()
-            return
-        gone = self._named.keys() - carried
-        self._drop(*gone)
-        for peer_id in gone:
-            del self._named[peer_id]
+        """A round is over: drop what is not carried over to the next one."""
+        for held in self._held:
+            for peer_id in held.keys() - carried:
+                del held[peer_id]
 
     def _reduce(self, effect: events.Reduce) -> None:
-        if self._round is not None:
-            self._round.merging[effect.fragment_id] = effect.peers
+        self._merging[effect.fragment_id] = effect.peers
         seconds = self._scenario.hub.merge_s * len(effect.peers) / self._scenario.size.fragments
         self._work(seconds, partial(self._feed, events.Reduced(effect.round_id, effect.fragment_id)))
 
     def _work(self, seconds: float, then: Callable[[], object]) -> None:
-        """The one worker thread: one thing after the other."""
+        """Let the one worker thread do this: one thing after the other."""
         self._busy_until = max(self._busy_until, self._queue.now) + seconds
         self._queue.at(self._busy_until, then)
 
     def _commit(self, effect: events.Commit) -> None:
-        current = self._round
-        if current is None or current.round_id != effect.round_id:
-            return
-        newest, takers = effect.outer_step - 1, set[str]()
-        merged: set[str] = set()
-        for fragment_id, peers in current.merging.items():
-            in_hand = self._shares[fragment_id]
-            shares = {peer_id: in_hand[peer_id] for peer_id in peers}
+        newest, contributors, merged = effect.outer_step - 1, set[str](), set[str]()
+        for fragment_id, peers in self._merging.items():
+            shares = {peer_id: self._held[fragment_id][peer_id].share for peer_id in peers}
             bad = self._merger.rejected(fragment_id, shares) if self._merger is not None else frozenset()
             self._accounting.count(fragment_id, shares, bad, lambda based: (newest - based) // self._groups)
-            takers.update(peers)
+            contributors.update(peers)
             merged.update(set(peers) - bad)
-        self._takers[effect.outer_step] = frozenset(takers)
-        self._takers.pop(effect.outer_step - 2 * self._scenario.run.kept_updates, None)
-        self._accounting.close(committed=True, contributors=len(takers), live=len(self._here))
-        self.membership.count(merged=merged, rejected=takers - merged, absent=effect.missing)
+        self._merged[effect.outer_step] = frozenset(contributors)
+        self._merged.pop(effect.outer_step - 2 * self._scenario.run.kept_updates, None)
+        self._accounting.close(committed=True, contributors=len(contributors), live=len(self._here))
+        self.membership.count(merged=merged, rejected=contributors - merged, absent=effect.missing)
         self._feed(events.CommitSucceeded(effect.round_id))
 
     def _publish(self) -> None:
@@ -267,7 +240,7 @@ class Coordinator:
         self.newest = now, view
         self._views.append(self.newest)
         if view.phase is RunPhase.COMMITTING:
-            return  # nobody decides anything else than before because of it
+            return  # no peer decides anything because of it
         together: dict[float, list[Callable[[], None]]] = {}
         for latency_s, see in self.listeners.values():
             together.setdefault(latency_s, []).append(see)
@@ -289,11 +262,11 @@ class Coordinator:
         )
 
     def _oldest_update(self) -> int:
-        """As `Store.oldest_update`: 0 when none is kept."""
+        """The outer step of the oldest update that is kept, as the store counts; 0 when none is."""
         newest = self.machine.outer_step
         return max(1, newest + 1 - self._scenario.run.kept_updates) if newest else 0
 
 
 def _next_tick(when: float) -> float:
-    """The first tick that finds `when` over. A lease is over only after its last moment."""
+    """Return the first tick that finds `when` over. A lease is over only after its last moment."""
     return (math.floor(when / TICK_S) + 1) * TICK_S

@@ -1,8 +1,8 @@
-"""Virtual time: what happens when, in order. Owns: the clock and the events to come. Must not know: what an event means.
+"""Virtual time: the clock, and the events to come in order.
 
-Two events of the same time happen in the order in which they were put down, so a run is the same each time it is repeated.
-Only what is near is kept in order, in a heap that fits into a processor's cache; what is later lies unordered, by the span
-of time it belongs to, until that comes.
+Two events of the same time happen in the order in which they were scheduled, so a run is the same each time it is repeated.
+Only near events are kept in order, in a heap that fits into a processor's cache; later ones are kept unordered, by span of time,
+until theirs comes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _Event = tuple[float, int, Callable[[], object]]
 
 
 class EventQueue:
-    """`now`: virtual seconds since the start; `events`: how many have happened."""
+    """Actions, each at its virtual time."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.events = 0
-        self._near: list[_Event] = []  # a heap: all before the horizon
+        self.now = 0.0  # virtual seconds since the start
+        self.events = 0  # how many have happened
+        self._near: list[_Event] = []  # a heap: all events before the horizon
         self._horizon = 0.0
-        self._later: dict[float, list[_Event]] = {}  # by the number of the span
-        self._spans: list[float] = []  # a heap: its keys
+        self._later: dict[float, list[_Event]] = {}  # by the number of their span
+        self._spans: list[float] = []  # a heap: the keys of _later
         self._number = count(1).__next__
         self._until = math.inf
 
     def at(self, when: float, action: Callable[[], object]) -> None:
-        """Let `action` happen at `when`. Raises LocalProtocolError for a time that is over, or infinite."""
+        """Schedule `action`. Raises LocalProtocolError for a time that is over, or infinite."""
         if not self.now <= when < math.inf:
             raise LocalProtocolError(f"virtual time is {self.now}; nothing can happen at {when}")
         event = when, self._number(), action
@@ -51,11 +51,11 @@ class EventQueue:
             later.append(event)
 
     def all_at(self, when: float, actions: Sequence[Callable[[], object]]) -> None:
-        """Let all of these happen at `when`, one after the other, with nothing between them."""
+        """Schedule all of these, one after the other, with nothing between them."""
         self.at(when, partial(self._each, actions) if len(actions) > 1 else actions[0])
 
     def run(self, until: float, most: int) -> bool:
-        """So many events, up to `until` and up to `end`; False when no more can happen."""
+        """Run so many events, up to the time `until` and up to `end`; return False when no more can happen."""
         near, self._until = self._near, until
         for _ in range(most):
             if (not near and not self._come_nearer()) or near[0][0] > self._until:
@@ -66,11 +66,11 @@ class EventQueue:
         return True
 
     def end(self) -> None:
-        """No further event happens in the present `run`."""
+        """Stop the present `run` after this event."""
         self._until = -math.inf
 
     def _come_nearer(self) -> bool:
-        """The next span that anything happens in is near now; False when there is none."""
+        """Move the next span that anything happens in to the near events; return False when there is none."""
         if not self._spans:
             return False
         span = heappop(self._spans)

@@ -1,4 +1,4 @@
-"""Links in virtual time: when bytes that begin to travel now are there. Owns: rates, and the aggregator's shared link."""
+"""Links in virtual time: when bytes that begin to travel now arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HubLink:
     free_at: float = 0.0
 
     def carry(self, count: int, now: float) -> float:
-        """When `count` bytes that begin at `now` are through."""
+        """Return when `count` bytes that begin at `now` are through."""
         if self.bytes_per_s == math.inf:
             return now
         self.free_at = max(self.free_at, now) + count / self.bytes_per_s
@@ -25,21 +25,21 @@ class HubLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One peer's link. up, down: bytes/s; latency_s: one way; into, out_of: the aggregator's."""
+    """One peer's link."""
 
-    up: float
-    down: float
-    latency_s: float
-    into: HubLink
-    out_of: HubLink
+    up: float  # bytes/s
+    down: float  # bytes/s
+    latency_s: float  # one way
+    into: HubLink  # of the aggregator
+    out_of: HubLink  # of the aggregator
 
     def send(self, count: int, now: float) -> float:
-        """When `count` bytes are in, whose header reached the aggregator at `now`."""
+        """Return when `count` bytes are in whose header reached the aggregator at `now`."""
         alone, shared = now + count / self.up, self.into.carry(count, now)
         return alone if alone > shared else shared
 
     def fetch(self, count: int, now: float) -> float:
-        """When `count` bytes are here that are asked for at `now`."""
+        """Return when `count` bytes are here that are asked for at `now`."""
         asked = now + self.latency_s
         alone, shared = asked + count / self.down, self.out_of.carry(count, asked)
         return (alone if alone > shared else shared) + self.latency_s

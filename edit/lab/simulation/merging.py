@@ -1,7 +1,7 @@
-"""Really merges: every contribution is a small vector, measured and merged by `edit.merging.mergers` with the run's [penalty].
+"""Merge for real: every contribution is a small vector, measured and merged by `edit.merging.mergers` with the run's [penalty].
 
-Owns: the vectors, and the statistics that outlive a round. A vector's length follows sqrt(inner steps), as a random walk's
-does, with a lognormal spread of 0.1; a damaged one is NaN or a thousand times too long. Must not know: rounds, peers' lives.
+A vector's length follows sqrt(inner steps), as a random walk's does, with a lognormal spread of 0.1; a damaged one is NaN or a
+thousand times too long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DAMAGE = 1000.0
 
 
 class SyntheticMerger:
-    """damaged: share of the contributions."""
+    """Draws the vectors, and keeps the norm statistics. damaged: the share of the contributions that are damaged."""
 
     def __init__(self, config: PenaltyConfig, damaged: float, seed: int) -> None:
         self._merger = EditMerger(config)
@@ -36,7 +36,7 @@ class SyntheticMerger:
         self._statistics: dict[int, dict[str, NormStatistics]] = {}
 
     def rejected(self, fragment_id: int, shares: Mapping[str, Share]) -> frozenset[str]:
-        """Merge; whose contribution has a verdict other than OK."""
+        """Merge; return the peers whose contribution has a verdict other than OK."""
         before = self._statistics.setdefault(fragment_id, {})
         fragment = FragmentSpec(fragment_id=fragment_id, name="vector", tensors=(TensorSpec(name="vector", shape=(NUMEL,)),))
         contributions = [self._measured(peer_id, share) for peer_id, share in shares.items()]

@@ -1,4 +1,4 @@
-"""What a simulated run came to, as values, JSON and a table. Owns: the definitions of the numbers below.
+"""What a simulated run came to, as values, JSON and a table.
 
 goodput        inner steps that counted in a commit / inner steps of the same fleet, every peer always there at its own speed
                without slowdowns, and nothing to exchange
@@ -26,10 +26,10 @@ __all__ = ["Outcome", "table"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Seconds are virtual. finished: the last outer step was committed; stuck: peers that wait for ever after that."""
+    """The numbers of one run. Seconds are virtual."""
 
     peers: int
-    finished: bool
+    finished: bool  # the last outer step was committed
     seconds: float
     goodput: float
     utilisation: float
@@ -49,7 +49,7 @@ class Outcome:
     bytes_up: int
     bytes_down: int
     staleness: dict[str, int]
-    stuck: int
+    stuck: int  # peers that wait for ever after the last commit
     events: int
 
     @classmethod
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def table(outcome: Outcome, needed_s: float) -> Table:
-    """needed_s: real seconds."""
+    """Return the outcome as a table. needed_s: real seconds that the simulation took."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", pad_edge=False)
     made.add_column("result", no_wrap=True)
     made.add_column("value", justify="right", no_wrap=True, style="bold")

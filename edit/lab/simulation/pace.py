@@ -1,4 +1,4 @@
-"""How fast one simulated peer computes: its own speed, the spread of its phases, slowdowns at random. Owns: those draws."""
+"""How fast one simulated peer computes: its own speed, the spread of its phases, slowdowns at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """step_s: seconds per inner step when nothing slows the peer down. Asked with times that never go back."""
+    """One peer's speed. step_s: seconds per inner step when nothing slows it down. Ask with times that never go back."""
 
     __slots__ = ("_changes_at", "_config", "_random", "_stalled", "step_s")
 
@@ -23,7 +23,7 @@ class Pace:
         self._changes_at = self._draw_change(0.0)
 
     def finish(self, steps: int, now: float) -> float:
-        """When `steps` inner steps that begin now are done."""
+        """Return when `steps` inner steps that begin now are done."""
         left = steps * self.step_s
         if self._config.jitter:
             left *= math.exp(self._random.gauss(0.0, self._config.jitter))

@@ -1,8 +1,9 @@
-"""Data-parallel training under failures, as simple closed policies in the same virtual time: what ours is compared with.
+"""Data-parallel training under failures, as simple policies in the same virtual time: what a simulated run is compared with.
 
 data-parallel  a failure anywhere stops everybody for stop_s
-elastic        it stops everybody for stop_s while the others regroup, and takes the slice it happened in away for away_s
-A failure while everybody stands still is dealt with in the same stop. Steps are exchanged without cost, and none is lost.
+elastic        a failure stops everybody for stop_s while the others regroup, and takes its slice away for away_s
+
+A failure while everybody is stopped is dealt with in the same stop. Steps are exchanged without cost, and none is lost.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ EVENTS = 1 << 20  # at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """failures_per_s: of all chips together; slices: how many there are; seconds as above."""
+    """One policy; see the module's text."""
 
-    failures_per_s: float
+    failures_per_s: float  # of all chips together
     stop_s: float
     away_s: float = 0.0
-    slices: int = 1
+    slices: int = 1  # how many there are
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class _Fleet:
 
 
 def policy_goodput(policy: Policy, seconds: float, seed: int = 0) -> float:
-    """Share of the slice-seconds of `seconds` that went into steps."""
+    """Return the share of the slice-seconds of `seconds` that went into steps."""
     queue, random, fleet = EventQueue(), Random(seed), _Fleet(policy.slices)
 
     def returns() -> None:
@@ -68,5 +69,5 @@ def policy_goodput(policy: Policy, seconds: float, seed: int = 0) -> float:
 
 
 def stop_for(goodput: float, failures_per_s: float) -> float:
-    """The stop_s at which a fleet whose every failure stops all of it has this goodput: 1 / (1 + failures_per_s * stop_s)."""
+    """Return the stop_s at which a fleet that stops at every failure has this goodput: 1 / (1 + failures_per_s * stop_s)."""
     return (1 / goodput - 1) / failures_per_s

@@ -1,4 +1,4 @@
-"""How the coordinator hears of one simulated peer: attendances, heartbeats, and how they end. Owns: when it was heard last."""
+"""How the coordinator hears of one simulated peer: attendances, heartbeats, and how they end."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Presence:
         self.outer_step, self._hung_up = -1, False
 
     def report(self, outer_step: int, step_s: float = 0.0) -> None:
-        """Say the outer step, once one inner step of so many seconds is taken; from the first report on the coordinator counts
-        on more."""
+        """Report the outer step, once one inner step of so many seconds is taken. From the first report on the coordinator
+        expects more."""
         if self.outer_step < 0:
             self._coordinator.here(self._peer_id)
         self.outer_step, self._sent = outer_step, self._queue.now + step_s

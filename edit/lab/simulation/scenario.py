@@ -1,7 +1,7 @@
-"""What is simulated: the fleet, its links, its faults, and the run's own settings. Owns: the options, their bounds, their TOML.
+"""What is simulated: the fleet, its links, its faults, and the run's own settings; their bounds and their TOML.
 
-Every key but those of `Scenario` is one of run.toml and means there what it means here; those that a simulation has no use for
-are errors. Must not know: how anything is simulated.
+Every key but those of `Scenario` is one of run.toml and means what it means there; a key that a simulation has no use for is an
+error.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """step_s: median seconds per inner step; sigma: of the lognormal spread of the peers' speeds; jitter: of the lognormal
-    spread of one peer's phases of training. Slowdowns at random: stalls_per_hour of a peer, stall_s: their mean length
-    (exponential), stall_factor: how many times longer a step takes meanwhile."""
+    """How fast peers compute."""
 
-    step_s: float = 1.0
-    sigma: float = 0.0
-    jitter: float = 0.0
-    stalls_per_hour: float = 0.0
-    stall_s: float = 60.0
-    stall_factor: float = 4.0
+    step_s: float = 1.0  # median seconds per inner step
+    sigma: float = 0.0  # of the lognormal spread of the peers' speeds
+    jitter: float = 0.0  # of the lognormal spread of one peer's phases of training
+    stalls_per_hour: float = 0.0  # slowdowns of one peer, at random
+    stall_s: float = 60.0  # their mean length, exponential
+    stall_factor: float = 4.0  # how many times longer a step takes meanwhile
 
     def __post_init__(self) -> None:
         _within("compute.step_s", self.step_s, 1e-6, 1e6)
@@ -53,12 +51,12 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Medians over the peers, with lognormal spreads: Mbit/s to and from the aggregator, seconds one way."""
+    """The peers' links: medians over the peers, with lognormal spreads."""
 
-    up_mbit: float = 1000.0
-    down_mbit: float = 1000.0
-    latency_s: float = 0.02
-    sigma: float = 0.0
+    up_mbit: float = 1000.0  # Mbit/s to the aggregator
+    down_mbit: float = 1000.0  # Mbit/s from the aggregator
+    latency_s: float = 0.02  # seconds one way
+    sigma: float = 0.0  # of the spread of both rates
     latency_sigma: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,20 +69,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Rates per peer and hour, exponential.
+    """What goes wrong. Rates are per peer and hour, exponential; means are of exponential times, at least a tenth of the mean."""
 
-    failures_per_hour: the process dies; silent: share of the failures that nothing but the lease tells; repair_s: mean seconds
-    (exponential, at least a tenth of it) until it is started again; checkpoint_steps: inner steps between a peer's own
-    checkpoints, 0: it has none, and what it had not contributed is lost. leaves_per_hour: it says goodbye; away_s: mean seconds
-    (as repair_s) until it is back.
-    """
-
-    failures_per_hour: float = 0.0
-    silent: float = 0.0
-    repair_s: float = 60.0
-    checkpoint_steps: int = 0
-    leaves_per_hour: float = 0.0
-    away_s: float = 3600.0
+    failures_per_hour: float = 0.0  # the process dies
+    silent: float = 0.0  # share of the failures that only the lease tells
+    repair_s: float = 60.0  # mean time until it is started again
+    checkpoint_steps: int = 0  # inner steps between a peer's own checkpoints; 0: what it had not contributed is lost
+    leaves_per_hour: float = 0.0  # the peer says goodbye
+    away_s: float = 3600.0  # mean time until it is back
 
     def __post_init__(self) -> None:
         _within("faults.failures_per_hour", self.failures_per_hour, 0, 1e5)
@@ -97,10 +89,10 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """parameters: of the model; fragments: equal parts of it."""
+    """The model."""
 
     parameters: float = 100e6
-    fragments: int = 1
+    fragments: int = 1  # equal parts of it
 
     def __post_init__(self) -> None:
         _within("size.parameters", self.parameters, 1, 1e15)
@@ -109,12 +101,11 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The aggregator. gbit_s: of its own link, each way, shared in order of arrival, 0: no limit; merge_s: seconds to merge one
-    peer's whole contribution; commit_s: seconds to write a commit."""
+    """The aggregator."""
 
-    gbit_s: float = 0.0
-    merge_s: float = 0.0
-    commit_s: float = 0.0
+    gbit_s: float = 0.0  # of its own link, each way, shared in order of arrival; 0: no limit
+    merge_s: float = 0.0  # seconds to merge one peer's whole contribution
+    commit_s: float = 0.0  # seconds to write a commit
 
     def __post_init__(self) -> None:
         _within("hub.gbit_s", self.gbit_s, 0, 1e9)
@@ -124,17 +115,15 @@ class Hub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerClass:
-    """A share of the peers that differ by these factors: steps take `slower` times as long, bandwidth is `bandwidth` times,
-    latency `latency` times, failures `failures` times. dies_s: their processes die at that time (0: not so), and start again
-    after_s later."""
+    """A share of the peers that differ from the others by these factors."""
 
     share: float
-    slower: float = 1.0
+    slower: float = 1.0  # times as long per step
     bandwidth: float = 1.0
     latency: float = 1.0
     failures: float = 1.0
-    dies_s: float = 0.0
-    after_s: float = 60.0
+    dies_s: float = 0.0  # when their processes die; 0: they do not
+    after_s: float = 60.0  # how long after that they start again
 
     def __post_init__(self) -> None:
         _within("classes: share", self.share, 0, 1)
@@ -148,22 +137,20 @@ class PeerClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """hours: of virtual time, after which an unfinished run ends; merge: vectors are really merged, with [penalty]; damaged:
-    share of the contributions that are not finite or a thousand times too long (needs merge); classes: peers outside their
-    shares are ordinary. run: sync, rounds, membership, storage, codec and penalty are obeyed."""
+    """One simulation."""
 
     peers: int = 100
-    hours: float = 8760.0
+    hours: float = 8760.0  # of virtual time, after which an unfinished run ends
     seed: int = 0
-    merge: bool = False
-    damaged: float = 0.0
+    merge: bool = False  # merge small vectors for real, with [penalty]
+    damaged: float = 0.0  # share of the contributions that are not finite or a thousand times too long; needs merge
     compute: Compute = field(default_factory=Compute)
     link: Link = field(default_factory=Link)
     faults: Faults = field(default_factory=Faults)
     size: Size = field(default_factory=Size)
     hub: Hub = field(default_factory=Hub)
-    classes: tuple[PeerClass, ...] = ()
-    run: RunConfig = field(default_factory=RunConfig)
+    classes: tuple[PeerClass, ...] = ()  # peers outside their shares are ordinary
+    run: RunConfig = field(default_factory=RunConfig)  # sync, rounds, membership, storage, codec and penalty are obeyed
 
     def __post_init__(self) -> None:
         _within("peers", self.peers, 1, 200_000)
@@ -185,17 +172,17 @@ class Scenario:
 
     @property
     def up_bytes(self) -> int:
-        """Of one fragment's contribution."""
+        """Bytes of one fragment's contribution."""
         return self._fragment_bytes(self.run.codec.up)
 
     @property
     def down_bytes(self) -> int:
-        """Of one fragment's update."""
+        """Bytes of one fragment's update."""
         return self._fragment_bytes(self.run.codec.down)
 
     @property
     def snapshot_bytes(self) -> int:
-        """Of all outer parameters, fp32."""
+        """Bytes of all outer parameters, fp32."""
         return 4 * math.ceil(self.size.parameters)
 
     def _fragment_bytes(self, codec: str) -> int:
@@ -221,7 +208,7 @@ class Scenario:
 
     @classmethod
     def read(cls, path: Path | None, settings: Sequence[str] = ()) -> Scenario:
-        """From a TOML file (None: all defaults), then `KEY=VALUE` settings in TOML's own spelling, as `compute.sigma=0.3`.
+        """Read a TOML file (None: all defaults), then `KEY=VALUE` settings in TOML's own spelling, as `compute.sigma=0.3`.
 
         Raises ConfigError that names the file or the setting.
         """

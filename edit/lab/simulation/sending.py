@@ -1,4 +1,4 @@
-"""What a simulated peer contributes at present, and its way to the coordinator. Owns: what `peers.carriers.hub.uplink` does."""
+"""A simulated peer's contribution on its way to the coordinator: it stands for `peers.carriers.hub.uplink`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ __all__ = ["Pending", "Sending"]
 
 @dataclass(slots=True)
 class Pending:
-    """A contribution whose outcome is not known. sent: as the session knows it; shares: by fragment; wait_at: inner steps after
-    it, at which training waits for the outcome; early: take it as soon as it is known; arrived: fragments that did; fetched_at:
-    when the update is here, once it was asked for. With max_staleness > 0 it may be carried past some commits."""
+    """A contribution whose outcome is not known. With max_staleness > 0 it may be carried past some commits."""
 
-    sent: Sent
-    shares: list[tuple[int, Share]]
-    wait_at: int
-    early: bool
-    arrived: int = 0
-    fetched_at: float | None = None
+    sent: Sent  # as the session knows it
+    shares: list[tuple[int, Share]]  # by fragment
+    wait_at: int  # inner steps after it, at which training waits for the outcome
+    early: bool  # take the outcome as soon as it is known
+    arrived: int = 0  # fragments that are in
+    fetched_at: float | None = None  # when the update is here, once it was asked for
 
 
 class Sending:

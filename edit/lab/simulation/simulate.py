@@ -1,4 +1,4 @@
-"""Runs a scenario in virtual time. Owns: the fleet and its draws, the loop, the end. Must not know: files, terminals."""
+"""Run a scenario in virtual time: build the fleet, run its events, end the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[int, float], None]  # commits, virtual seconds
 
 
 class Simulation:
-    """One run. Two of the same scenario do the same, event by event."""
+    """One run. Two runs of the same scenario do the same, event by event."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -42,7 +42,7 @@ class Simulation:
         self.peers = [self._peer(place, group) for place, group in enumerate(_groups(scenario))]
 
     def run(self, progress: Progress = lambda commits, seconds: None) -> Outcome:
-        """To the last commit, to the end of the hours, or until nothing can happen any more; then let the peers finish."""
+        """Run to the last commit, to the end of the hours, or until nothing can happen any more; then let the peers finish."""
         for peer in self.peers:
             peer.start()
         until, queue = self.scenario.hours * 3600.0, self.queue
@@ -98,7 +98,7 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, progress: Progress = lambda commits, seconds: None) -> Outcome:
-    """Run one scenario. Python's search for cyclic garbage rests meanwhile: it finds none and takes a sixth of the time."""
+    """Run one scenario. The garbage collector is off meanwhile: there are no cycles, and it takes a sixth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -109,7 +109,7 @@ def simulate(scenario: Scenario, progress: Progress = lambda commits, seconds: N
 
 
 def _groups(scenario: Scenario) -> list[PeerClass]:
-    """Every peer's class: whole peers by the shares, dealt out in an order that the seed decides."""
+    """Return every peer's class: whole peers by the shares, in an order that the seed decides."""
     groups: list[PeerClass] = []
     for group in scenario.classes:
         groups += [group] * min(round(group.share * scenario.peers), scenario.peers - len(groups))

@@ -1,7 +1,4 @@
-"""The inner steps of one simulated peer: those made, the phase of training that is under way, and whose they are in the run.
-
-Owns: the counts. Must not know: rounds, what becomes of a contribution.
-"""
+"""The inner steps of one simulated peer: those made, the phase of training that is under way, and those that the run has."""
 
 from __future__ import annotations
 
