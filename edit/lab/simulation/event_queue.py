@@ -1,8 +1,8 @@
 """Virtual time: the clock, and the events to come in order.
 
 Two events of the same time happen in the order in which they were scheduled, so a run is the same each time it is repeated.
-Only near events are kept in order, in a heap that fits into a processor's cache; later ones are kept unordered, by span of time,
-until theirs comes.
+Only near events are kept in order, in a heap that fits into a processor's cache; later ones are kept unordered, by span of
+time, until theirs comes.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What goes wrong. Rates are per peer and hour, exponential; means are of exponential times, at least a tenth of the mean."""
+    """What goes wrong. Rates are per peer and hour, exponential; times are exponential, at least a tenth of their mean."""
 
     failures_per_hour: float = 0.0  # the process dies
     silent: float = 0.0  # share of the failures that only the lease tells
