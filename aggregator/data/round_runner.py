@@ -372,5 +372,5 @@ class RoundRunner:
 
         await self._background.in_worker(save)
         self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
-        self._store.injections.promise(injection)
+        self._store.injections.pending = injection
         _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)

@@ -1,14 +1,11 @@
 """Checkpoints of the outer state: written whole or not at all, verified when read, with the journal segments that follow them.
 
-Owns: names in the folder, the atomic write, the checksum, what is kept, which checkpoint a restart begins with. Must not know:
-what the tensors mean, how a journal is laid out.
-
-    FOLDER/step-00000020.safetensors   fp32 tensors; JSON metadata and a BLAKE3 over both in the safetensors metadata
-    FOLDER/step-00000020.journal       the segment with the commits after step 20
+    FOLDER/step-00000020.safetensors   fp32 tensors; in the metadata of safetensors: format, JSON metadata, BLAKE3 over both
+    FOLDER/step-00000020.journal       the journal segment with the commits after step 20
     FOLDER/step-00000020.updates       the last published updates, the one to step 20 included
 
-A checkpoint that cannot be trusted is renamed to *.damaged, and the one before it, with all segments since, takes its place.
-Segments are kept as long as the oldest kept checkpoint, so that fallback loses nothing.
+A damaged checkpoint is renamed to *.damaged, and the one before it, with all segments since, takes its place. Segments are kept
+as long as the oldest kept checkpoint, so that this loses nothing. A checkpoint of another format is not damaged: FormatError.
 """
 
 from __future__ import annotations
@@ -36,30 +33,29 @@ Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Where a restart begins. segments: (base outer step, path) in order, to be replayed onto the tensors; at_least: an outer
-    step that was surely committed, so the replay must reach it; notes: what was passed over and why, one line each."""
+    """Where a restart begins."""
 
     path: Path
     outer_step: int
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
-    segments: tuple[tuple[int, Path], ...]
-    at_least: int
-    notes: tuple[str, ...]
+    segments: tuple[tuple[int, Path], ...]  # (base outer step, path) in order, to be replayed onto the tensors
+    at_least: int  # an outer step that was committed for certain, so the replay must reach it
+    notes: tuple[str, ...]  # what was passed over and why, one line each
 
 
 def path_of(folder: Path, outer_step: int) -> Path:
-    """The checkpoint of this outer step."""
+    """Return the path of the checkpoint of this outer step."""
     return folder / f"step-{outer_step:08d}.safetensors"
 
 
 def segment_of(folder: Path, outer_step: int) -> Path:
-    """The journal segment with the commits after this outer step."""
+    """Return the path of the journal segment with the commits after this outer step."""
     return folder / f"step-{outer_step:08d}.journal"
 
 
 def updates_of(folder: Path, outer_step: int) -> Path:
-    """The published updates that are kept with this checkpoint."""
+    """Return the path of the published updates that belong to this checkpoint."""
     return folder / f"step-{outer_step:08d}.updates"
 
 
@@ -68,7 +64,7 @@ def save(
 ) -> Path:
     """Write the checkpoint of metadata["outer_step"], durably, then remove what is older than the `keep` newest.
 
-    Raises StorageError: the folder is as before.
+    write: safetensors' `save_file`, or what a test has in its place. Raises StorageError: the folder is as before.
     """
     path = path_of(folder, _step(metadata))
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -85,7 +81,7 @@ def save(
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and metadata of one checkpoint, verified. Raises StorageError that names the file."""
+    """Return tensors and metadata of one checkpoint, verified. Raises StorageError, FormatError; both name the file."""
     try:
         with safe_open(path, framework="pt") as file:
             written = file.metadata() or {}
@@ -100,16 +96,16 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint by name, verified or not; None when there is none."""
+    """Return the newest checkpoint by name, verified or not; None when there is none."""
     steps = _steps(folder, ".safetensors")
     return path_of(folder, steps[-1]) if steps else None
 
 
 def recover(folder: Path, *, tidy: bool = True) -> Recovered | None:
-    """The newest checkpoint that can be trusted, and what is to be replayed onto it; None when the folder holds none.
+    """Return the newest checkpoint that is not damaged, and what is to be replayed onto it; None when the folder holds none.
 
-    tidy: remove half-written files and set damaged checkpoints aside; False for a reader beside a running coordinator. Raises
-    StorageError when there are checkpoints, and all of them are damaged.
+    tidy: remove half-written files and rename damaged checkpoints; False for a reader beside a running coordinator. Raises
+    StorageError when all checkpoints are damaged, FormatError.
     """
     if tidy:
         _remove_temporary(folder)
@@ -149,14 +145,14 @@ def _step(metadata: Mapping[str, Any]) -> int:
 
 
 def _steps(folder: Path, suffix: str) -> list[int]:
-    """The outer steps of the files step-N<suffix>, ascending."""
+    """Return the outer steps of the files step-N<suffix>, ascending."""
     names = (path.name for path in folder.glob(f"step-*{suffix}"))
     numbers = (name.removeprefix("step-").removesuffix(suffix) for name in names)
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def _remove_old(folder: Path, keep: int) -> None:
-    """What cannot be removed now is removed after the next checkpoint."""
+    """Remove what is older than the `keep` newest checkpoints; what cannot be removed now is removed after the next one."""
     steps = _steps(folder, ".safetensors")
     oldest = steps[-keep:][0]
     with contextlib.suppress(OSError):
@@ -167,7 +163,7 @@ def _remove_old(folder: Path, keep: int) -> None:
 
 
 def _set_aside(folder: Path, steps: list[int]) -> None:
-    """A damaged checkpoint must not count among those that are kept."""
+    """Rename damaged checkpoints, so that they do not count among those that are kept."""
     for path in (path_of(folder, step) for step in steps):
         try:
             path.rename(path.with_name(path.name + ".damaged"))
@@ -176,14 +172,14 @@ def _set_aside(folder: Path, steps: list[int]) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Half-written files of a process that was killed."""
+    """Remove half-written files of a process that was killed."""
     with contextlib.suppress(OSError):
         for path in folder.glob(".step-*.tmp"):
             path.unlink()
 
 
 def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
-    """BLAKE3 over the metadata and every tensor's name, type, shape and bytes, in order of names."""
+    """Return BLAKE3 over the metadata and every tensor's name, type, shape and bytes, in order of names."""
     digest = blake3(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -1,12 +1,13 @@
 """The journal: merged fragments and commits, appended record by record, so that a kill at any moment loses no committed step.
 
-Owns: the order (fragments, then their commit, then fsync), what is cut off and what is damage. Must not know: how a merged
-fragment is applied, when rounds close, where checkpoints lie, how a record is laid out (`journal_records`).
-
-A file is one segment: the commits that follow the checkpoint of `base_outer_step`; its first record names that step. A
-fragment counts only with the commit of its round after it. What follows the last commit is cut off when the segment is opened:
-a record torn by a crash, or the fragments of a round that was never committed. A bad record with a good one after it is not
-torn, it is damage: StorageError. A round that is given up leaves no trace: its records go when the next round writes.
+1. A file is one segment: the commits that follow the checkpoint of `base_outer_step`. Its first record names that step and the
+   format.
+2. A round is written as its fragments, then its commit, then fsync. A fragment counts only with the commit of its round after
+   it.
+3. What follows the last commit is cut off when the segment is opened: a record torn by a crash, or the fragments of a round
+   that was never committed.
+4. A bad record with a good one after it is not torn, it is damaged: StorageError.
+5. A round that is given up leaves no trace: its records are cut off when the next round writes.
 """
 
 from __future__ import annotations
@@ -42,17 +43,14 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """One committed round: what advanced the run TO `outer_step`; fragments in fragment order; tokens: merged so far in all.
-
-    injection: what of a run above came in with it; what it was computed for (`base`) is not kept.
-    """
+    """One committed round."""
 
     round_id: int
-    outer_step: int
+    outer_step: int  # the one that it advanced the run TO
     reason: str
-    fragments: tuple[Merged, ...]
-    tokens: int
-    injection: Injection | None = None
+    fragments: tuple[Merged, ...]  # by fragment_id
+    tokens: int  # merged so far, in all
+    injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +63,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The two calls that a full or dying disk fails; injected for tests."""
+    """The two calls that a full or dying disk fails; a test has others in their place."""
 
     write: Callable[[int, memoryview], int] = os.write
     fsync: Callable[[int], None] = os.fsync
 
 
 class Journal:
-    """One segment, open for appending. Build it with `create` or `open`; one writer at a time."""
+    """One segment, open for appending by one thread. Make it with `create` or `open`."""
 
     def __init__(self, path: Path, descriptor: int, disk: Disk, survey: _Survey) -> None:
         self.path = path
@@ -88,7 +86,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, base_outer_step: int, disk: Disk | None = None) -> Journal:
-        """Begin a segment after the checkpoint of `base_outer_step`. Raises StorageError, also when the file exists."""
+        """Make the segment that follows the checkpoint of `base_outer_step`. Raises StorageError, also when the file exists."""
         disk = disk or Disk()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,9 +104,9 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, base_outer_step: int, disk: Disk | None = None) -> Journal:
-        """Open a segment for appending; what follows its last commit is cut off (`cut` says how much and why).
+        """Open a segment for appending; cut off what follows its last commit (`cut` says how much and why).
 
-        Raises StorageError for damage, with file and offset, and for a segment of another base.
+        Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
         """
         survey = _survey(path, base_outer_step)
         try:
@@ -161,7 +159,7 @@ class Journal:
         self._fragments.clear()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -224,9 +222,9 @@ class Journal:
 
 
 def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
-    """The committed rounds of a segment in order, one at a time; a tail without commit is passed over, the file not touched.
+    """Yield the committed rounds of a segment in order; pass over a tail without commit; change nothing.
 
-    Raises StorageError for damage, with file and offset, and for a segment of another base.
+    Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
     """
     end = _survey(path, base_outer_step).end  # damage is found before anything is applied
     pending: dict[int, tuple[Merged, Tensor | None]] = {}
@@ -264,9 +262,10 @@ def _committed(path: Path, record: Record, fragments: Sequence[tuple[Merged, Ten
 
 
 def replay_segments(segments: Iterable[tuple[int, Path]], outer_step: int, at_least: int = 0) -> Iterator[CommittedRound]:
-    """The committed rounds after the checkpoint of `outer_step`, across segments (base, path) in order.
+    """Yield the committed rounds after the checkpoint of `outer_step`, across segments (base, path) in order.
 
-    at_least: an outer step known to be committed. Raises StorageError as `replay`, and when steps are missing between segments.
+    at_least: an outer step that is known to be committed. Raises as `replay`, and StorageError when steps are missing between
+    segments.
     """
     for base, path in segments:
         if base != outer_step:
@@ -282,15 +281,15 @@ def replay_segments(segments: Iterable[tuple[int, Path]], outer_step: int, at_le
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """end: of the last commit (or of the first record); outer_step: there."""
+    """What a segment holds."""
 
-    end: int
-    outer_step: int
-    cut: Cut | None
+    end: int  # of the last commit, or of the first record when there is none
+    outer_step: int  # after the last commit
+    cut: Cut | None  # what lies behind it
 
 
 def _survey(path: Path, base_outer_step: int) -> _Survey:
-    """Check a whole segment. Raises StorageError for damage."""
+    """Read a whole segment. Raises StorageError for damage, FormatError."""
     end, outer_step, round_id, fragments = 0, base_outer_step, 0, set[int]()
     reason = "the last round was not committed"
     try:

@@ -1,12 +1,9 @@
-"""The journal's records as bytes: framing, checksums, and the merged fragment inside. See `aggregator.storage.journal` for
-the rules.
-
-Owns: the layout of one record. Must not know: the order of records, files' names, fsync.
+"""The journal's records as bytes: framing, checksums, and the merged fragment inside. The rules are in `storage.journal`.
 
     magic b"EdJ1" | u32 length of the JSON header | u64 length of the body | u32 crc32 of all but itself | header | body
 
-little-endian; the body of a fragment is its merged pseudo-gradient, raw fp32, and after it what was injected with it, if
-anything was.
+All numbers are little-endian. The body of a fragment is its merged pseudo-gradient, raw fp32, followed by what was injected
+with it, if anything was.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One whole record at bytes `offset` to `end` of its file."""
+    """One whole record, at bytes `offset` to `end` of its file."""
 
     offset: int
     end: int
@@ -66,7 +63,7 @@ class Record:
 
 
 class BadRecord(Exception):
-    """The bytes at `offset` are no record."""
+    """The bytes at `offset` are not a record."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(reason)
@@ -74,7 +71,7 @@ class BadRecord(Exception):
 
 
 def records(path: Path) -> Iterator[Record]:
-    """The records of a file from its start.
+    """Yield the records of a file from its start.
 
     Raises BadRecord where they end before the file does, FormatError for records of another layout, StorageError.
     """
@@ -125,7 +122,7 @@ def _header(offset: int, text: bytes) -> dict[str, Any]:
 
 
 def good_record_after(path: Path, offset: int) -> bool:
-    """Whether a whole record lies behind `offset`: then the bad one there was not torn, but damaged."""
+    """Return whether a whole record lies behind `offset`: then the bad one there was not torn, but damaged."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while (offset := data.find(MAGIC, offset + 1)) >= 0:
             try:
@@ -137,7 +134,7 @@ def good_record_after(path: Path, offset: int) -> bool:
 
 
 def frame(header: Mapping[str, object], body: Buffer) -> tuple[bytes, Buffer]:
-    """One record, in two parts, so that a large body is not copied."""
+    """Return one record, in two pieces, so that a large body is not copied."""
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     start = struct.pack("<4sIQ", MAGIC, len(text), len(body))
     crc = zlib.crc32(body, zlib.crc32(text, zlib.crc32(start)))
@@ -145,7 +142,7 @@ def frame(header: Mapping[str, object], body: Buffer) -> tuple[bytes, Buffer]:
 
 
 def fragment_header(round_id: int, outer_step: int, merged: Merged, injection: Injection | None) -> dict[str, object]:
-    """The JSON part of a merged fragment; floats survive to the bit."""
+    """Return the JSON part of a merged fragment; floats survive to the bit."""
     return {
         "kind": "fragment",
         "round_id": round_id,
@@ -187,12 +184,12 @@ def _merged(record: Record) -> tuple[Merged, Tensor | None]:
 
 
 def verdicts_written(verdicts: Iterable[PeerVerdict]) -> list[list[object]]:
-    """Verdicts as JSON values."""
+    """Return verdicts as JSON values."""
     return [[v.peer_id, v.verdict.value, number(v.norm), number(v.weight), v.staleness] for v in verdicts]
 
 
 def verdicts_from(written: Iterable[Any]) -> tuple[PeerVerdict, ...]:
-    """What `verdicts_written` gave. Raises TypeError or ValueError for anything else."""
+    """Return the verdicts that `verdicts_written` gave. Raises TypeError or ValueError for anything else."""
     return tuple(
         PeerVerdict(peer_id=peer_id, verdict=Verdict(verdict), norm=float(norm), weight=float(weight), staleness=int(staleness))
         for peer_id, verdict, norm, weight, staleness in written
@@ -200,12 +197,12 @@ def verdicts_from(written: Iterable[Any]) -> tuple[PeerVerdict, ...]:
 
 
 def number(value: float) -> float | str:
-    """A float as a JSON value: JSON has no NaN and no infinity, they stand as text."""
+    """Return a float as a JSON value; NaN and infinity, which JSON lacks, as text."""
     return value if math.isfinite(value) else str(value)
 
 
 def _parts(body: bytearray, count: int) -> Iterator[Tensor]:
-    """The equally long vectors in the body of a fragment; they share its memory."""
+    """Yield the equally long vectors in the body of a fragment; they share its memory."""
     if count == 0:
         return
     vector = torch.frombuffer(body, dtype=torch.float32)
@@ -213,7 +210,7 @@ def _parts(body: bytearray, count: int) -> Iterator[Tensor]:
 
 
 def body_of(merged: Merged, injection: Injection | None) -> Buffer:
-    """The raw part of a merged fragment: fp32; empty for a rollback. Not copied, unless something was injected with it."""
+    """Return the raw part of a merged fragment: fp32; empty for a rollback. Copied only when something was injected with it."""
     injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
     parts = [part for part in (merged.merged, injected) if part is not None]
     if sys.byteorder != "little" or any(part.dtype is not torch.float32 or part.dim() != 1 for part in parts):

@@ -1,7 +1,4 @@
-"""The operator's standing orders, which outlast the process: the run is paused, or it is to end with the open round.
-
-Owns: orders.json of the coordinator's folder. Must not know: rounds, and what an order means to them.
-"""
+"""What the operator ordered, so that it outlasts the process: the run is paused, or it is to end with the open round."""
 
 from __future__ import annotations
 
@@ -12,11 +9,14 @@ from edit.errors import StorageError
 
 __all__ = ["OperatorFlags"]
 
-FORMAT = 1
+FORMAT = 1  # of orders.json
 
 
 class OperatorFlags:
-    """`paused` and `draining` are as they were last written. Raises StorageError when the file is damaged."""
+    """`paused` and `draining`, as they are in the file. Each change is on disk when the call returns.
+
+    Raises StorageError when the file is damaged, or cannot be written: then nothing has changed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,15 +27,15 @@ class OperatorFlags:
             raise StorageError(f"{path}: is damaged ({error!r}); remove it, and pause or drain the run again") from error
 
     def pause(self) -> None:
-        """No rounds until `resume`. On disk when this returns. Raises StorageError: the order is not given."""
+        """Open no rounds until `resume`."""
         self._write(paused=True, draining=self.draining)
 
     def drain(self) -> None:
-        """The run ends with the open round, and stays so until `resume`. Raises StorageError, as all of them."""
+        """End the run with the open round; it stays ended until `resume`."""
         self._write(paused=self.paused, draining=True)
 
     def resume(self) -> None:
-        """Both are over."""
+        """Undo `pause` and `drain`."""
         self._write(paused=False, draining=False)
 
     def _write(self, *, paused: bool, draining: bool) -> None:

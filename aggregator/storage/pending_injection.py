@@ -1,10 +1,9 @@
-"""What the regional aggregator has brought and no commit holds yet: on disk before it is promised, in memory until it is in.
+"""What a run above has brought and no commit holds yet: on disk before it is promised, in memory until it is in.
 
-Owns: the one that comes in with the next commit, and its file. A restart finds it there, unless its commit is in the journal
-already: then it is for something that is no longer so, and is dropped. Must not know: rounds, gRPC, how it is applied.
+A restart finds the file. If the journal has the commit that brought the injection, it was computed for a state that is no
+longer there, and is dropped.
 
-    FOLDER/injection/step-00000005.safetensors   of outer step 5 of the run above; a checkpoint's form
-    (`aggregator.storage.checkpoint`)
+    FOLDER/injection/step-00000005.safetensors   of outer step 5 of the run above, in the form of a checkpoint
 """
 
 from __future__ import annotations
@@ -25,19 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class Injections:
-    """One run's. `save` runs in the worker thread, `recover` before anything else does; the rest on the event loop."""
+    """One run's injections. `save` runs in the worker thread, `recover` before everything else, the rest on the loop."""
 
     def __init__(self, folder: Path) -> None:
+        self.pending: Injection | None = None  # what the next commit brings
         self._folder = folder / "injection"
-        self._pending: Injection | None = None
-
-    @property
-    def pending(self) -> Injection | None:
-        """What the next commit brings."""
-        return self._pending
 
     def recover(self, injected: Injected | None) -> None:
-        """Take up what was promised before a restart. injected: what the recovered state has."""
+        """Take up what was promised before a restart. injected: what of the run above the recovered state has."""
         if (path := checkpoint.latest(self._folder)) is None:
             return
         try:
@@ -45,10 +39,10 @@ class Injections:
         except StorageError as error:
             _log.warning("%s; the regional aggregator will send it again", error)
             return
-        self._pending = promised if promised.base == injected else None
+        self.pending = promised if promised.base == injected else None
 
     def save(self, injection: Injection) -> None:
-        """On disk when this returns. Raises StorageError."""
+        """Write it; it is on disk when this returns. Raises StorageError."""
         tensors = {f"injection.{i}": part for i, part in injection.fragments.items()}
         metadata = {
             "outer_step": injection.brings.upper_step,
@@ -58,29 +52,25 @@ class Injections:
         }
         checkpoint.save(self._folder, tensors, metadata, keep=1)
 
-    def promise(self, injection: Injection) -> None:
-        """The next commit brings it, instead of one that was promised before."""
-        self._pending = injection
-
     def committed(self, injected: Injected | None) -> None:
-        """A commit is on disk, and has `injected`: what was computed for something else will not be merged."""
-        if self._pending is None or self._pending.base == injected:
+        """Drop what was computed for another state than a commit that is on disk. injected: what of the run above it has."""
+        if self.pending is None or self.pending.base == injected:
             return
-        self._pending = None
+        self.pending = None
         if (path := checkpoint.latest(self._folder)) is not None:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def check_bytes(injection: Injection, schema: Schema, claimed_digest: str) -> None:
-    """Whether the tensors are what was announced, and fit. Raises RemoteProtocolError."""
+    """Raise RemoteProtocolError unless the tensors fit the model and have the digest that was announced."""
     check_content(injection, schema)
     if digest([injection.fragments[i] for i in sorted(injection.fragments)]) != claimed_digest:
         raise RemoteProtocolError("an injection does not have the digest it claims")
 
 
 def _read(path: Path) -> Injection:
-    """Raises StorageError."""
+    """Read an injection from its file. Raises StorageError."""
     tensors, metadata = checkpoint.load(path)
     try:
         brings = Injected.from_json(metadata["brings"])

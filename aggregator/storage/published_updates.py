@@ -1,10 +1,8 @@
 """Published updates on disk, beside the checkpoint of the outer step that the last of them leads to.
 
-Owns: the layout of the file. Must not know: which updates are kept, when, how peers fetch them. A journal replayed from that
-checkpoint gives the updates after it, so both together hold what a restarted coordinator can still publish.
-
-The records are the journal's (`aggregator.storage.journal_records`): one per update, each followed by one per fragment of
-it, whose body is the payload as it was published.
+A journal that is replayed from that checkpoint gives the updates after it: together they are what a restarted coordinator can
+still publish. The records are the journal's (`aggregator.storage.journal_records`): one for each update, followed by one for
+each of its fragments, whose body is the payload as it was published.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ FORMAT = 1
 
 
 def save(path: Path, commits: Sequence[Commit]) -> None:
-    """Replace the file by these updates, durably, oldest first. Raises StorageError: the file is as before."""
+    """Replace the file by these updates, oldest first, durably. Raises StorageError: the file is as before."""
 
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
@@ -45,7 +43,10 @@ def save(path: Path, commits: Sequence[Commit]) -> None:
 
 
 def load(path: Path, outer_step: int) -> list[Commit]:
-    """The updates in the file, oldest first, one for each outer step up to `outer_step`. Raises StorageError for damage."""
+    """Return the updates in the file, oldest first, one for each outer step up to `outer_step`.
+
+    Raises StorageError for damage, FormatError.
+    """
     try:
         commits = list(_read(path))
     except (BadRecord, KeyError, TypeError, ValueError, StopIteration) as error:

@@ -1,7 +1,4 @@
-"""The coordinator's folder on disk: where each file lies, who may use the folder, and how often it was started.
-
-Owns: names of files, the exclusive lock, run.json, the incarnation counter, atomic small writes. Must not know: what the
-journal, the checkpoints or the certificates contain.
+"""The folder of one run: where each file lies, the exclusive lock, and how often the run was started.
 
 A run that is spread over several aggregators has a folder for each; aggregator 0's is the coordinator's.
 """
@@ -24,7 +21,7 @@ FORMAT = 1  # of run.json
 
 
 def address_of(config: RunConfig, aggregator: int, run_toml: Path) -> str:
-    """HOST:PORT of a further aggregator. Raises ConfigError when the run has no such one."""
+    """Return HOST:PORT of a further aggregator. Raises ConfigError when run.toml does not name it."""
     addresses = config.aggregators.addresses
     if not 1 <= aggregator <= len(addresses):
         raise ConfigError(
@@ -34,17 +31,25 @@ def address_of(config: RunConfig, aggregator: int, run_toml: Path) -> str:
 
 
 def _interface(host: str) -> str:
-    """Where an aggregator listens that is dialled as `host`: a loopback address stays one."""
+    """Return where an aggregator listens that peers reach as `host`: a loopback address stays one."""
     if host in ("127.0.0.1", "localhost", "[::1]"):
         return host
     return "[::]" if host.startswith("[") else "0.0.0.0"  # every certificate is checked, whatever it comes in by
 
 
 class StateFolder:
-    """One run's folder. `create` makes it, the constructor opens it (ConfigError when it is not one)."""
+    """One run's folder. `create` makes it; the constructor opens it, and raises ConfigError when it holds no run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run_json = path / "run.json"  # the run's identity
+        self.run_toml = path / "run.toml"  # its settings
+        self.addresses = path / "addresses.json"  # what `serve` really bound, for port 0 in run.toml
+        self.deadlines = path / "deadlines.json"  # the peers' measured times, so that a restart need not measure anew
+        self.orders = path / "orders.json"  # whether the operator paused or drained the run
+        self.metrics = path / "metrics.jsonl"
+        self.outer = path / "outer"  # checkpoints and journals of the outer state
+        self.spill = path / "spill"  # uploads above the memory bound
         if not self.run_json.is_file():
             raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
         try:
@@ -71,9 +76,9 @@ class StateFolder:
 
     @classmethod
     def create_further(cls, path: Path, coordinator: StateFolder, aggregator: int) -> StateFolder:
-        """The folder of a further aggregator of the coordinator's run, made or brought up to its settings.
+        """Make the folder of a further aggregator of the coordinator's run, or bring it up to the present settings.
 
-        Raises ConfigError when `path` holds something else, or run.toml does not name so many.
+        Raises ConfigError when `path` holds something else, or run.toml does not name the aggregator.
         """
         if (path / "run.json").exists():
             there = cls(path)
@@ -89,44 +94,8 @@ class StateFolder:
         write_json(path / "run.json", {"run_id": coordinator.run_id, "aggregator": aggregator}, version=FORMAT)
         return cls(path)
 
-    @property
-    def run_json(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def run_toml(self) -> Path:
-        return self.path / "run.toml"
-
-    @property
-    def addresses(self) -> Path:
-        """Where `serve` writes the addresses it really bound (port 0 in run.toml)."""
-        return self.path / "addresses.json"
-
-    @property
-    def deadlines(self) -> Path:
-        """The peers' measured times, so that a restart need not measure anew."""
-        return self.path / "deadlines.json"
-
-    @property
-    def orders(self) -> Path:
-        """Whether the operator paused or drained the run."""
-        return self.path / "orders.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def outer(self) -> Path:
-        """Checkpoints and journals of the outer state."""
-        return self.path / "outer"
-
-    @property
-    def spill(self) -> Path:
-        return self.path / "spill"
-
     def config(self) -> RunConfig:
-        """The run's; a further aggregator's own addresses, too, are in it as those of the server."""
+        """Return the run's settings; at a further aggregator its own address is the server's in them. Raises ConfigError."""
         config = RunConfig.from_toml(self.run_toml)
         if self.aggregator == 0:
             return config
@@ -135,7 +104,7 @@ class StateFolder:
         return dataclasses.replace(config, server=server)
 
     def lock(self) -> int:
-        """Take the folder for this process until it ends; returns the descriptor that holds it.
+        """Lock the folder for this process until it ends; return the descriptor that holds the lock.
 
         Raises ConfigError when another coordinator has it: two on one folder would fork the run.
         """
@@ -148,7 +117,7 @@ class StateFolder:
         return descriptor
 
     def next_incarnation(self) -> int:
-        """Count this start, durably: round ids of different starts never meet."""
+        """Count this start, durably, so that no two starts use the same round ids. Raises StorageError."""
         path = self.path / "incarnation"
         try:
             last = int(path.read_text()) if path.exists() else 0

@@ -1,12 +1,11 @@
-"""The outer state on disk: founding, journal, checkpoints, recovery, and the published updates that latecomers still need.
+"""The outer state on disk: founding, journal, checkpoints, recovery, and the published updates that late peers still need.
 
-Owns: the order in which they are written, so that a SIGKILL between any two writes loses no committed step. Runs in the worker
-thread, except what is said of published updates; the journal is written on a thread of its own, beside the computation. Must
-not know: rounds, peers, the event loop.
+Files are written in an order in which a SIGKILL between any two writes loses no committed step. The published updates are
+written before each checkpoint and belong to it: after a restart a peer that missed commits can still take them one by one, and
+a peer that does not know whether its contribution was merged when the process died learns that it was.
 
-With a checkpoint the published updates are written, too: after a restart a peer that missed commits can still take them one by
-one, and one whose contribution was in doubt when the process died learns that it was merged. What they hold lies on disk before
-the checkpoint counts, and goes with it.
+Runs in the worker thread; only published updates are looked up and published on the event loop, too. The journal is written by
+a thread of its own, beside the computation.
 """
 
 from __future__ import annotations
@@ -36,10 +35,14 @@ _log = logging.getLogger(__name__)
 
 
 class Store:
-    """One run's outer state in `folder`. disk: injected for tests; tokens: merged so far, as far as it is on disk."""
+    """One run's outer state in a folder.
+
+    Args:
+        disk: the journal's disk, or what a test has in its place.
+    """
 
     def __init__(self, folder: Path, config: RunConfig, run_id: str, disk: Disk | None = None) -> None:
-        self.tokens = 0
+        self.tokens = 0  # merged so far, as far as it is on disk
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
@@ -51,29 +54,32 @@ class Store:
 
     @property
     def oldest_update(self) -> int:
-        """The smallest outer step an update is kept TO; 0 when none is."""
+        """The smallest outer step that an update is kept TO; 0 when none is."""
         return next(iter(self._updates), 0)
 
     def update(self, outer_step: int) -> Commit | None:
-        """The published update to this outer step, if it is kept."""
+        """Return the published update TO this outer step, or None when it is not kept."""
         return self._updates.get(outer_step)
 
     def publish(self, commit: Commit) -> None:
-        """Keep this update for the peers, and forget the oldest beyond the configured number."""
+        """Keep this update for the peers; forget the oldest beyond the configured number."""
         kept = [*self._updates.values(), commit][-self._config.kept_updates :]
         self._updates = {one.outer_step: one for one in kept}
 
     # ---- writing -----------------------------------------------------------------------------------------------------------
 
     def found(self, outer: OuterState) -> None:
-        """The first state of the run. Raises StorageError; then the run is not founded."""
+        """Write the first state of the run. Raises StorageError: the run is not founded."""
         self.checkpoint(outer)
 
     def begin_fragment(
         self, round_id: int, outer_step: int, merged: Merged, injection: Injection | None = None
     ) -> Future[None]:
-        """Begin to write one merged fragment of the round that advances TO outer_step, once the one before is written: so one
-        at a time is kept in memory for it. The result may be StorageError; a commit needs all of its fragments' results."""
+        """Begin to write one merged fragment of the round that advances TO `outer_step`.
+
+        Waits until the fragment before is written, so that no more than one is kept in memory for it. A commit must wait for
+        the futures of all its fragments, which may raise StorageError.
+        """
         if self._writing is not None:
             wait([self._writing])
         self._writing = self._writer.submit(
@@ -84,10 +90,11 @@ class Store:
     def append_commit(
         self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
     ) -> None:
-        """The round is committed when this returns; it is on disk. tokens: merged with it; injected: what
-        `OuterState.injected` is after it, when an injection came in.
+        """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
-        Raises StorageError.
+        Args:
+            tokens: merged with it.
+            injected: what of a run above is in the outer state after it, when an injection came in; else None.
         """
         total = self.tokens + tokens
         self._writer.submit(lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected)).result()
@@ -122,7 +129,7 @@ class Store:
             self._writer.submit(self._turn_to, Journal.create(path, outer_step, self._disk)).result()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the journal."""
         self._writer.submit(self._turn_to, None).result()
 
     def _turn_to(self, journal: Journal | None) -> None:
@@ -138,7 +145,7 @@ class Store:
     # ---- reading -----------------------------------------------------------------------------------------------------------
 
     def recover(self) -> OuterState | None:
-        """The state of the last commit, bit for bit, and the updates before it; None for a run that was never founded.
+        """Return the state of the last commit, bit for bit, and keep the updates before it; None: the run was never founded.
 
         Raises StorageError for damage that loses a committed step, ConfigError when the folder is another run's.
         """
@@ -153,7 +160,7 @@ class Store:
         return loaded.outer
 
     def _load_updates(self, outer_step: int) -> list[Commit]:
-        """Those that were kept with the checkpoint of outer_step. Without them a peer takes a snapshot: nothing is lost."""
+        """Read the updates that belong to the checkpoint of `outer_step`. Without them peers take snapshots."""
         path = checkpoint.updates_of(self._folder, outer_step)
         try:
             return updates.load(path, outer_step) if outer_step else []
@@ -172,7 +179,7 @@ class Store:
 
 
 def load_outer(folder: StateFolder) -> OuterState:
-    """The outer state of the last commit, read without touching the folder. Raises ConfigError when the run has none yet."""
+    """Read the outer state of the last commit; change nothing. Raises ConfigError when the run has none yet, StorageError."""
     loaded = _load(folder.outer, folder.config(), folder.run_id, tidy=False)
     if loaded is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
@@ -180,13 +187,13 @@ def load_outer(folder: StateFolder) -> OuterState:
 
 
 class _Loaded(NamedTuple):
-    """begun_with: the checkpoint's outer step; commits: the last ones after it; base: of the newest journal segment."""
+    """What a recovery found."""
 
     outer: OuterState
-    begun_with: int
-    commits: list[Commit]
-    base: int
-    tokens: int
+    begun_with: int  # the outer step of the checkpoint
+    commits: list[Commit]  # the last ones after the checkpoint
+    base: int  # the outer step that the newest journal segment follows
+    tokens: int  # merged so far
 
 
 def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> _Loaded | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
@@ -89,9 +90,10 @@ def test_the_log_has_one_line_for_what_an_operator_wants_to_read(
 
 def test_metrics_have_a_line_for_each_round_change_of_a_member_and_report(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for event, _ in LINES:
-        log.on_event(event, 5.12345)
+    with ThreadPoolExecutor(1) as files:
+        log = MetricsLog(path, files)
+        for event, _ in LINES:
+            log.on_event(event, 5.12345)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["member", "member", "peer", "round"]
     assert {line["t"] for line in lines} == {5.123}
