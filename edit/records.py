@@ -1,6 +1,7 @@
-"""Values that cross a seam: what a peer contributes, what it gets back. Plain frozen dataclasses, no behaviour.
+"""Values that cross the seam between the algorithm and a carrier: what a peer contributes, and what it gets back.
 
-`editpb.data_messages` and `editpb.control_messages` map them to and from the wire and validate all wire input.
+Plain frozen dataclasses. `editpb.data_messages` and `editpb.status_messages` map them to and from the wire and validate what
+arrives.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A flat fp32 vector of `numel` elements, encoded by the codec named `codec`."""
+    """An encoded flat fp32 vector."""
 
-    codec: str
-    numel: int
+    codec: str  # the text of a CodecSpec, as `edit.codecs.codec` takes it
+    numel: int  # elements
     data: bytes | bytearray | memoryview
 
 
@@ -53,17 +54,18 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """No update of a fragment: every contribution to it was refused, so theta stays."""
+    """No update of a fragment: no contribution to it had a weight, or the step was not finite. theta stays."""
 
 
 class Arriving(Protocol):
     """The update of a fragment that is still on its way."""
 
     def wait(self) -> EncodedTensor:
-        """Block until all of it is here. Raises TransportError when cut off, RemoteProtocolError when it is bad.
+        """Block until all bytes are here, and return them.
 
-        All ranks of a replica wait for the same fragments in the same order, also where their own part is empty; they get the
-        same answer: all parts are here, or the same error at all. After a TransportError it may be called again.
+        All ranks of a replica wait for the same fragments in the same order, also where their own shard is empty, and get the
+        same answer: every rank has its bytes, or every rank raises the same error. Raises TransportError when cut off (call it
+        again later), RemoteProtocolError when the bytes are bad.
         """
         ...
 
@@ -78,103 +80,89 @@ class Verdict(Enum):
     NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
     ANOMALOUS = "anomalous"  # norm more than delta standard deviations above its moving mean
     IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
-    REJECTED = (
-        "rejected"  # a policy of the run did not admit it (`edit.merging.mergers.Admission`); the others are the penalty's
-    )
+    REJECTED = "rejected"  # not admitted by a policy of the run (`edit.merging.mergers.Admission`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerVerdict:
-    """One contribution's fate. norm: ||Delta||_2 over the whole replica; weight: share in the mean, 0 to 1; staleness: it was
-    computed against the outer parameters so many outer steps before those that were advanced."""
+    """What became of one peer's contribution to one fragment."""
 
     peer_id: str
     verdict: Verdict
-    norm: float
-    weight: float
-    staleness: int = 0
+    norm: float  # ||Delta||_2 over the whole replica
+    weight: float  # in the mean, 0 to 1
+    staleness: int = 0  # outer steps committed since the one it was computed against
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One fragment of one peer's pseudo-gradient, computed against the outer parameters of `outer_step`: the work began there.
+    """One fragment of one peer's pseudo-gradient, or one rank's shard of it."""
 
-    inner_steps, tokens: the work of THIS round behind it (never cumulative), of the whole replica. boxes: what of the fragment
-    the payload holds (see `edit.fragments.shards.Shard`); None: all of it.
-    """
-
-    outer_step: int
+    outer_step: int  # computed against the outer parameters of this step
     fragment_id: int
-    inner_steps: int
-    tokens: int
+    inner_steps: int  # the work behind it, of this round only, of the whole replica
+    tokens: int  # likewise
     payload: EncodedTensor
-    boxes: tuple[Box, ...] | None = None
+    boxes: tuple[Box, ...] | None = None  # what of the fragment the payload holds; None: all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentCommit:
-    """One fragment's part of a commit. payload: the encoded outer step s, to be applied as theta <- theta - decode(payload);
-    None means rollback: theta stays. A rank that holds a shard of the fragment gets what `edit.codecs.cut` leaves of it.
-    merged_norm: ||D|| before the clip; clip: beta."""
+    """What a commit did to one fragment.
+
+    payload: the encoded outer step s, to be applied as theta <- theta - decode(payload); None: rolled back, theta stays. A rank
+    that holds a shard of the fragment gets what `Codec.cut` leaves of it.
+    """
 
     fragment_id: int
     payload: EncodedTensor | None
-    verdicts: tuple[PeerVerdict, ...]
-    merged_norm: float
-    clip: float
+    verdicts: tuple[PeerVerdict, ...]  # one per contributor, in peer_id order
+    merged_norm: float  # ||D|| before the clip
+    clip: float  # beta, the factor of the clip
 
     def verdict_of(self, peer_id: str) -> PeerVerdict | None:
-        """This peer's verdict, or None when it did not contribute to the fragment."""
+        """Return this peer's verdict, or None when it did not contribute to the fragment."""
         return next((verdict for verdict in self.verdicts if verdict.peer_id == peer_id), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """An advance from outer_step - 1 to `outer_step`. digest: of theta at `outer_step` (see
-    `edit.fragments.digest.digest`).
-
-    fragments: those that this outer step exchanges (`edit.fragments.groups.fragments_due`), in ascending fragment_id; theta
-    of the others stays.
-    """
+    """An advance of the run from outer_step - 1 to `outer_step`."""
 
     outer_step: int
-    round_id: int
-    digest: str
-    reason: str
+    round_id: int  # the round that was committed
+    digest: str  # of theta at `outer_step`, see `edit.fragments.digest`
+    reason: str  # why the round closed
+    # Those that this outer step exchanges (`edit.fragments.groups.fragments_due`), ascending; theta of the others stays.
     fragments: tuple[FragmentCommit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """theta at a committed outer step: one flat fp32 tensor per fragment, in fragment order; at a rank, of its shards.
-
-    digest: of all of theta, at every rank.
-    """
+    """theta at a committed outer step."""
 
     outer_step: int
-    digest: str
-    fragments: tuple[Tensor, ...]
+    digest: str  # of all of theta, at every rank
+    fragments: tuple[Tensor, ...]  # flat fp32, in fragment order; at a rank of a sharded replica its shards of them
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The outer step the peer asked about was committed.
-
-    updates: of commit.fragments, by position, where some are still on their way (then their payloads in the commit are None and
-    mean nothing); empty: the commit has them all.
-    carried: this peer's contribution is not part of the commit, but still accepted: a later commit brings its verdict.
-    inner_steps: how many inner steps to take until the next contribution (DyLU), from now on; 0: as before.
-    """
+    """The outer step that the peer asked about was committed."""
 
     commit: Commit
+    # The updates of commit.fragments, by position, when some are still on their way: the commit's own payloads are then None
+    # and mean nothing. Empty: the commit has them all.
     updates: tuple[Update, ...] = ()
+    # This peer's contribution is not part of the commit, but still accepted: a later commit brings its verdict.
     carried: bool = False
+    # Inner steps until the next contribution (DyLU), from now on; 0: as before.
     inner_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The round was lost; the outer step is still open. Residuals roll back, training goes on."""
+    """The round was lost, and the outer step is still open: roll the residuals back and train on."""
 
     reason: str
 
@@ -195,7 +183,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The run has reached its last outer step; the peer may stop."""
+    """The run has reached its end; the peer may stop."""
 
     outer_step: int
 

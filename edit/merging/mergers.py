@@ -106,8 +106,9 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The contribution is not merged. One line that says why, for the peer and the log."""
+    """The contribution is not merged."""
 
+    # One line that says why, for the log.
     reason: str
 
 
@@ -115,7 +116,7 @@ class Admission(Protocol):
     """Decides whether a peer's measured contribution to one fragment may be merged, before any verdict on its norm."""
 
     def admit(self, fragment: FragmentSpec, contribution: Measured) -> Admitted | Rejected:
-        """Decide. Pure; a rejected contribution counts as not sent."""
+        """Decide. Pure. A rejected contribution has the verdict REJECTED and no weight."""
         ...
 
 
