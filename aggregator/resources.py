@@ -34,6 +34,6 @@ class Resources:
     members: Members  # who may be here
     orders: OperatorFlags  # whether the operator paused or drained the run
     background: Background  # the worker thread, and tasks beside it
-    feed: RunFeed  # who is told what happens
+    feed: RunFeed  # the run's events, for every subscriber
     deadlines: Path | None = None  # the file of the peers' measured times; None keeps none
     clock: Clock = field(default_factory=Clock)

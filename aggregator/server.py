@@ -102,7 +102,7 @@ class Coordinator:
         return coordinator
 
     def endpoints(self) -> tuple[str, ...]:
-        """HOST:PORT of control and data, as peers dial them."""
+        """HOST:PORT of control and data, as peers reach them."""
         port = self.listen.rpartition(":")[2]
         return tuple(f"{host}:{port}" for host in self.config.server.advertise)
 

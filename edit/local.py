@@ -41,7 +41,7 @@ from edit.rounds.machine import RoundMachine
 
 __all__ = ["LocalCollective", "LocalRun"]
 
-NOW = 0.0  # the machine's clock stands still: no peer is ever overdue, and whoever joins an open round is waited for
+NOW = 0.0  # the machine's clock stands still: no peer is ever overdue, and an open round waits for every peer that joins
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class LocalRun:
     # -- rounds ------------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Lose the open round, and what is in of it: every rank of whoever has contributed is answered with Aborted, once."""
+        """Lose the open round, and what is in of it: every rank of a peer that has contributed gets Aborted, once."""
         for peer_id in tuple(self._held):
             self._feed(events.Withdrawn(peer_id))
         self._feed(events.RoundFailed(self.round_id, reason))
@@ -354,7 +354,7 @@ class LocalRun:
         return events.CommitSucceeded(effect.round_id, self._round.tokens)
 
     def _close_round(self, effect: events.RoundClosed) -> None:
-        """Keep what is carried over. Whoever is lost with an aborted round is told; a commit is its own answer."""
+        """Keep what is carried over. Peers whose contribution is lost with an aborted round are notified."""
         gone = self._held.keys() - effect.carried
         for peer_id in gone:
             del self._held[peer_id]
@@ -375,7 +375,7 @@ class LocalRun:
             self._feed(events.Withdrawn(peer_id))
 
     def _discard(self, peer_id: str) -> None:
-        """The peer begins anew, or is gone: forget its contribution, and the news for it."""
+        """The peer starts again, or has left: forget its contribution, and the news for it."""
         self._drop(peer_id)
         self._lost.pop(peer_id, None)
 

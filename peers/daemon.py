@@ -1,6 +1,6 @@
 """The peer daemon: starts and ends what one rank of a peer needs, in order, until the run has finished or a signal says stop.
 
-One process is one rank of the peer's replica. All ranks run this code in step, and what one of them is told (a signal, an
+One process is one rank of the peer's replica. All ranks run this code in step, and what one of them learns (a signal, an
 eviction) ends all at the same point.
 """
 
@@ -89,7 +89,7 @@ def attend(
                     connection.prefetch()
                 Training(options, config, place, connection, metrics).run(run_step)
         except Interrupted:
-            _log.info("stopping as told")
+            _log.info("stopping as asked")
 
 
 @contextlib.contextmanager

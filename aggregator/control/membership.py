@@ -117,7 +117,7 @@ class Membership:
         member.attendance, member.last_seen, member.heartbeat = self._attendances, now, None
         changes = (
             _change(member, MemberState.LOST, reason) if member.live else []
-        )  # its process may be a new one: it starts anew
+        )  # its process may be a new one: its counters start again
         return self._attendances, changes + _change(member, MemberState.STARTING, "attends")
 
     def heartbeat(self, peer_id: str, attendance: int, heartbeat: Heartbeat, now: float) -> list[Change]:

@@ -18,7 +18,7 @@ __all__ = ["donors_of"]
 def donors_of(manifest: SnapshotManifest, members: Iterable[Member], reader: str) -> tuple[Donor, ...]:
     """Return live members other than the reader that serve this very snapshot, at most MAX_DONORS.
 
-    Where there are more, each reader is told of others, so that they share the load.
+    If there are more, different readers get different ones, so that they share the load.
     """
     donors = [
         Donor(member.peer_id, beat.serving)

@@ -165,7 +165,7 @@ class Contribution:
         return self.fragments[fragment_id].whole(outer_step - self.outer_step)
 
     def drop(self, reason: str) -> None:
-        """Let go of its bytes; whoever still sends some is told the reason."""
+        """Free its bytes; a stream that still sends some gets the reason."""
         for fragment in self.fragments.values():
             fragment.drop(reason)
 

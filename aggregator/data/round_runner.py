@@ -348,7 +348,7 @@ class RoundRunner:
         try:
             self.machine.deadlines.load(self._deadlines_file.read_text())
         except (OSError, ValueError) as error:
-            _log.warning("%s: is passed over (%s); the peers' times are measured anew", self._deadlines_file, error)
+            _log.warning("%s: is passed over (%s); the peers' times are measured again", self._deadlines_file, error)
 
     # ---- what a run above brings ---------------------------------------------------------------------------------------
 

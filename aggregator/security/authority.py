@@ -124,7 +124,7 @@ class Authority:
         write_atomic(path / "server.pem", _pem(certificate))
 
     def renew_server(self, advertise: Sequence[str], *, now: float) -> bool:
-        """Issue the server's certificate anew when server.advertise changed or it expires soon. Return whether it did."""
+        """Renew the server's certificate when server.advertise changed or it expires soon. Return whether it did."""
         identity = Identity(self.run_id, "coordinator", COORDINATOR_ID)
         if _still_good(self._path / "server.pem", set(names_of(identity, tuple(advertise))), now + _RENEW_BEFORE_S):
             return False
@@ -250,4 +250,4 @@ def _read_record(path: Path) -> dict[str, Any]:
         record = read_json(path, version=INVITATION_FORMAT)
         return {**record, "expires": float(record["expires"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StorageError(f"{path}: is damaged; delete it and invite anew ({error})") from error
+        raise StorageError(f"{path}: is damaged; delete it and invite again ({error})") from error

@@ -105,7 +105,7 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
-        """Send one commit, or what of it concerns a rank: the same bytes for whoever asks for the same boxes."""
+        """Send one commit, or what of it concerns a rank: the same bytes for every request of the same boxes."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "peer")
             published = self._run.rounds.published

@@ -27,7 +27,7 @@ class EnrolmentService:
 
     Args:
         clock: unix seconds.
-        endpoints: returns HOST:PORT of control and data, as members dial them.
+        endpoints: returns HOST:PORT of control and data, as members reach them.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class StateFolder:
         self.run_json = path / "run.json"  # the run's identity
         self.run_toml = path / "run.toml"  # its settings
         self.addresses = path / "addresses.json"  # what `serve` really bound, for port 0 in run.toml
-        self.deadlines = path / "deadlines.json"  # the peers' measured times, so that a restart need not measure anew
+        self.deadlines = path / "deadlines.json"  # the peers' measured times, so that a restart need not measure them again
         self.orders = path / "orders.json"  # whether the operator paused or drained the run
         self.metrics = path / "metrics.jsonl"
         self.outer = path / "outer"  # checkpoints and journals of the outer state

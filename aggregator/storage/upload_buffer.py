@@ -145,7 +145,7 @@ class Upload:
             raise StorageError(f"{self._path}: cannot be read ({error.strerror})") from error
 
     def drop(self, reason: str) -> None:
-        """Let go of the bytes, once and for all; whoever still writes is told the reason."""
+        """Free the bytes for good; a stream that still writes gets the reason."""
         if self.dropped:
             return
         self.dropped = reason

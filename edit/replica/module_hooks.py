@@ -1,4 +1,4 @@
-"""What must be known of the engines under a model (FSDP2, torch.compile) to write into its parameters at the right moment.
+"""When the parameters of a model may be written, with FSDP2 or torch.compile around it.
 
 Owns: which modules hold a fragment's parameters, whether they must be resharded before a write, and before whose forward an
 update must be in. Must not know: theta, updates, carriers, how a fragment is encoded.

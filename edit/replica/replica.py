@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def outer(self) -> Outer:
-        """theta as of now. Moves replace it and never write into its tensors, so it stays valid for whoever holds it."""
+        """theta as of now. Moves replace it and never write into its tensors, so it stays valid for every holder."""
         return self._outer
 
     def parameters(self, fragment_id: int) -> Sequence[Tensor]:

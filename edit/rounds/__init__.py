@@ -9,9 +9,9 @@ of the run.
 Must not know: clocks (every call takes `now`, seconds of one monotonic clock), tensors, bytes, files, sockets, logging.
 
 In reading order:
-    events         what the machine is told (events) and what it answers (effects)
+    events         the machine's input (events) and output (effects)
     machine        the rules, the transition table, and the machine
-    contributions  which contribution of each peer is in hand, across rounds
+    contributions  which contribution of each peer is held, across rounds
     open_round     the sets of the one open round, and which peers are ready to contribute
     deadlines      how long a round waits for a peer, from the peer's own measured times
     peer_timing    when each peer goes from one phase to the next: the measurements

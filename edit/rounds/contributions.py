@@ -1,4 +1,4 @@
-"""Which contribution of each peer is in hand, across rounds. At most one per peer; rules 11 to 13 of `edit.rounds.machine`."""
+"""Which contribution of each peer is held, across rounds. At most one per peer; rules 11 to 13 of `edit.rounds.machine`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InFlightContribution:
 
 
 class ContributionBook:
-    """The contributions in hand, by peer.
+    """The contributions that are held, by peer.
 
     Args:
         max_staleness: how many outer steps may lie between the one that a contribution was computed against and the one that it
@@ -50,12 +50,12 @@ class ContributionBook:
         return self._max_staleness > 0
 
     def get(self, peer_id: str, round_id: int | None = None) -> InFlightContribution | None:
-        """Return what is in hand of this peer, or None; with `round_id` only if it names that round."""
+        """Return what is held of this peer, or None; with `round_id` only if it names that round."""
         known = self._in_hand.get(peer_id)
         return known if round_id is None or (known is not None and known.round_id == round_id) else None
 
     def peers(self) -> tuple[str, ...]:
-        """Return whose contributions are in hand, sorted, so that no order depends on who came first."""
+        """Return the peers whose contributions are held, sorted, so that no order depends on who came first."""
         return tuple(sorted(self._in_hand))
 
     def arrived(self) -> Iterator[tuple[str, int]]:
@@ -85,7 +85,7 @@ class ContributionBook:
         return ""
 
     def begin(self, peer_id: str, round_id: int, outer_step: int, now: float) -> InFlightContribution | None:
-        """Take in a contribution that is not refused, in place of an older one; None if this very one is in hand already."""
+        """Take in a contribution that is not refused, in place of an older one; None if this very one is held already."""
         known = self._in_hand.get(peer_id)
         if known is not None and (known.round_id, known.outer_step) == (round_id, outer_step):
             return None
@@ -98,7 +98,7 @@ class ContributionBook:
             self._in_hand.pop(peer_id, None)
 
     def merged(self, peers: Collection[str], outer_step: int) -> None:
-        """Remember that these peers' contributions are part of the commit TO `outer_step`; they are in hand no more."""
+        """Remember that these peers' contributions are part of the commit TO `outer_step`; they are no longer held."""
         for peer_id in peers:
             if (done := self._in_hand.pop(peer_id, None)) is not None:
                 self._merged[peer_id] = done.round_id, outer_step

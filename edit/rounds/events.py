@@ -1,4 +1,4 @@
-"""What the round machine is told (events) and what it answers (effects): frozen values. `edit.rounds.machine` has the rules."""
+"""The round machine's input (events) and output (effects): frozen values. `edit.rounds.machine` has the rules."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The shell dropped what it had of this peer's contribution. It is nobody's fault; the peer may begin anew."""
+    """The shell dropped what it had of this peer's contribution. It is not the peer's fault, which may start again."""
 
     peer_id: str
 

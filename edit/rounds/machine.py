@@ -42,7 +42,7 @@ Waiting
 
 Contributions
 11. A contribution is known by its peer, the round that was open when it began, and the outer step s it was computed
-    against. The same one again is one contribution. Of each peer at most one is in hand, over all rounds.
+    against. The same one again is one contribution. At most one of each peer is held, over all rounds.
 12. A contribution may be merged at outer step t as long as t - s <= max_staleness S. With S = 0 it is merged in the round
     that it names, or never: it is refused when another round is open or this one is closed, and dropped when this one is
     over. With S > 0 it may outlive its round: nothing is reduced before the close (rule 6 does not apply), a contribution
@@ -51,14 +51,14 @@ Contributions
     too stale it is refused.
 13. With S > 0, a contribution that was merged is refused if it comes again: the commit has its verdict. So the rounds that
     a peer's contributions name strictly increase, and none of them is from an earlier start of the coordinator, about which
-    nothing is known here. A newer contribution of the same peer replaces one that is not whole: the peer began anew. One
+    nothing is known here. A newer contribution of the same peer replaces one that is not whole: the peer started again. One
     that is whole stays, and the newer one is refused.
 14. A merge or commit that failed drops what was in it: its bytes may be the reason. What the shell has Withdrawn is
     dropped, too, unless it is being merged; its peer is waited for as before.
 
 Arrivals
 15. merging = "arrivals": a round expects nobody and closes with the first complete contribution, and all others that are
-    complete then. There is no deadline. Bad bytes abort the round, so that their sender may begin anew in the next one.
+    complete then. There is no deadline. Bad bytes abort the round, so that their sender may start again in the next one.
 
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
@@ -355,7 +355,7 @@ class RoundMachine:
     # -- contributions ----------------------------------------------------------------------------------------------------
 
     def _offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int, now: float) -> Refused | None:
-        """Begin a contribution, unless it is refused or in hand already."""
+        """Begin a contribution, unless it is refused or held already."""
         if refused := self._refusal(peer_id, round_id, outer_step, fragment_id):
             return refused
         older, current = self._book.get(peer_id), self._collection
@@ -374,7 +374,7 @@ class RoundMachine:
             raise LocalProtocolError(f"Arrived with fragment {fragment_id}; due are {self._due_now}")
         contribution = self._book.get(peer_id, round_id)
         if contribution is None and self._book.carries:
-            return Refused(peer_id, f"the contribution to round {round_id} is no longer in hand", stale=True)
+            return Refused(peer_id, f"the contribution to round {round_id} is no longer held", stale=True)
         outer_step = contribution.outer_step if contribution is not None else self._outer_step
         if refused := self._offered(peer_id, round_id, outer_step, fragment_id, now):
             return refused

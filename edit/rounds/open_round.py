@@ -1,4 +1,4 @@
-"""The one open round: who is expected, what is in, what is reduced, how that is told to people; and which peers are ready."""
+"""The one open round: who is expected, what is in, what is reduced, how that is reported; and which peers are ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OpenRound", "ReadyPeers"]
 
 @dataclass(slots=True, kw_only=True)
 class OpenRound:
-    """The sets of one open round. They are changed, not computed anew, by each event: rounds may have thousands of peers."""
+    """The sets of one open round. They are changed, not recomputed, by each event: rounds may have thousands of peers."""
 
     round_id: int
     outer_step: int  # it tries to advance from here
@@ -132,7 +132,7 @@ class OpenRound:
         return self._reduce(i for i in self.due if i not in self.asked and self.expected <= self.delivered[i])
 
     def close(self, reason: str) -> list[Reduce]:
-        """End the collection, and ask for the fragments that are not reduced yet, with whoever has them in."""
+        """End the collection, and ask for the fragments that are not reduced yet, from the peers that have them in."""
         self.close_reason = reason
         if self.whole:
             for peers in self.delivered.values():
@@ -141,7 +141,7 @@ class OpenRound:
         return self._reduce(self.due)
 
     def _reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
-        """Ask for these fragments with whoever has them in: each once, and none with less than a quorum."""
+        """Ask for these fragments from the peers that have them in: each once, and none with less than a quorum."""
         now = [i for i in fragment_ids if i not in self.asked and len(self.delivered[i]) >= self.quorum]
         self.asked |= {i: tuple(sorted(self.delivered[i])) for i in now}
         return [Reduce(self.round_id, i, self.asked[i]) for i in now]
@@ -153,7 +153,7 @@ class OpenRound:
         merged = [frozenset(self.asked.get(i, self.delivered[i])) for i in self.due]
         return frozenset().union(*merged) - merged[0].intersection(*merged)
 
-    # -- how it is told ----------------------------------------------------------------------------------------------------
+    # -- how it is reported ------------------------------------------------------------------------------------------------
 
     def tally(self) -> str:
         """`3 of 4 in, quorum 2 (missing: d)`, if it closed now."""
@@ -169,8 +169,8 @@ class OpenRound:
         lost = self.wanted - self.complete - missing - faulted
         late = partly - missing - lost - faulted
         groups = (("missing", missing), ("lost", lost), ("refused", faulted), ("late", late))
-        told = "; ".join(f"{word}: {_names(peers, partly)}" for word, peers in groups if peers)
-        return f" ({told})" if told else ""
+        text = "; ".join(f"{word}: {_names(peers, partly)}" for word, peers in groups if peers)
+        return f" ({text})" if text else ""
 
     # ----------------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ __all__ = ["PeerTimer"]
 class PeerTimer:
     """Measures the peers' phases into `deadlines`.
 
-    contributions: what is in hand; overlap: `SyncConfig.overlap`, the inner steps that a peer trains behind an exchange.
+    contributions: those that are held; overlap: `SyncConfig.overlap`, the inner steps that a peer trains behind an exchange.
     """
 
     def __init__(self, deadlines: Deadlines, contributions: ContributionBook, overlap: int) -> None:

@@ -102,7 +102,7 @@ class ShareExchange:
             self.run(self.exchange.catch_up())
 
     def synchronize(self, *, block: bool = True) -> bool:
-        """Take the pending outcome, waiting for it if told to, and every commit already known. False while there is none."""
+        """Take the pending outcome, waiting for it if `block`, and every commit already known. False while there is none."""
         exchange = self.exchange
         pending, outer_step = exchange.pending, exchange.outer_step
         if pending is None:

@@ -79,7 +79,7 @@ class Pending:
         return [i for i in self.fragments if i not in self.applied]
 
 
-# What a peer is told.
+# What a peer learns.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ Answer = Advanced | Aborted | NeedsSnapshot | Finished | Evicted | None  # None:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """theta is now at this outer step. reason: what is told of it."""
+    """theta is now at this outer step. reason: why, for the log."""
 
     outer_step: int
     reason: str

@@ -103,7 +103,7 @@ class SyncSchedule:
     def contributed(self, group: int = 0, now: float = 0.0) -> Work:
         """A contribution of that group goes out; returns the work behind it."""
         self._round_inner_steps = 0
-        self.completed(now)  # without an outcome, the next moment to wait for it; with one, counted anew
+        self.completed(now)  # without an outcome, the next moment to wait for it; with one, counted from now
         return self._work[group]
 
     def merged(self, work: Work, group: int = 0) -> None:
@@ -112,7 +112,7 @@ class SyncSchedule:
         self._work[group] = Work(before.inner_steps - work.inner_steps, before.tokens - work.tokens)
 
     def abandoned(self) -> None:
-        """The work that no commit has merged is dropped, and the way to the next contribution begins anew."""
+        """The work that no commit has merged is dropped, and the count towards the next contribution starts again."""
         self._round_inner_steps = 0
         self._work = [Work()] * len(self._work)
 

@@ -21,7 +21,7 @@ Threads
     What may be changed where:
 
     peer-io, under the lock       `Session`, `Uplink`, the links of `HubCollective`: `IoThread.change` runs the mutation on the
-                                  loop's thread whoever asks for it, then wakes the main thread's wait. The main thread reads
+                                  loop's thread for any thread, then wakes the main thread's wait. The main thread reads
                                   them with `IoThread.read` or inside `wait`; a read changes nothing.
     peer-io, no lock              `Report`, `Attendance`, `Channels`, `DataCalls`, `Downlink`, `SnapshotServer`: the main thread
                                   posts to them and never looks, but for two counters (`Traffic`), `Channels.endpoint` and

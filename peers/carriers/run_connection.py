@@ -128,7 +128,7 @@ class RunConnection(Protocol):
     def close(self, reason: str = "the peer stopped") -> None:
         """Say goodbye to every aggregator, within two seconds each, and close the connections.
 
-        reason: told to the run's operator.
+        reason: for the run's operator.
         """
         ...
 
@@ -146,13 +146,13 @@ _Closable = TypeVar("_Closable", bound=Closable)
 
 @contextmanager
 def leaving(connection: _Closable, ended: str = "the run has finished", failed: str = "the peer failed") -> Iterator[_Closable]:
-    """Close the connection at the end of the context, and tell the operator why: `ended`, `failed`, or told to stop."""
+    """Close the connection at the end of the context, and tell the operator why: `ended`, `failed`, or asked to stop."""
     goodbye = failed
     try:
         yield connection
         goodbye = ended
     except Interrupted:
-        goodbye = "the peer was told to stop"
+        goodbye = "the peer was asked to stop"
         raise
     finally:
         connection.close(goodbye)

@@ -44,7 +44,7 @@ def run_region(home: Path, below: Path) -> None:
         try:
             _Regional(io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id)).run()
         except Interrupted:
-            _log.info("stopping as told")
+            _log.info("stopping as asked")
 
 
 def _enrolled(home: Path, role: str, run: str) -> Enrolment:

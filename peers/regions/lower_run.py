@@ -117,7 +117,7 @@ class RunBelow:
         return None
 
     def _say(self, error: EditError) -> None:
-        """Log each reason once in a row. After a broken link, connect anew, to the next endpoint."""
+        """Log each reason once in a row. After a broken link, connect to the next endpoint."""
         if str(error) != self._said:
             self._said = str(error)
             _log.info("run below, %s: %s; trying again", self._channels.endpoint, error)

@@ -24,7 +24,7 @@ def channel_options(max_receive_bytes: int = MESSAGE_BYTES, *, server_name: str 
 
     Args:
         max_receive_bytes: limit of one received message.
-        server_name: the name that the server's certificate must bear, where it is not the host that is dialled.
+        server_name: the name that the server's certificate must bear, if it is not the host of the address.
     """
     override: Options = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
     return (

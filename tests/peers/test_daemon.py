@@ -136,7 +136,7 @@ def test_sigterm_ends_the_wait_for_a_round_with_a_goodbye(tmp_path: Path) -> Non
         train(fake, tmp_path)
         assert signal.getsignal(signal.SIGTERM) is before
         fake.await_(lambda f: f.goodbyes)
-        assert fake.goodbyes[-1] == "the peer was told to stop"
+        assert fake.goodbyes[-1] == "the peer was asked to stop"
 
 
 def test_eviction_has_its_own_exit_code(tmp_path: Path) -> None:

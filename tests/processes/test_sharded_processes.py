@@ -58,7 +58,7 @@ def test_a_rank_that_is_asked_to_stop_ends_its_replica_politely(tmp_path: Path) 
         sharded = site.peer("sharded", ranks=2)
         sharded.until("outer step 2,")
         os.kill(sharded.children()[1], signal.SIGTERM)
-        assert "the peer was told to stop" in coordinator.until("sharded: left")
+        assert "the peer was asked to stop" in coordinator.until("sharded: left")
         assert sharded.finish() == 0
-        assert "stopping as told" in sharded.last("stopping")
+        assert "stopping as asked" in sharded.last("stopping")
         assert [path.name for path in (tmp_path / "sharded" / "checkpoints").glob(".partial-*")] == []

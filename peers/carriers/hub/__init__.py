@@ -1,11 +1,11 @@
 """The carrier over gRPC: one rank's connections to a coordinator and to further aggregators.
 
-Owns: the two connections to each aggregator (control and data), what this peer has been told of the run, contributions, updates
+Owns: the two connections to each aggregator (control and data), what this peer knows of the run, contributions, updates
 and snapshots on their way, and reading and serving snapshots among members.
 Must not know: models, optimizers, files, the daemon, what a merge computes.
 
 In reading order:
-    session            what this peer has been told, and what follows from it; sans-IO, with the table of decisions
+    session            what this peer knows, and what follows from it; sans-IO, with the table of decisions
     collective         `edit.Collective`: joins, contributes, learns outcomes
     control_stream     the Attend stream: heartbeats up, views down
     channels           opens, keeps and closes every gRPC channel

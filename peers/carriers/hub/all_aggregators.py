@@ -203,6 +203,6 @@ class AllAggregators(CompositeCollective):
         self._io.interrupt()
 
     def close(self, reason: str = "the peer stopped") -> None:
-        """Say goodbye to each, within two seconds, and close the connections. reason: told to the run's operator."""
+        """Say goodbye to each, within two seconds, and close the connections. reason: for the run's operator."""
         for part in self.parts:
             part.close(reason)

@@ -143,7 +143,7 @@ class HubCollective:
     # ---- entering --------------------------------------------------------------------------------------------------------
 
     def configuration(self) -> tuple[RunConfig, int]:
-        """Return the run's configuration and outer step: attend without a schema until told, then leave.
+        """Return the run's configuration and outer step: attend without a schema until they come, then leave.
 
         Raises RefusedError, EvictedError, Interrupted, and ConfigError when this software does not understand the
         configuration.
@@ -184,7 +184,7 @@ class HubCollective:
         """Begin to fetch the snapshot that `join` will return, from a run that has parameters, while the model is built.
 
         A peer of one rank holds all of it; what the ranks of a larger one hold only their model can tell, so they do nothing.
-        What does not work out is fetched anew when it is needed.
+        What fails is fetched again when it is needed.
         """
         if self._ranks.size == 1:
             self._prefetched = self._io.begin(self._fetch_ahead())
@@ -453,7 +453,7 @@ class HubCollective:
         self._io.interrupt()
 
     def close(self, reason: str = "the peer stopped") -> None:
-        """Say goodbye, within two seconds, and close the connections. reason: told to the coordinator's operator."""
+        """Say goodbye, within two seconds, and close the connections. reason: for the coordinator's operator."""
         self._io.resume()
         if self._attendance is not None:
             self._io.call(self._attendance.goodbye(reason))

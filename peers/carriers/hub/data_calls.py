@@ -375,7 +375,7 @@ class StallTimeout:
     """A context that raises TransportError in what it surrounds once nothing has moved for `seconds`. On the loop's thread.
 
     It is the bound of a call that has no other: one that waits for a connection that never comes, or for bytes that never do,
-    is given up and tried again. Each movement gives the whole time anew.
+    is given up and tried again. Each movement restarts the time.
     """
 
     def __init__(self, seconds: float = STALL_S) -> None:
@@ -398,7 +398,7 @@ class StallTimeout:
             raise TransportError(f"nothing has moved for {self._seconds:g} s") from None
 
     def moved(self) -> None:
-        """Give the whole time anew; from another task, too. After the end it changes nothing."""
+        """Restart the time, also from another task. After the end it changes nothing."""
         self._allow(asyncio.get_running_loop().time() + self._seconds)
 
     async def reading(self, call: grpc.aio.UnaryStreamCall[_Request, _Part]) -> AsyncIterator[_Part]:

@@ -1,4 +1,4 @@
-"""The peer's view of the run: what it has been told, and what follows from it.
+"""The peer's view of the run: what it knows, and what follows from it.
 
 Sans-IO: it takes `now`, and its randomness is injected. Only the methods under "what changes it" change a session; everything
 else reads it.
@@ -6,7 +6,7 @@ else reads it.
 Link                     event           next
 -----------------------  --------------  -----------------------------------------------------------
 OFFLINE                  dialled         GREETING   (Hello is on its way)
-GREETING                 welcome         WELCOMED   (backoff starts anew; the configuration is known)
+GREETING                 welcome         WELCOMED   (backoff starts again; the configuration is known)
 WELCOMED, ATTENDING      view            ATTENDING  (a view older than the newest of this connection is dropped)
 any but EXPELLED         down            OFFLINE    (the view is kept, but no longer believed)
 any                      expel           EXPELLED   (final: no reconnection)

@@ -66,7 +66,7 @@ class SnapshotServer:
         run_id: the run's; members of another one are refused.
         credentials: of this peer as a server (mutual TLS).
         listen: HOST:PORT; port 0 chooses a free one.
-        advertise: the host that others dial.
+        advertise: the host at which others reach this peer.
         clock: monotonic seconds.
         ticket: makes a word that cannot be guessed.
         stall_s: a reader that takes no chunk for so many seconds is let go.
@@ -99,7 +99,7 @@ class SnapshotServer:
         self._tickets: dict[int, str] = {}  # of the snapshots that readers may still ask for
 
     async def start(self) -> str:
-        """Listen; return the address that others dial. Raises ConfigError for a port in use."""
+        """Listen; return the address at which others reach it. Raises ConfigError for a port in use."""
         self._server = grpc.aio.server(options=(*server_options(REQUEST_BYTES), *_AGE), maximum_concurrent_rpcs=MAX_CALLS)
         handler = grpc.unary_stream_rpc_method_handler(
             self._fetch,

@@ -175,7 +175,7 @@ class Uplink:
         self._number += 1
 
     def follow(self, named: int, refused: Sent | None) -> None:
-        """S > 0: take what the ranks have told each other.
+        """S > 0: take what the ranks have agreed on.
 
         named: rank 0's `proposal`; refused: the attempt as a rank has it whose shard the coordinator would not take.
         """

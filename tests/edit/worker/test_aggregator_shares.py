@@ -111,7 +111,7 @@ class Peer:
         self.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-def crew(run_config: RunConfig, parts: int) -> tuple[list[LocalRun], list[Peer]]:
+def joined_peers(run_config: RunConfig, parts: int) -> tuple[list[LocalRun], list[Peer]]:
     runs = [LocalRun(run_config, NAMES) for _ in range(parts)]
     return runs, [Peer(runs, name, run_config) for name in NAMES]
 
@@ -120,7 +120,7 @@ def trained(
     run_config: RunConfig, parts: int, steps: int, save_after: int = -1
 ) -> tuple[list[float], str, list[str], list[Tensor]]:
     """Losses, the digest of all theta, that which both peers show, the local parameters."""
-    runs, peers = crew(run_config, parts)
+    runs, peers = joined_peers(run_config, parts)
     losses = []
     for step in range(steps):
         if step == save_after:
@@ -159,7 +159,7 @@ def test_a_checkpoint_holds_all_parts_and_going_on_changes_no_bit(kind: str, sav
 
 
 def test_what_is_saved_is_laid_out_by_parameter_whatever_part_it_is_of() -> None:
-    _, (peer, other) = crew(run_of("delayed"), 2)
+    _, (peer, other) = joined_peers(run_of("delayed"), 2)
     for _ in range(5):
         peer.step()
         other.step()
@@ -187,7 +187,7 @@ def test_what_is_saved_is_laid_out_by_parameter_whatever_part_it_is_of() -> None
 def test_a_part_whose_aggregator_is_away_waits_and_the_others_go_on(kind: str) -> None:
     """Back again, at another optimizer step at each peer, it contributes together with the others at both: in the blocking mode
     a LocalRun would refuse to wait for a peer that has not."""
-    runs, peers = crew(run_of(kind), 2)
+    runs, peers = joined_peers(run_of(kind), 2)
 
     def step(times: int) -> None:
         for _ in range(times):
@@ -217,7 +217,7 @@ def test_a_part_whose_aggregator_is_away_waits_and_the_others_go_on(kind: str) -
 
 
 def test_a_part_that_is_finished_stays_at_theta_while_the_others_train_on() -> None:
-    runs, peers = crew(run_of(outer_steps=3), 2)
+    runs, peers = joined_peers(run_of(outer_steps=3), 2)
     for peer in peers:
         peer.gates[1].shut = True
     for step in range(26):
@@ -237,7 +237,7 @@ def test_a_part_that_is_finished_stays_at_theta_while_the_others_train_on() -> N
 
 
 def test_the_model_shows_the_outer_parameters_of_all_parts() -> None:
-    peers = crew(run_of(), 3)[1]
+    peers = joined_peers(run_of(), 3)[1]
     for _ in range(7):
         for peer in peers:
             peer.step()
@@ -300,7 +300,7 @@ class TestFounding:
             self.enter(runs, "b", seed=1)
 
     def test_an_aggregator_that_has_lost_its_state_is_not_founded_anew(self) -> None:
-        runs, peers = crew(run_of(), 2)
+        runs, peers = joined_peers(run_of(), 2)
         for _ in range(4):
             for peer in peers:
                 peer.step()
@@ -312,6 +312,6 @@ class TestFounding:
 
 def test_what_does_not_fit_the_number_of_aggregators_is_refused() -> None:
     with pytest.raises(ConfigError, match="6 aggregators with the coordinator, but the model has 5 fragments"):
-        crew(run_of(), 6)
+        joined_peers(run_of(), 6)
     with pytest.raises(ConfigError, match=r"sync\.groups = 4: aggregator 0 of 2 has only 2 of the model's fragments"):
-        crew(run_of(groups=4), 2)
+        joined_peers(run_of(groups=4), 2)

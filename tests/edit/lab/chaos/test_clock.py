@@ -1,7 +1,7 @@
 """The wall clock jumps by days: no round and no lease depends on it.
 
 A chaos run cannot make it jump for one process, so here a coordinator is given one that does. (Duplicated and reordered chunks,
-which a chaos run cannot make over TLS and TCP either, are in the tests of the coordinator's intake.)
+which a chaos run cannot make over TLS and TCP either, are in the tests of the coordinator's upload buffer.)
 """
 
 import asyncio
