@@ -1,7 +1,8 @@
 """metrics.jsonl as a subscriber of the run's feed: one JSON object per line.
 
 The file thread writes the lines in order. A disk that refuses a line, or is so slow that too many wait, never stops the run:
-the first trouble of each kind is logged, and later lines are tried again.
+the first trouble of each kind is logged, and later lines are tried again. A SIGKILL may lose the last lines; the outer state is
+elsewhere (`aggregator.storage`).
 """
 
 from __future__ import annotations
