@@ -264,22 +264,26 @@ class RoundRunner:
         current, outer = self._round, self.outer
         if current is None or current.round_id != effect.round_id:
             return
-        try:
-            staged = [current.staged[i] for i in sorted(current.staged)]
-            tokens = self._tokens(current)
-            brings = current.injection.brings if current.injection is not None else None
-            record = (effect.round_id, effect.outer_step, effect.reason, tokens, brings)
-            await self._background.in_worker(self._store.append_commit, *record)
-        except Exception as error:
-            self._fail(effect.round_id, error)
-            return
+        on_disk = False
 
-        def apply() -> tuple[Commit, CommittedState]:
+        def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
+            nonlocal on_disk
+            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings)
+            on_disk = True
             commit = outer.commit(effect.round_id, effect.reason, staged)
             self._store.publish(commit)
             return commit, CommittedState.of(outer)
 
-        commit, committed = await self._background.in_worker(apply)
+        try:
+            staged = [current.staged[i] for i in sorted(current.staged)]
+            tokens = self._tokens(current)
+            brings = current.injection.brings if current.injection is not None else None
+            commit, committed = await self._background.in_worker(commit_and_apply)
+        except Exception as error:
+            if on_disk:
+                raise
+            self._fail(effect.round_id, error)
+            return
         current.commit = commit
         self.published.show(committed)
         self._store.injections.committed(committed.injected)

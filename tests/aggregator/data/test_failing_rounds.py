@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,30 @@ def test_a_commit_that_is_on_disk_is_never_said_to_have_failed(tmp_path: Path) -
             with pytest.raises(LocalProtocolError, match=r"a background task failed \(RuntimeError: boom\)"):
                 await rounds.background.watch(asyncio.Event())
             assert rounds.machine.phase is Phase.COMMITTING and rounds.runner.last_closed == (0, False, "")
+        assert rounds.recovered().digest == digest([t - 1 for t in theta()])
+
+    scenario(body)
+
+
+def test_a_process_that_stops_during_a_commit_has_it_in_memory_as_on_disk(tmp_path: Path) -> None:
+    """Else its last checkpoint would begin a segment behind the commit, and the journal would not fit together."""
+    armed, began, let = threading.Event(), threading.Event(), threading.Event()
+
+    def fsync(_: int) -> None:
+        if armed.is_set():
+            began.set()
+            assert let.wait(30)
+
+    async def body() -> None:
+        async with open_rounds(tmp_path, Disk(fsync=fsync)) as rounds:
+            rounds.ready("a")
+            armed.set()
+            await rounds.contribute("a", ONES)
+            await asyncio.to_thread(began.wait, 30)
+            await rounds.background.stop()
+            let.set()
+            await rounds.runner.checkpoint()
+            assert rounds.outer.outer_step == 1
         assert rounds.recovered().digest == digest([t - 1 for t in theta()])
 
     scenario(body)
