@@ -16,7 +16,7 @@ from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import LARGE, SMALL, Peer, run_of, vectors
 from tests.support.two_ranks import SIZES, Rank, with_two_ranks
 
-REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, "no longer in hand")
+REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, "no longer held")
 
 
 def others(fake: FakeCoordinator, seed: int) -> None:
@@ -82,7 +82,7 @@ def test_one_that_is_refused_is_lost_at_the_outer_step_the_run_had_reached() -> 
         fake.io.change(lambda: setattr(fake, "refuse_contributions", [REFUSED] * 2))
         fake.io.change(lambda: fake.lose(FIRST_ROUND))
         fake.io.change(lambda: fake.abort("the disk is full"))
-        assert peer.ask() == Aborted("no longer in hand")
+        assert peer.ask() == Aborted("no longer held")
         assert contributed(fake, peer) > FIRST_ROUND
 
 
