@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
@@ -47,11 +48,16 @@ def codec_names() -> tuple[str, ...]:
 
 
 def codec(spec: CodecSpec | str) -> Codec:
-    """Make the codec that `spec`, or its text (`"int8"`), chooses.
+    """Return the codec that `spec`, or its text (`"int8"`), chooses. A codec has no state, so equal specs may share one.
 
     Raises RemoteProtocolError for an unknown name (names in a configuration are checked there), ConfigError for an option that
     the codec does not have, or on a big-endian machine.
     """
+    return _make(spec)
+
+
+@lru_cache(maxsize=64)
+def _make(spec: CodecSpec | str) -> Codec:
     if sys.byteorder != "little":
         raise ConfigError("encoded vectors are little-endian; this machine is not")
     chosen = CodecSpec.parse(spec) if isinstance(spec, str) else spec

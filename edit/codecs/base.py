@@ -25,7 +25,7 @@ PIECE = 1 << 17  # elements handled at a time: 512 KiB of fp32 stay in the cache
 
 
 class Codec(Protocol):
-    """One format for flat fp32 vectors.
+    """One format for flat fp32 vectors. It has no state.
 
     A new format is a class that derives from this one, sets the three attributes and implements `encoded_size`, `to_bytes`,
     `pieces` and `cut_bytes`; it is made from a `CodecSpec` by a line in `edit.codecs`.

@@ -133,9 +133,9 @@ class Shard:
             start += box.numel
 
 
-def partition_fault(fragment: FragmentSpec, shares: Sequence[Sequence[Box]]) -> str | None:
-    """Say in one line why `shares` (boxes, by rank) do not cover every element of the fragment exactly once, or return None."""
-    boxes = [box for share in shares for box in share]
+def partition_fault(fragment: FragmentSpec, by_rank: Sequence[Sequence[Box]]) -> str | None:
+    """Say in one line why the boxes of all ranks do not cover every element of the fragment exactly once, or return None."""
+    boxes = [box for held in by_rank for box in held]
     if fault := _outside(boxes, fragment) or _overlap(boxes, fragment):
         return fault
     covered = [0] * len(fragment.tensors)
