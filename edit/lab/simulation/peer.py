@@ -1,19 +1,19 @@
 """One simulated peer: trains, contributes, waits, fails, comes back; in virtual time.
 
-Owns: the order of a peer's actions, as `edit.worker.worker` and the daemon have it. What became of an outer step is decided
-by the peer's own `peers.carriers.hub.session.Session`, from views that reach it one latency after they are published.
+What became of an outer step is decided by the peer's own `peers.carriers.hub.session.Session`, from views that reach it one
+latency after they are published; what the peer does then by its own `edit.worker.exchange.Exchange`. Here its actions are
+carried out, with counts in place of tensors and seconds on a link.
 
 A peer's life is a generator. It yields the virtual time at which it goes on, or VIEW: when a new view has changed its mind.
-`blocking`: waits for the update. `delayed`: trains on for sync.delay steps and waits then; the update is fetched meanwhile.
-(`forward` counts as blocking: it saves at most one forward. `eager` counts as delayed.) A contribution that came too late is
-sent again with all the work since, while training goes on; with max_staleness > 0 it is carried over instead. Not simulated: a
-founding, damaged bytes, a link that breaks while the process lives.
+Where training overlaps, an update is fetched as soon as there is one. `forward` does as `blocking`: it saves one forward at
+most. Not simulated: a founding, damaged bytes, a link that breaks while the process lives, exact resumption from a checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from random import Random
+from typing import Any, TypeVar
 
 from edit.lab.simulation.accounting import Accounting
 from edit.lab.simulation.coordinator import Coordinator
@@ -24,7 +24,22 @@ from edit.lab.simulation.presence import Presence
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.lab.simulation.training import Training, Work
-from edit.worker.schedule import due
+from edit.records import Aborted, Finished, NeedsSnapshot
+from edit.worker.exchange import (
+    Action,
+    Advanced,
+    Answer,
+    Apply,
+    Ask,
+    Contribute,
+    Exchange,
+    GiveUp,
+    Moved,
+    ReadClock,
+    SendAgain,
+    Steps,
+    TakeSnapshot,
+)
 from editpb.messages import View, Welcome
 from peers.carriers.hub.session import Decision, Session
 
@@ -32,6 +47,7 @@ __all__ = ["Peer"]
 
 VIEW, NEVER = -1.0, -2.0
 Life = Generator[float, None, None]
+_T = TypeVar("_T")
 
 
 class Peer:
@@ -40,13 +56,11 @@ class Peer:
     __slots__ = (  # thousands of peers, each touched at every event of its own: what is small stays in the processor's cache
         "_accounting",
         "_alive_since",
-        "_began",
-        "_blocking",
         "_coordinator",
         "_down_bytes",
         "_due",
+        "_exchange",
         "_failures_per_hour",
-        "_interval",
         "_kept",
         "_life",
         "_line",
@@ -60,7 +74,6 @@ class Peer:
         "_seen",
         "_sending",
         "_session",
-        "_staleness",
         "_sync",
         "_training",
         "_waiting",
@@ -68,7 +81,6 @@ class Peer:
         "_wakes_at",
         "_work",
         "finished",
-        "outer_step",
         "peer_id",
     )  # fmt: skip
 
@@ -83,17 +95,14 @@ class Peer:
     ) -> None:
         self.peer_id = peer_id
         self.finished = False
-        self.outer_step = 0
         self._scenario, self._queue, self._coordinator, self._accounting = scenario, queue, coordinator, accounting
         self._pace, self._line, self._random, self._failures_per_hour = parts
-        self._sync, self._staleness = scenario.run.sync, scenario.run.rounds.max_staleness
-        self._interval = self._sync.interval
-        self._blocking = self._sync.mode in ("blocking", "forward")
+        self._sync = scenario.run.sync
+        self._exchange = Exchange(self._sync, scenario.run.rounds.max_staleness, scenario.size.fragments)
         self._due = coordinator.due
         self._down_bytes = scenario.down_bytes
         self._training = Training(self._pace)
         self._work = Work(scenario.size.fragments)
-        self._began = 0  # the outer step where the work of the next contribution began
         self._kept = True  # whether this process begins with outer parameters and work of its own
         self._begin()
         self._life: Life | None = None
@@ -123,14 +132,15 @@ class Peer:
     def _begin(self) -> None:
         self._alive_since = self._queue.now
         self._seen: View | None = None
-        heartbeat_s, up_bytes = self._scenario.run.membership.heartbeat_s, self._scenario.up_bytes
-        self._session = Session(self._random.random, self._queue.now, heartbeat_s, self._staleness)
-        self._sending = Sending(self.peer_id, up_bytes, self._queue, self._coordinator, self._line, self._see)
+        run = self._scenario.run
+        staleness = run.rounds.max_staleness
+        self._session = Session(self._random.random, self._queue.now, run.membership.heartbeat_s, staleness)
+        self._sending = Sending(self.peer_id, self._scenario.up_bytes, self._queue, self._coordinator, self._line, self._see)
 
     def stop(self) -> None:
         """Settle the steps and seconds of this life: it or the simulation ends."""
         if self.alive:
-            self._settle_training()
+            self._exchange.schedule.count_steps(self._settle_training())
             self._accounting.alive_s += self._queue.now - self._alive_since
             self._alive_since = self._queue.now
 
@@ -179,7 +189,9 @@ class Peer:
         lost = training.trained % every if every else training.trained
         self._work.in_doubt(pending.shares if pending else ())
         self._work.lose(lost, training.trained)
-        training.since = max(0, training.since - lost)
+        schedule = self._exchange.schedule
+        schedule.load({**schedule.state(), "round_inner_steps": max(0, schedule.round_inner_steps - lost)})
+        self._exchange.pending = None
         self._kept = every > 0
 
     def _return(self) -> None:
@@ -244,7 +256,7 @@ class Peer:
 
     def _live(self) -> Life:
         yield from self._enter()
-        while not self.finished and self.outer_step < self._sync.outer_steps:
+        while not self._exchange.finished and self._exchange.outer_step < self._sync.outer_steps:
             yield from self._go_on()
 
     def _enter(self) -> Life:
@@ -258,10 +270,11 @@ class Peer:
         session.welcomed(Welcome(run_id="simulated", peer_id=self.peer_id, config_json=""))
         self._look()
         if not self._kept:
-            yield from self._take_snapshot()
-            self._work.begin_anew(self._training.trained, self.outer_step)
-            self._began = self.outer_step
-        self._presence.report(self.outer_step)
+            outer_step = yield from self._fetch_snapshot()
+            self._work.begin_anew(self._training.trained, outer_step)
+            self._exchange.schedule.abandoned()
+            yield from self._run(self._exchange.begin(outer_step))
+        self._presence.report(self._exchange.outer_step)
         while not session.under_way:
             yield VIEW
             self._look()
@@ -269,56 +282,104 @@ class Peer:
 
     def _go_on(self) -> Life:
         """Train until an outcome or a contribution is due, and see to it."""
-        training, interval, pending = self._training, self._interval, self._sending.pending
-        stop = interval
-        if pending is not None:  # wait for its outcome there, and if it is carried past that, at every full interval
-            stop = pending.wait_at if training.since < pending.wait_at else (training.since // interval + 1) * interval
-        if training.since < stop:
-            yield training.begin(stop - training.since, self._queue.now)
-            self._settle_training()
-        if (pending := self._sending.pending) is not None:
-            yield from self._resolve(pending, block=training.since >= stop)
-        if self._sending.pending is None and due(training.since, interval):
-            if self._outcome(None) is not Decision.WAIT:
-                yield from self._catch_up()
-            if not self.finished:
-                pending = self._contribute(late=False)
-                if self._blocking:
-                    yield VIEW
-                    yield from self._resolve(pending, block=True)
+        exchange = self._exchange
+        if steps := self._steps_ahead():
+            yield self._training.begin(steps, self._queue.now)
+            yield from self._run(exchange.stepped(self._settle_training()))
+        if (yield from self._run(exchange.contribute_if_due())):
+            yield from self._run(exchange.take())
 
-    def _settle_training(self) -> None:
+    def _steps_ahead(self) -> int:
+        """How many steps to take at once: to the next one at which the exchange waits or contributes."""
+        schedule, pending = self._exchange.schedule, self._exchange.pending
+        since, stop = schedule.round_inner_steps, schedule.every
+        if pending is not None and self._sync.overlap and not pending.outcome_overdue:
+            stop = min(self._sync.delay, schedule.every)
+        elif pending is not None:
+            stop = (since // schedule.every + 1) * schedule.every
+        return max(0, stop - since)
+
+    def _settle_training(self) -> int:
+        """The phase of training is over: count it. Returns its steps."""
         steps, seconds = self._training.settle(self._queue.now)
         self._accounting.trained += steps
         self._accounting.training_s += seconds
+        return steps
 
     # -- the exchange ------------------------------------------------------------------------------------------------------
 
-    def _contribute(self, *, late: bool) -> Pending:
-        """late: a contribution came too late; this one carries its work and all since, and does not hold up training."""
-        outer_step, training = self.outer_step, self._training
-        shares = self._work.shares(self._due[outer_step % self._sync.groups], training.trained)
-        wait_at = self._interval if late or self._blocking else self._sync.delay
-        training.since = 0
+    def _run(self, steps: Steps[_T]) -> Generator[float, None, _T]:
+        """Carry out one verb of the exchange, action by action."""
+        result: Any = None
+        while True:
+            try:
+                action = steps.send(result)
+            except StopIteration as end:
+                returned: _T = end.value
+                return returned
+            result = yield from self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> Generator[float, None, Answer | Moved | float]:
+        match action:
+            case Ask(_, block):
+                while (answer := self._answer()) is None and block:
+                    self._sending.advance(self._session)
+                    yield VIEW
+                return answer
+            case Apply(answer, _, carried):
+                return (yield from self._apply(answer, carried))
+            case TakeSnapshot(_, reason):
+                return (yield from self._move_to_snapshot(reason))
+            case Contribute(pending):
+                self._contribute(pending.began, pending.fragments)
+            case SendAgain():
+                self._sending.again(self._session)
+            case GiveUp():
+                self._drop()
+            case ReadClock():
+                return self._queue.now
+        return None
+
+    def _answer(self) -> Answer:
+        """What became of the present outer step, by what is known now."""
+        pending, outer_step = self._sending.pending, self._exchange.outer_step
+        decision, reason = self._decide(pending)
+        match decision:
+            case Decision.WAIT:
+                return None
+            case Decision.COMMITTED:
+                merged = pending is not None and self._coordinator.took_part(outer_step + 1, self.peer_id)
+                carried = pending is not None and self._session.carried_past(outer_step + 1, pending.sent)
+                return Advanced(outer_step + 1, merged, carried and not merged)
+            case Decision.ABORTED:
+                return Aborted(reason)
+            case Decision.BEHIND:
+                return NeedsSnapshot(reason)
+        return Finished(outer_step)
+
+    def _decide(self, pending: Pending | None) -> tuple[Decision, str]:
+        self._look()
+        return self._session.decide(self._exchange.outer_step, pending.sent if pending is not None else None, self._queue.now)
+
+    def _contribute(self, began: int, fragments: tuple[int, ...]) -> None:
+        outer_step = self._exchange.outer_step
         if self._presence.outer_step < outer_step:
             self._presence.report(outer_step)
         self._listen()
-        began = outer_step - self._staleness // 2
-        began = began if began > self._began else self._began  # as `edit.worker.exchange.Exchange.contribute`
-        return self._sending.begin(self._session, began, shares, wait_at, late)
+        self._sending.begin(self._session, began, self._work.shares(fragments, self._training.trained))
 
     def _prefetch(self, pending: Pending) -> None:
-        """Training goes on meanwhile: fetch the update as soon as there is one; a late contribution's ends training early."""
+        """Training goes on meanwhile: fetch the update as soon as there is one; an overdue outcome ends training early."""
         if pending.fetched_at is not None:
             return
-        decision = self._outcome(pending)
+        decision, _ = self._decide(pending)
         if decision is Decision.WAIT:
             return
         self._coordinator.listeners.pop(self.peer_id, None)
         known = self._queue.now
         if decision is Decision.COMMITTED:
             known = pending.fetched_at = self._fetch_update()
-        if pending.early:
+        if self._exchange.pending is not None and self._exchange.pending.outcome_overdue:
             self._cut_short(known)
 
     def _cut_short(self, when: float) -> None:
@@ -327,85 +388,43 @@ class Peer:
             self._wakes_at = at
             self._queue.at(at, self._wake_up)
 
-    def _outcome(self, pending: Pending | None) -> Decision:
-        """What became of the present outer step, by what is known now."""
-        self._look()
-        return self._session.decide(self.outer_step, pending.sent if pending is not None else None, self._queue.now)[0]
-
-    def _resolve(self, pending: Pending, *, block: bool) -> Life:
-        """Take the outcome, as `edit.worker.exchange.Exchange.resolve`."""
-        while (decision := self._outcome(pending)) is Decision.WAIT and block:
-            self._sending.advance(self._session)
-            yield VIEW
-        if decision is Decision.COMMITTED:
-            at = pending.fetched_at if pending.fetched_at is not None else self._fetch_update()
-            if at > self._queue.now:
-                yield at
-            if self._advance(pending):
-                return
-            if self._sending.pending is pending:
-                yield from self._resolve(pending, block=False)  # it is carried: train on meanwhile
-                return
-            yield from self._catch_up()
-            if not self.finished:
-                self._contribute(late=True)
-        elif decision is Decision.ABORTED:
-            self._drop()
-        elif decision is not Decision.WAIT:
-            yield from self._leave_off(decision)
-
-    def _catch_up(self) -> Life:
-        """Apply the commits already known."""
-        while not self.finished and (decision := self._outcome(None)) is not Decision.WAIT:
-            if decision is Decision.COMMITTED:
-                yield self._fetch_update()
-                self._advance(None)
-            else:
-                yield from self._leave_off(decision)
-
-    def _leave_off(self, decision: Decision) -> Life:
-        """The run went on without this peer, or is over."""
-        if decision is Decision.BEHIND:
-            yield from self._resync()
-        else:
-            self.finished = True
-
     def _fetch_update(self) -> float:
         """When the update from the present outer step is here, asked for now."""
-        count = len(self._due[self.outer_step % self._sync.groups]) * self._down_bytes
+        count = len(self._due[self._exchange.outer_step % self._sync.groups]) * self._down_bytes
         self._accounting.bytes_down += count
         return self._line.fetch(count, self._queue.now)
 
-    def _advance(self, pending: Pending | None) -> bool:
-        """The update is applied; whether what was pending is in it. What is not may be carried, and is pending still."""
-        self.outer_step = outer_step = self.outer_step + 1
-        taken = pending is not None and self._coordinator.took_part(outer_step, self.peer_id)
-        if pending is not None and not taken and self._session.carried_past(outer_step, pending.sent):
-            pending.early, pending.fetched_at = True, None
+    def _apply(self, answer: Advanced, carried: bool) -> Generator[float, None, Moved]:
+        """Fetch the update and apply it. carried: what is pending is not part of it, and is pending still."""
+        pending = self._sending.pending
+        at = pending.fetched_at if pending is not None and pending.fetched_at is not None else self._fetch_update()
+        if pending is None or at > self._queue.now:
+            yield at
+        if pending is not None and carried:
+            pending.fetched_at = None
             self._listen()
         else:
-            if pending is not None and taken:
-                self._work.merged(pending.shares, self._training.trained, outer_step)
-                self._began = outer_step
+            if pending is not None and answer.merged:
+                self._work.merged(pending.shares, self._training.trained, answer.outer_step)
             self._drop()
-        self._presence.report(outer_step, self._pace.step_s)
-        return taken
+        self._presence.report(answer.outer_step, self._pace.step_s)
+        return Moved(answer.outer_step, answer.reason)
 
-    def _resync(self) -> Life:
+    def _move_to_snapshot(self, reason: str) -> Generator[float, None, Moved]:
         """Take a snapshot; whether what is pending is in it cannot be known, so only the work since is kept."""
-        yield from self._take_snapshot()
-        self._work.in_doubt(self._sending.pending.shares if self._sending.pending else (), self.outer_step)
-        self._began = self.outer_step
+        outer_step = yield from self._fetch_snapshot()
+        self._work.in_doubt(self._sending.pending.shares if self._sending.pending else (), outer_step)
         self._drop()
-        self._presence.report(self.outer_step, self._pace.step_s)
+        self._presence.report(outer_step, self._pace.step_s)
+        return Moved(outer_step, reason)
 
-    def _take_snapshot(self) -> Life:
+    def _fetch_snapshot(self) -> Generator[float, None, int]:
         yield self._queue.now + self._line.latency_s
         outer_step = self._coordinator.machine.outer_step
         self._accounting.snapshots += 1
         self._accounting.bytes_down += self._scenario.snapshot_bytes
         yield self._line.fetch(self._scenario.snapshot_bytes, self._queue.now)
-        self.outer_step = outer_step
+        return outer_step
 
     def _drop(self) -> None:
         if self._sending.pending is not None:

@@ -21,8 +21,6 @@ class Pending:
 
     sent: Sent  # as the session knows it
     shares: list[tuple[int, Share]]  # by fragment
-    wait_at: int  # inner steps after it, at which training waits for the outcome
-    early: bool  # take the outcome as soon as it is known
     arrived: int = 0  # fragments that are in
     fetched_at: float | None = None  # when the update is here, once it was asked for
 
@@ -48,13 +46,12 @@ class Sending:
         self._queue, self._coordinator, self._line = queue, coordinator, line
         self._last_round = 0
 
-    def begin(self, session: Session, outer_step: int, shares: list[tuple[int, Share]], wait_at: int, early: bool) -> Pending:
-        """A contribution to the advance from `outer_step`; see `Pending`."""
+    def begin(self, session: Session, outer_step: int, shares: list[tuple[int, Share]]) -> None:
+        """Contribute what was computed against `outer_step`."""
         sent = Sent(session.open_round(outer_step, self._last_round), outer_step)
-        pending = self.pending = Pending(sent, shares, wait_at, early)
+        pending = self.pending = Pending(sent, shares)
         if sent.round_id:
             self._queue.at(self._queue.now + self._line.latency_s, partial(self._offer, pending))
-        return pending
 
     def advance(self, session: Session) -> None:
         """Begin to send what is pending, once a round is open for it."""
@@ -64,6 +61,12 @@ class Sending:
         if round_id := session.open_round(pending.sent.outer_step, self._last_round):
             pending.sent = Sent(round_id, pending.sent.outer_step)
             self._queue.at(self._queue.now + self._line.latency_s, partial(self._offer, pending))
+
+    def again(self, session: Session) -> None:
+        """Its round was lost: send the same to a newer one."""
+        if (pending := self.pending) is not None:
+            self.drop()
+            self.begin(session, pending.sent.outer_step, pending.shares)
 
     def drop(self) -> None:
         """It has its outcome: the next one goes to a newer round."""

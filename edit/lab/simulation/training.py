@@ -11,12 +11,12 @@ __all__ = ["Training", "Work"]
 
 
 class Training:
-    """`trained`: inner steps of all lives; `since`: since the last contribution. A phase is so many steps in a row."""
+    """`trained`: inner steps of all lives. A phase is so many steps in a row."""
 
-    __slots__ = ("_begin", "_end", "_pace", "_steps", "since", "trained")
+    __slots__ = ("_begin", "_end", "_pace", "_steps", "trained")
 
     def __init__(self, pace: Pace) -> None:
-        self.trained = self.since = 0
+        self.trained = 0
         self._pace = pace
         self._begin = self._end = 0.0
         self._steps = 0  # of the phase; 0: none is under way
@@ -38,7 +38,6 @@ class Training:
         """The phase is over: its `so_far`, counted."""
         steps, seconds = self.so_far(now)
         self.trained += steps
-        self.since += steps
         self._steps = 0
         return steps, seconds
 

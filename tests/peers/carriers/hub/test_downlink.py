@@ -10,6 +10,7 @@ from edit.errors import RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Committed
 from peers.carriers.hub import data_calls
+from peers.carriers.hub.downlink import Arrival
 from peers.carriers.run_connection import Interrupted
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.fake_run import Peer, run_of, vectors
@@ -25,9 +26,14 @@ def committed(fake: FakeCoordinator, peer: Peer) -> Committed:
     return outcome
 
 
+def arriving(outcome: Committed) -> list[Arrival]:
+    assert all(isinstance(each, Arrival) for each in outcome.updates)
+    return [each for each in outcome.updates if isinstance(each, Arrival)]
+
+
 def applied(outcome: Committed) -> str:
     """The digest of theta once every fragment has arrived."""
-    steps = [decode(each.wait()) for each in outcome.arriving if each is not None]
+    steps = [decode(each.wait()) for each in arriving(outcome)]
     return digest([theta - step for theta, step in zip(vectors(SIZES, 0), steps, strict=True)])
 
 
@@ -36,8 +42,7 @@ def test_a_commit_is_known_before_its_updates_are_here() -> None:
         fake.hold_update(1)
         outcome = committed(fake, peer)
         assert outcome.commit.fragments[0].verdict_of("a") is not None
-        assert outcome.arriving[0] is not None
-        outcome.arriving[0].wait()
+        arriving(outcome)[0].wait()
         fake.release_update(1)
         assert applied(outcome) == outcome.commit.digest
         assert fake.calls["FetchUpdate"] == 1
@@ -46,18 +51,16 @@ def test_a_commit_is_known_before_its_updates_are_here() -> None:
 def test_fragments_may_be_taken_in_any_order_and_again() -> None:
     with run_of(SIZES, lazy=True) as (fake, peer):
         outcome = committed(fake, peer)
-        assert outcome.arriving[2] is not None
-        last = outcome.arriving[2].wait()
+        last = arriving(outcome)[2].wait()
         assert applied(outcome) == outcome.commit.digest
-        assert outcome.arriving[2].wait() == last
+        assert arriving(outcome)[2].wait() == last
 
 
 def test_a_broken_stream_does_not_bring_again_what_is_here() -> None:
     with run_of(SIZES, lazy=True) as (fake, peer):
         fake.hold_update(2)
         outcome = committed(fake, peer)
-        for each in outcome.arriving[:2]:
-            assert each is not None
+        for each in arriving(outcome)[:2]:
             each.wait()
         fake.release_update(2, broken=True)
         assert applied(outcome) == outcome.commit.digest
@@ -73,9 +76,8 @@ def test_cut_off_on_the_way_an_update_goes_on_when_asked_again(monkeypatch: pyte
         fake.await_held()
         fake.refuse_update = lambda shards: (grpc.StatusCode.UNAVAILABLE, "no route")
         fake.release_update(1, broken=True)
-        assert outcome.arriving[1] is not None
         with pytest.raises(TransportError, match=r"the stream broke|no route"):
-            outcome.arriving[1].wait()
+            arriving(outcome)[1].wait()
         fake.refuse_update = lambda shards: None
         assert applied(outcome) == outcome.commit.digest
 
@@ -84,12 +86,11 @@ def test_what_is_damaged_again_and_again_is_not_handed_out() -> None:
     with run_of(SIZES, lazy=True) as (fake, peer):
         fake.hold_update(1)
         outcome = committed(fake, peer)
-        assert outcome.arriving[0] is not None and outcome.arriving[1] is not None
-        outcome.arriving[0].wait()
+        arriving(outcome)[0].wait()
         fake.damage_updates = 1 << 30
         fake.release_update(1)
         with pytest.raises(RemoteProtocolError, match="CRC-32"):
-            outcome.arriving[1].wait()
+            arriving(outcome)[1].wait()
 
 
 def test_an_update_in_whose_place_a_snapshot_is_taken_is_no_longer_fetched() -> None:
@@ -107,6 +108,5 @@ def test_a_signal_ends_the_wait_for_an_update() -> None:
         fake.hold_update(0)
         outcome = committed(fake, peer)
         peer.io.post(peer.collective.interrupt)
-        assert outcome.arriving[0] is not None
         with pytest.raises(Interrupted):
-            outcome.arriving[0].wait()
+            arriving(outcome)[0].wait()

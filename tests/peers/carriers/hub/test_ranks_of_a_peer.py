@@ -19,6 +19,7 @@ from edit.fragments.shards import Shard
 from edit.records import Aborted, Committed, EncodedTensor, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
 from editpb.messages import Expel, RunPhase
 from peers.carriers.hub import data_calls
+from peers.carriers.hub.downlink import Arrival
 from peers.carriers.run_connection import Interrupted
 from tests.support.encoded import decode_shard
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
@@ -287,11 +288,10 @@ def test_an_update_that_is_on_its_way_is_waited_for_by_all_ranks_together() -> N
         outcome = rank.collective.outcome(0, block=True)
         assert isinstance(outcome, Committed)
         assert [part.payload for part in outcome.commit.fragments] == [None] * 3
-        first = outcome.arriving[0].wait() if outcome.arriving[0] else None
+        arriving = [each for each in outcome.updates if isinstance(each, Arrival)]
+        first = arriving[0].wait()
         rank.only(1, lambda: fake.release_update(1))
-        rest = [each.wait() for each in outcome.arriving[1:] if each is not None]
-        assert first is not None
-        return [first, *rest]
+        return [first, *(each.wait() for each in arriving[1:])]
 
     for rank, payloads in enumerate(with_two_ranks(work, lazy=True)):
         after = stepped(vectors(SIZES, 0), payloads, rank)

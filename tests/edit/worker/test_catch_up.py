@@ -1,0 +1,59 @@
+"""How a peer comes up to date: the two tables, line by line."""
+
+import pytest
+
+from edit.worker.catch_up import (
+    ApplyUpdates,
+    NotOfThisRun,
+    ResumeExactly,
+    ResumeForward,
+    TakeSnapshot,
+    UpToDate,
+    catch_up,
+    resume,
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "run", "oldest", "resync", "expected"),
+    [
+        (3, 3, 1, "", UpToDate()),
+        (0, 0, 1, "", UpToDate()),
+        (3, 4, 4, "", ApplyUpdates(4, 4)),
+        (3, 9, 1, "", ApplyUpdates(4, 9)),
+        (3, 9, 4, "", ApplyUpdates(4, 9)),
+        (3, 9, 5, "", TakeSnapshot("update 4 is no longer kept; the oldest is 5")),
+        (5, 4, 1, "", TakeSnapshot("the run is at outer step 4, this peer at 5")),
+        (3, 3, 1, "another digest", TakeSnapshot("another digest")),
+        (3, 9, 1, "another digest", TakeSnapshot("another digest")),
+        (5, 4, 1, "another digest", TakeSnapshot("another digest")),
+    ],
+)
+def test_while_training(own: int, run: int, oldest: int, resync: str, expected: object) -> None:
+    assert catch_up(own, run, oldest_update=oldest, resync=resync) == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "exactly", "same_digest", "expected"),
+    [
+        (3, 3, False, True, ResumeExactly()),
+        (3, 3, True, True, ResumeExactly()),
+        (3, 4, True, True, ResumeExactly()),
+        (3, 40, True, False, ResumeExactly()),
+        (3, 4, False, True, ResumeForward()),
+        (3, 4, False, False, ResumeForward()),
+    ],
+)
+def test_with_a_checkpoint(saved: int, run: int, exactly: bool, same_digest: bool, expected: object) -> None:
+    assert resume(saved, run, exactly=exactly, same_digest=same_digest) == expected
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(exactly: bool) -> None:
+    newer, other = resume(5, 4, exactly=exactly), resume(4, 4, exactly=exactly, same_digest=False)
+    for refused, said in (
+        (newer, "at outer step 5, the run only at 4: it is newer"),
+        (other, "at outer step 4 are not the run's"),
+    ):
+        assert isinstance(refused, NotOfThisRun)
+        assert said in refused.reason and refused.reason.endswith("remove it to start from the run's parameters")
