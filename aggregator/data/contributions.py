@@ -133,7 +133,7 @@ class ShardedFragment:
         covered = self._covered + shard.numel
         if covered > self._fragment.numel:
             raise RemoteProtocolError(
-                f"{_who(header)}: the ranks' parts overlap: {covered} elements, the fragment has {self._fragment.numel}"
+                f"{_who(header)}: the ranks' shards overlap: {covered} elements, the fragment has {self._fragment.numel}"
             )
         if covered == self._fragment.numel:
             boxes = [*(known.shard.boxes for known in self._shards.values()), shard.boxes]

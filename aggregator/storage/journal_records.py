@@ -168,10 +168,10 @@ def merged_of(path: Path, record: Record) -> tuple[Merged, Tensor | None]:
 
 def _merged(record: Record) -> tuple[Merged, Tensor | None]:
     header = record.header
-    parts = _parts(record.body, (not header["rollback"]) + header["injected"])
+    vectors = _vectors(record.body, (not header["rollback"]) + header["injected"])
     merged = Merged(
         fragment_id=header["fragment_id"],
-        merged=None if header["rollback"] else next(parts),
+        merged=None if header["rollback"] else next(vectors),
         verdicts=verdicts_from(header["verdicts"]),
         statistics={
             peer_id: NormStatistics(mean=float(mean), variance=float(variance), count=count)
@@ -180,7 +180,7 @@ def _merged(record: Record) -> tuple[Merged, Tensor | None]:
         merged_norm=float(header["merged_norm"]),
         clip=float(header["clip"]),
     )
-    return merged, next(parts, None)
+    return merged, next(vectors, None)
 
 
 def verdicts_written(verdicts: Iterable[PeerVerdict]) -> list[list[object]]:
@@ -201,7 +201,7 @@ def number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _parts(body: bytearray, count: int) -> Iterator[Tensor]:
+def _vectors(body: bytearray, count: int) -> Iterator[Tensor]:
     """Yield the equally long vectors in the body of a fragment; they share its memory."""
     if count == 0:
         return
@@ -212,9 +212,9 @@ def _parts(body: bytearray, count: int) -> Iterator[Tensor]:
 def body_of(merged: Merged, injection: Injection | None) -> Buffer:
     """Return the raw part of a merged fragment: fp32; empty for a rollback. Copied only when something was injected with it."""
     injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
-    parts = [part for part in (merged.merged, injected) if part is not None]
-    if sys.byteorder != "little" or any(part.dtype is not torch.float32 or part.dim() != 1 for part in parts):
+    vectors = [vector for vector in (merged.merged, injected) if vector is not None]
+    if sys.byteorder != "little" or any(vector.dtype is not torch.float32 or vector.dim() != 1 for vector in vectors):
         raise LocalProtocolError("journal: a merged fragment must be one flat fp32 tensor of a little-endian machine")
-    if not parts:
+    if not vectors:
         return b""
-    return (torch.cat(parts) if len(parts) > 1 else parts[0]).detach().contiguous().numpy().view("uint8").data
+    return (torch.cat(vectors) if len(vectors) > 1 else vectors[0]).detach().contiguous().numpy().view("uint8").data

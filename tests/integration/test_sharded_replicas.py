@@ -177,9 +177,9 @@ DOUBLE = (Box(0, (0, 0), (3, 4)), Box(1, (0,), (2,)))
 @pytest.mark.parametrize(
     ("boxes", "changes", "words"),
     [
-        (OVERLAP, {}, "the ranks' parts overlap: 40 elements, the fragment has 33"),
+        (OVERLAP, {}, "the ranks' shards overlap: 40 elements, the fragment has 33"),
         (DOUBLE, {}, "two shards overlap"),
-        (None, {}, "the ranks' parts overlap: 52 elements"),
+        (None, {}, "the ranks' shards overlap: 52 elements"),
         (ROWS_2[1][0].boxes, {"tokens": 11}, "rank 1 says tokens = 11, rank 0 says 10"),
         (ROWS_2[1][0].boxes, {"inner_steps": 3}, "rank 1 says inner_steps = 3, rank 0 says 2"),
         (ROWS_2[1][0].boxes, {"rank": 0}, "was declared with another numel before"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +16,19 @@ from aggregator.security import authority, members
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import new_key
 from aggregator.security.members import Members
+from aggregator.server import serve_run
 from aggregator.storage import checkpoint, journal, journal_records, operator_flags, published_updates, state_folder
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
+from edit.command_line import run_command
 from edit.errors import FormatError
 from edit.merging.injection import Injected, Injection
 from editpb.identity import Identity
 from tests.aggregator.security.test_authority import request
 from tests.aggregator.storage.test_store import append, config, founded
-from tests.support.served import TOML
+from tests.support.served import TOML, new_folder
 
 
 def write_outer(folder: Path) -> None:
@@ -117,3 +120,12 @@ def test_members_without_a_format_are_read(tmp_path: Path) -> None:
     assert kept.why_refused(Identity("run", "peer", "a")) is None
     kept.evict("a", "left")
     assert (record := Members(path).get("a")) is not None and record.evicted == "left"
+
+
+def test_serve_ends_with_exit_code_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = new_folder(tmp_path / "run")
+    folder.run_json.write_text(folder.run_json.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(SystemExit) as end:
+        run_command("edit-coordinator", lambda: asyncio.run(serve_run(StateFolder(folder.path))))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"edit-coordinator: {folder.run_json}: format 2, this software reads format 1\n"

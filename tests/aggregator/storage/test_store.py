@@ -56,7 +56,7 @@ def step(outer: OuterState) -> list[Measured]:
 
 
 def append(store: Store, outer: OuterState, *, commit: bool = True) -> Commit | None:
-    """What the exchange does with one round."""
+    """What the round runner does with one round."""
     staged = []
     for fragment_id, contribution in zip(outer.due, step(outer), strict=True):
         merged = outer.reduce(fragment_id, [contribution])
