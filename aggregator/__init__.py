@@ -40,7 +40,6 @@ Threads of the process (`server.py` makes all but the journal's)
     `MetricsLog._room` (threading.Semaphore)        metrics.jsonl           `files`, line by line        nobody: a line is lost
     `Attendance.changed` (asyncio.Event)            a rank's open stream    a change of the view         that stream
     `Background._failed` (asyncio.Event)            the process             a bug in a background task   `serve`, which ends
-    `Run.finished` (asyncio.Event)                  the run                 the last checkpoint          `serve`
     `stop` (asyncio.Event, `server.py`)             the process             SIGINT, SIGTERM              `serve`
 
     Background tasks (`Background.spawn`): the clock that watches leases and deadlines, each Reduce and Commit, the last

@@ -1,7 +1,4 @@
-"""Wiring: one process with the coordinator's two listeners, one event loop, one worker thread, signals and a clean end.
-
-Owns: ports, credentials, start and stop order. Must not know: rounds, tensors, the content of any message.
-"""
+"""One process that serves a run: its ports, credentials and threads, signals, and the order of start and stop."""
 
 from __future__ import annotations
 
@@ -47,27 +44,30 @@ _STOP_GRACE_S = 1.0
 
 @dataclass(slots=True)
 class Coordinator:
-    """A served run, or the part of it that a further aggregator has; members are enrolled by the coordinator only (authority,
-    _enrol: None elsewhere). `start` binds and recovers, `close` ends it; between them everything happens by itself."""
+    """A served run, or the part of it that a further aggregator has.
+
+    `start` recovers and binds, `close` ends it; in between everything happens by itself.
+    """
 
     folder: StateFolder
     config: RunConfig
     run: Run
-    authority: Authority | None
-    _main: grpc.aio.Server
-    _enrol: grpc.aio.Server | None
+    authority: Authority | None  # None at a further aggregator, where nobody is enrolled
+    _main: grpc.aio.Server  # control and data
+    _enrol: grpc.aio.Server | None  # enrolment; None at a further aggregator
     background: Background
     _threads: tuple[ThreadPoolExecutor, ...]
-    listen: str = ""
-    enrol_listen: str = ""
+    listen: str = ""  # HOST:PORT of control and data, once bound
+    enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
 
     @classmethod
     def open(cls, folder: StateFolder, clock: Clock | None = None, disk: Disk | None = None) -> Coordinator:
-        """Read the folder and build everything; nothing listens yet. Must be called on the event loop.
+        """Read the folder and build everything; nothing listens yet. Call it on the event loop.
 
-        clock, disk: injected for tests.
+        Args:
+            clock, disk: injected by tests.
 
-        Raises ConfigError or StorageError with one line.
+        Raises ConfigError, StorageError.
         """
         config = folder.config()
         clock = clock or Clock()
@@ -102,20 +102,22 @@ class Coordinator:
         return coordinator
 
     def endpoints(self) -> tuple[str, ...]:
-        """HOST:PORT of control and data, as peers reach them."""
+        """Return HOST:PORT of control and data, as peers reach them."""
         port = self.listen.rpartition(":")[2]
         return tuple(f"{host}:{port}" for host in self.config.server.advertise)
 
     async def start(self) -> None:
-        """Recover, bind both ports, tell where in addresses.json. Raises ConfigError for a port in use."""
+        """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
         await self.run.start()
-        tls = _Certificates(self.folder)
+        ca, key, certificate = ((self.folder.path / name).read_bytes() for name in ("ca.pem", "server.key", "server.pem"))
+        mutual = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+        server_only = grpc.ssl_server_credentials([(key, certificate)])
         server = self.config.server
         before = json.loads(self.folder.addresses.read_text()) if self.folder.addresses.exists() else {}
-        self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), tls.mutual())
+        self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), mutual)
         if self._enrol is not None:
             address = _same_port(server.enrol_listen, before.get("enrol_listen"))
-            self.enrol_listen = _bind(self._enrol, "server.enrol_listen", address, tls.server_only())
+            self.enrol_listen = _bind(self._enrol, "server.enrol_listen", address, server_only)
             await self._enrol.start()
         await self._main.start()
         addresses = {"listen": self.listen, "enrol_listen": self.enrol_listen}
@@ -135,7 +137,10 @@ class Coordinator:
 
 
 def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority | None:
-    """The run's; None at a further aggregator, which has only the certificate that the coordinator's operator gave it."""
+    """Return the run's authority, with the server's certificate renewed where that is due.
+
+    None at a further aggregator, which has only the certificate that the coordinator's operator gave it.
+    """
     if folder.aggregator:
         check_equipped(folder.path, folder.run_id, folder.aggregator, config.server.advertise[0], now=now)
         return None
@@ -144,21 +149,8 @@ def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority 
     return authority
 
 
-class _Certificates:
-    def __init__(self, folder: StateFolder) -> None:
-        self._ca, self._key, self._certificate = (
-            (folder.path / name).read_bytes() for name in ("ca.pem", "server.key", "server.pem")
-        )
-
-    def mutual(self) -> grpc.ServerCredentials:
-        return grpc.ssl_server_credentials([(self._key, self._certificate)], self._ca, require_client_auth=True)
-
-    def server_only(self) -> grpc.ServerCredentials:
-        return grpc.ssl_server_credentials([(self._key, self._certificate)])
-
-
 def _same_port(configured: str, before: str | None) -> str:
-    """Port 0 means: choose one, and keep it over restarts, so that peers find the coordinator again."""
+    """Return the address to bind: port 0 is chosen once and kept over restarts, so that peers find the coordinator again."""
     host, _, port = configured.rpartition(":")
     return f"{host}:{before.rpartition(':')[2]}" if port == "0" and before else configured
 
@@ -172,7 +164,7 @@ def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.S
 
 
 async def serve_run(folder: StateFolder) -> None:
-    """`edit-coordinator serve`: until SIGINT, SIGTERM, or some time after the last outer step. Raises EditError."""
+    """Serve the run until SIGINT or SIGTERM. Raises EditError, also when a background task failed."""
     folder.lock()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

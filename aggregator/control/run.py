@@ -39,7 +39,6 @@ from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
-from edit.rounds.events import Phase
 from editpb.messages import FoundHeader, Heartbeat, PeerState, View
 
 __all__ = ["Run"]
@@ -54,6 +53,9 @@ _TICK_S = 0.25  # how often leases and deadlines are looked at
 class Run:
     """One run. Call `start` once on the event loop, `close` at the end.
 
+    It subscribes to the feed after those who subscribed before, so the log and metrics.jsonl have an event before its
+    consequences.
+
     Args:
         first_round_id: larger than any round id of an earlier process.
     """
@@ -63,7 +65,6 @@ class Run:
         self.members, self.clock, self.feed = resources.members, resources.clock, resources.feed
         self.attendances = Attendances(config.membership, resources.feed, resources.clock.monotonic)
         self.founding = Founding(config, resources.store, resources.background, self.attendances)
-        self.finished = asyncio.Event()
         self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
         self._resources = resources
         self._first_round_id = first_round_id
@@ -103,16 +104,15 @@ class Run:
             self._tell_rounds(events.Tick())
 
     def _adopt(self, outer: OuterState) -> None:
-        """The run has parameters: rounds may begin."""
+        """Take the run's parameters: rounds may begin, as far as the operator's orders of an earlier process let them."""
         resources = self._resources
         published = PublishedState(CommittedState.of(outer), resources.store, resources.background, self.clock.monotonic)
         self._rounds = RoundRunner(outer, self.config, resources, published, first_round_id=self._first_round_id)
-        for standing, order in ((resources.orders.paused, events.Pause()), (resources.orders.draining, events.Drain())):
-            if standing:
-                self._rounds.feed(order)
+        if resources.orders.paused:
+            self._rounds.feed(events.Pause())
+        if resources.orders.draining:
+            self._rounds.feed(events.Drain())
         self._rounds.feed(events.Tick())
-        if self._rounds.machine.phase is Phase.FINISHED:
-            self.finished.set()
 
     # ---- what follows from an event ------------------------------------------------------------------------------------
 
@@ -124,10 +124,7 @@ class Run:
                 self.attendances.count(commit, missing)
             case RoundReport():
                 self.recent_rounds.append(event)
-            case RunEnded():
-                self.finished.set()
-                self._show_change()
-            case RoundChanged() | OrderGiven() | MemberEnrolled():
+            case RoundChanged() | RunEnded() | OrderGiven() | MemberEnrolled():
                 self._show_change()
 
     def _tell_rounds(self, event: events.Event) -> None:
@@ -221,7 +218,6 @@ class Run:
     def resume(self) -> None:
         """Open rounds again, also after `drain`. Raises StorageError; then nothing is resumed."""
         self._resources.orders.resume()
-        self.finished.clear()
         self._tell_rounds(events.Resume())
         self.feed.publish(OrderGiven("resumed"))
 

@@ -46,7 +46,9 @@ class ControlService:
                     raise RefusedError(
                         "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
                     )
-                attendance = self._attendance(identity, hello)
+                attendance = None  # without a schema: a peer that only asks for the configuration, or a regional aggregator
+                if hello.schema is not None:
+                    attendance = self._run.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
                 return
@@ -56,6 +58,7 @@ class ControlService:
                     yield message
 
     async def _hello(self, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
+        """Return the first message. Raises RemoteProtocolError (also for another protocol), RefusedError (another run)."""
         try:
             first = await asyncio.wait_for(anext(messages), _HELLO_S)
         except (TimeoutError, StopAsyncIteration):
@@ -66,15 +69,10 @@ class ControlService:
         self._run.check_run_id(hello.run_id)
         return hello
 
-    def _attendance(self, identity: Identity, hello: Hello) -> Attendance | None:
-        if hello.schema is None:
-            return None
-        return self._run.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
-
     def _welcome(self, identity: Identity) -> Welcome:
         run = self._run
-        config_json, outer_step = run.config.to_json(), run.rounds.published.outer_step if run.founded else 0
-        return Welcome(run_id=run.run_id, peer_id=identity.peer_id, config_json=config_json, outer_step=outer_step)
+        outer_step = run.rounds.published.outer_step if run.founded else 0
+        return Welcome(run_id=run.run_id, peer_id=identity.peer_id, config_json=run.config.to_json(), outer_step=outer_step)
 
     async def _converse(
         self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]
@@ -112,30 +110,35 @@ class ControlService:
         return ""
 
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
+        """Return how the run stands."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator", "observer")
             return status_to_pb(run_status(self._run, request.rounds_after))
         raise AssertionError("unreachable: abort raises")
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
+        """Shut a member out for good."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator")
             self._run.evict(*evict_request_from_pb(request))
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
+        """Open no rounds until Resume."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator")
             self._run.pause()
         return cpb.PauseReply()
 
     async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
+        """Open rounds again, after Pause or Drain."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator")
             self._run.resume()
         return cpb.ResumeReply()
 
     async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
+        """Finish the run with the open round."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator")
             self._run.drain()
