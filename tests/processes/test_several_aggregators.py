@@ -138,7 +138,7 @@ def test_a_sharded_peer_that_is_killed_goes_on_with_the_checkpoint_of_all_parts(
         a.until("aggregator 1: outer step 6,")
         a.kill()
         a = site.peer("a", ranks=2)
-        assert "checkpoint-" in a.until("going on from")
+        assert "checkpoint-" in a.until("resuming from")
         assert (a.finish(), b.finish()) == (0, 0)
         status = site.status()
         parts = [status, *status["aggregators"]]

@@ -37,7 +37,7 @@ def test_a_killed_rank_takes_its_replica_out_of_the_round_not_the_run(tmp_path: 
         coordinator.until("sharded: l")  # left or lost, whichever its other rank could still say
         coordinator.until("committed: the only contributor in")  # nobody waits for the dead
         site.operate("pause")
-        sharded.until("going on from")
+        sharded.until("resuming from")
         sharded.until("joined at outer step")
         site.operate("resume")
         coordinator.until("committed: all 2 contributors in")
