@@ -115,9 +115,8 @@ class Membership:
         reason = REPLACED if member.attendance else "attends"
         self._attendances += 1
         member.attendance, member.last_seen, member.heartbeat = self._attendances, now, None
-        changes = (
-            _change(member, MemberState.LOST, reason) if member.live else []
-        )  # its process may be a new one: its counters start again
+        # its process may be a new one, which has not what the one before had: it is lost first
+        changes = _change(member, MemberState.LOST, reason) if member.live else []
         return self._attendances, changes + _change(member, MemberState.STARTING, "attends")
 
     def heartbeat(self, peer_id: str, attendance: int, heartbeat: Heartbeat, now: float) -> list[Change]:
