@@ -21,10 +21,10 @@ from edit.fragments.schema import Schema
 from edit.lab.observations import Status
 from edit.records import Snapshot
 from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
+from editpb.channel_options import channel_options
 
 __all__ = ["Observer", "open_observer"]
 
-_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 8 << 20))
 _MAX_BYTES = 1 << 30
 
 
@@ -95,5 +95,5 @@ def open_observer(state: Path) -> Observer:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=_OPTIONS)  # noqa: E731
+    connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=channel_options())  # noqa: E731
     return Observer(run_id, connect(), connect())

@@ -18,6 +18,7 @@ from edit.regional_peer import Below, Memory, RegionalPeer
 from editpb.messages import Heartbeat, InjectionState, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
 from peers.daemon import stopping
@@ -66,6 +67,7 @@ class _Regional:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
+        self._parser = ConfigParser()
         self._below = RunBelow(io, Channels(lower.endpoints, lower.credentials), lower.run_id)
         self._step_s = 0.0
         self._moved_at = clock()
@@ -84,7 +86,8 @@ class _Regional:
             self._say_ended(region)
 
     def _collective(self, enrolled: Enrolment) -> HubCollective:
-        return HubCollective(self._io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+        channels = Channels(enrolled.endpoints, enrolled.credentials)
+        return HubCollective(self._io, channels, enrolled.identity, parser=self._parser)
 
     def _configuration(self, enrolled: Enrolment) -> RunConfig:
         with leaving(self._collective(enrolled)) as reader:

@@ -112,11 +112,6 @@ class Session:
         max_staleness: the bound on staleness in outer steps, likewise.
     """
 
-    __slots__ = (
-        "_attempts", "_connections", "_expel", "_heartbeat_s", "_link", "_max_staleness", "_offline_since", "_random",
-        "_resynced_at", "_view", "_welcome"
-    )  # fmt: skip
-
     def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0, max_staleness: int = 0) -> None:
         self._random = random
         self._heartbeat_s = heartbeat_s

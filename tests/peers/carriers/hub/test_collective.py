@@ -270,18 +270,25 @@ def test_a_passing_failure_of_the_coordinator_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "details", "error"),
+    ("code", "details", "error", "told"),
     [
-        (grpc.StatusCode.INVALID_ARGUMENT, "the peer speaks protocol 1, this side 2", RefusedError),
-        (grpc.StatusCode.PERMISSION_DENIED, "the certificate is of another run", RefusedError),
-        (grpc.StatusCode.PERMISSION_DENIED, "evicted: key lost", EvictedError),
-        (grpc.StatusCode.UNAVAILABLE, "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed", RefusedError),
+        (grpc.StatusCode.INVALID_ARGUMENT, "the peer speaks protocol 1, this side 2", RefusedError, "protocol 1, this side 2$"),
+        (grpc.StatusCode.PERMISSION_DENIED, "the certificate is of another run", RefusedError, "of another run"),
+        (grpc.StatusCode.PERMISSION_DENIED, "evicted: key lost", EvictedError, "key lost"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed",
+            RefusedError,
+            "not from this run's authority",
+        ),
     ],
 )
-def test_who_is_refused_at_the_door_does_not_knock_again(code: grpc.StatusCode, details: str, error: type[Exception]) -> None:
+def test_a_peer_that_is_refused_on_connecting_is_told_why_and_does_not_try_again(
+    code: grpc.StatusCode, details: str, error: type[Exception], told: str
+) -> None:
     with run_of(join=False) as (fake, peer):
         fake.refuse_attendance = [(code, details)]
-        with pytest.raises(error):
+        with pytest.raises(error, match=told):
             peer.collective.configuration()
 
 

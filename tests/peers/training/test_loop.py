@@ -1,0 +1,121 @@
+"""The training loop over a carrier that is not the hub: what `RunConnection` declares is all that it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from edit.config.run import RunConfig
+from edit.fragments.schema import Schema
+from edit.local import LocalCollective, LocalRun
+from edit.replica.ranks import ALONE
+from edit.replica.replica import Outer
+from editpb.identity import Identity
+from editpb.messages import Heartbeat, PeerState, RunPhase, View
+from peers.carriers.run_connection import Interrupted, Origin, RunConnection, Traffic
+from peers.training.loop import Place, Training
+from peers.training.metrics import Metrics
+from peers.training.options import PeerOptions
+from peers.training.sharding import ONE_RANK
+
+H, ROUNDS = 5, 3
+
+
+class LocalPart(LocalCollective):
+    """One peer of a run in this process, as an `AggregatorConnection`."""
+
+    def __init__(self, run: LocalRun, peer_id: str) -> None:
+        super().__init__(run, peer_id)
+        self.run = run
+        self.heartbeats: list[Heartbeat] = []
+        self.connected, self.cut_off = True, False
+        self.origin = Origin(0, "abcd", ("this process",))
+
+    @property
+    def last_view(self) -> View:
+        phase = RunPhase.FINISHED if self.run.finished else RunPhase.COLLECTING
+        return View(sequence=1, phase=phase, outer_step=self.run.state.outer_step)
+
+    def report(self, heartbeat: Heartbeat) -> None:
+        self.heartbeats.append(heartbeat)
+
+
+class LocalConnection:
+    """A `RunConnection` without a network."""
+
+    def __init__(self, run: LocalRun, peer_id: str, stop_after: int = 1 << 30) -> None:
+        self.peer_id = peer_id
+        self.parts = (LocalPart(run, peer_id),)
+        self.shown: list[tuple[Schema, Outer]] = []
+        self.pauses: list[float] = []
+        self.connected, self.traffic = True, Traffic()
+        self._looks, self._stop_after = 0, stop_after
+
+    @property
+    def ended(self) -> bool:
+        return self.parts[0].run.finished
+
+    def prefetch(self) -> None: ...
+    def interrupt(self) -> None: ...
+    def close(self, reason: str = "") -> None: ...
+
+    def show(self, schema: Schema, outer: Outer) -> None:
+        self.shown.append((schema, outer))
+
+    def check(self) -> None:
+        self._looks += 1
+        if self._looks > self._stop_after:
+            raise Interrupted("asked to stop")
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def training(folder: Path, connection: RunConnection, config: RunConfig, metrics: Metrics, **options: object) -> Training:
+    text = folder / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 20)
+    place = Place(identity=Identity("run-1", "peer", "a"), device=torch.device("cpu"), layout=ONE_RANK, ranks=ALONE)
+    return Training(PeerOptions(home=folder, data=text, **options), config, place, connection, metrics)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return RunConfig.from_mapping(
+        {
+            "model": {"layers": 1, "heads": 1, "width": 8, "context": 16},
+            "inner": {"batch_size": 2, "warmup_steps": 2},
+            "sync": {"every": H, "outer_steps": ROUNDS},
+        }
+    )
+
+
+def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, config: RunConfig) -> None:
+    run = LocalRun(config, ["a"])
+    connection = LocalConnection(run, "a")
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        training(tmp_path, connection, config, metrics).run(0)
+    assert run.finished and run.state.outer_step == ROUNDS
+    beats = connection.parts[0].heartbeats
+    assert [beat.outer_step for beat in beats] == [0] * (H + 1) + [1] * H + [2] * H
+    assert beats[0].state is PeerState.TRAINING and beats[0].digest
+    assert {outer.outer_step for _, outer in connection.shown} == {0, 1, 2} and not connection.pauses
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (kinds.count("snapshot"), kinds.count("outer")) == (
+        1,
+        ROUNDS - 1,
+    )  # the last outer step is told when the run has finished
+
+
+def test_told_to_stop_it_saves_and_goes_on_from_there(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        with pytest.raises(Interrupted):
+            training(tmp_path, LocalConnection(run, "a", stop_after=7), config, metrics, throttle=2.0).run(0)
+        training(tmp_path, LocalConnection(run, "a"), config, metrics).run(run.state.outer_step)
+    assert run.finished and "inner step 7" in caplog.text
