@@ -80,7 +80,7 @@ class RunConnection(Protocol):
         ...
 
     @property
-    def parts(self) -> Sequence[AggregatorConnection]:
+    def shares(self) -> Sequence[AggregatorConnection]:
         """The connections, in the order of the run's aggregators; each is a `Collective` for its aggregator's fragments."""
         ...
 

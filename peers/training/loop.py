@@ -78,7 +78,7 @@ class Training:
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = WorkerConfig.of(config)
-        collective = CompositeCollective(self._connection.parts)
+        collective = CompositeCollective(self._connection.shares)
         worker = EditWorker(trainer.model, trainer.optimizer, collective, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
@@ -163,13 +163,13 @@ class Training:
             return True
         if not self._connection.ended:
             return False
-        cut_off = [part.cut_off for part in self._connection.parts]
+        cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
             worker.synchronize()
         return all(part.finished or cut for part, cut in zip(worker.parts, cut_off, strict=True))
 
     def _ending(self) -> str:
-        sync, views = self._config.sync, [part.last_view for part in self._connection.parts]
+        sync, views = self._config.sync, [share.last_view for share in self._connection.shares]
         view = next((view for view in views if view is not None and view.outer_step < sync.outer_steps), None)
         if view is None:
             return f"all {sync.outer_steps} outer steps are taken"
@@ -190,14 +190,14 @@ class Training:
 
     def _show(self, worker: EditWorker) -> None:
         """Tell metrics where the outer parameters came from, and offer them to members that join."""
-        for number, connection in enumerate(self._connection.parts):
+        for number, connection in enumerate(self._connection.shares):
             if (origin := connection.origin) is not None and origin is not self._origins.get(number):
                 self._origins[number] = origin
                 self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
         self._connection.show(*worker.outer_of())
 
     def _report(self, worker: EditWorker) -> None:
-        for part, connection in zip(worker.parts, self._connection.parts, strict=True):
+        for part, connection in zip(worker.parts, self._connection.shares, strict=True):
             connection.report(
                 Heartbeat(
                     state=PeerState.EXCHANGING if part.pending else PeerState.TRAINING,

@@ -118,7 +118,7 @@ def _serving(io: IoThread, server: SnapshotServer | None) -> Iterator[None]:
 class AllAggregators(CompositeCollective):
     """A `peers.carriers.run_connection.RunConnection`: one `HubCollective` for each aggregator, the coordinator's first.
 
-    Close it before the I/O thread ends.
+    It is also what `EditWorker` takes as collective. Close it before the I/O thread ends.
 
     Args:
         io: the I/O thread.
@@ -145,7 +145,7 @@ class AllAggregators(CompositeCollective):
         self._shown: Outer | None = None
         addresses = config.aggregators.addresses
         start, parser = JointStart(1 + len(addresses)), parser or ConfigParser()
-        self.parts = tuple(
+        self._connections = tuple(
             HubCollective(
                 io,
                 each,
@@ -158,27 +158,34 @@ class AllAggregators(CompositeCollective):
             )
             for each in (channels, *(Channels((address,), channels.credentials) for address in addresses))
         )
-        super().__init__(self.parts)
+        super().__init__(self._connections)
+
+    @property
+    def shares(self) -> tuple[HubCollective, ...]:
+        """The connection to each aggregator, in their order."""
+        return self._connections
 
     @property
     def connected(self) -> bool:
         """Whether every aggregator is heard at present."""
-        return all(part.connected for part in self.parts)
+        return all(one.connected for one in self._connections)
 
     @property
     def traffic(self) -> Traffic:
         """Bytes sent and received on the data plane since the process started."""
-        return Traffic(sum(part.traffic.sent for part in self.parts), sum(part.traffic.received for part in self.parts))
+        return Traffic(
+            sum(one.traffic.sent for one in self._connections), sum(one.traffic.received for one in self._connections)
+        )
 
     @property
     def ended(self) -> bool:
         """Whether all aggregators' runs have finished, at whatever outer step; all ranks ask together."""
-        return all(part.ended for part in self.parts)
+        return all(one.ended for one in self._connections)
 
     def prefetch(self) -> None:
         """Begin to fetch the snapshots that joining will return, from a run that has parameters."""
-        for part in self.parts:
-            part.prefetch()
+        for one in self._connections:
+            one.prefetch()
 
     def show(self, schema: Schema, outer: Outer) -> None:
         """Offer these outer parameters to members that join, where this peer serves snapshots."""
@@ -191,8 +198,8 @@ class AllAggregators(CompositeCollective):
 
         What is raised at one rank is raised at all.
         """
-        for part in self.parts:
-            part.check()
+        for one in self._connections:
+            one.check()
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises Interrupted as soon as this process is asked to stop."""
@@ -204,5 +211,5 @@ class AllAggregators(CompositeCollective):
 
     def close(self, reason: str = "the peer stopped") -> None:
         """Say goodbye to each, within two seconds, and close the connections. reason: for the run's operator."""
-        for part in self.parts:
-            part.close(reason)
+        for one in self._connections:
+            one.close(reason)

@@ -24,7 +24,7 @@ from peers.training.sharding import ONE_RANK
 H, ROUNDS = 5, 3
 
 
-class LocalPart(LocalCollective):
+class LocalShare(LocalCollective):
     """One peer of a run in this process, as an `AggregatorConnection`."""
 
     def __init__(self, run: LocalRun, peer_id: str) -> None:
@@ -48,7 +48,7 @@ class LocalConnection:
 
     def __init__(self, run: LocalRun, peer_id: str, stop_after: int = 1 << 30) -> None:
         self.peer_id = peer_id
-        self.parts = (LocalPart(run, peer_id),)
+        self.shares = (LocalShare(run, peer_id),)
         self.shown: list[tuple[Schema, Outer]] = []
         self.pauses: list[float] = []
         self.connected, self.traffic = True, Traffic()
@@ -56,7 +56,7 @@ class LocalConnection:
 
     @property
     def ended(self) -> bool:
-        return self.parts[0].run.finished
+        return self.shares[0].run.finished
 
     def prefetch(self) -> None: ...
     def interrupt(self) -> None: ...
@@ -98,7 +98,7 @@ def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, confi
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         training(tmp_path, connection, config, metrics).run(0)
     assert run.finished and run.state.outer_step == ROUNDS
-    beats = connection.parts[0].heartbeats
+    beats = connection.shares[0].heartbeats
     assert [beat.outer_step for beat in beats] == [0] * (H + 1) + [1] * H + [2] * H
     assert beats[0].state is PeerState.TRAINING and beats[0].digest
     assert {outer.outer_step for _, outer in connection.shown} == {0, 1, 2} and not connection.pauses

@@ -38,26 +38,26 @@ def test_no_aggregator_waits_for_a_peer_that_is_not_yet_at_all_of_them(two: tupl
     first = two[0]
     with IoThread() as io:
         collectives = AllAggregators(io, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
-        assert len(collectives.parts) == 2 and collectives.peer_id == "a" and collectives.shares == collectives.parts
-        collectives.parts[0].join(SCHEMA, theta)
+        assert len(collectives.shares) == 2 and collectives.peer_id == "a"
+        collectives.shares[0].join(SCHEMA, theta)
         seen = len(first.heartbeats)
         first.await_(lambda fake: len(fake.heartbeats) > seen + 2)
         assert states(first) == {PeerState.STARTING}
-        collectives.parts[1].join(SCHEMA, theta)
+        collectives.shares[1].join(SCHEMA, theta)
         for fake in two:
             fake.await_(lambda fake: PeerState.TRAINING in states(fake))
         assert collectives.connected and not collectives.ended
         collectives.close("the test is over")
         for fake in two:
             fake.await_(lambda fake: fake.goodbyes == ["the test is over"])
-    assert collectives.traffic.received == sum(one.traffic.received for one in collectives.parts) > 0
+    assert collectives.traffic.received == sum(one.traffic.received for one in collectives.shares) > 0
 
 
 def test_an_eviction_by_one_aggregator_ends_the_peer(two: tuple[FakeCoordinator, FakeCoordinator]) -> None:
     first, second = two
     with IoThread() as io:
         collectives = AllAggregators(io, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
-        for collective in collectives.parts:
+        for collective in collectives.shares:
             collective.join(SCHEMA, theta)
         collectives.check()
         second.expel = Expel(True, "key lost")
