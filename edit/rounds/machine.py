@@ -368,7 +368,10 @@ class RoundMachine:
         return None
 
     def _arrived(self, event: Arrived, now: float) -> Refused | None:
-        """Take one fragment, unless it is refused. Raises LocalProtocolError for one of the open round that is not due."""
+        """Take one fragment, unless it is refused. Raises LocalProtocolError for one of the open round that is not due.
+
+        In its own round a fragment counts as offered; one that may outlive its round must have been, so that its s is known.
+        """
         peer_id, round_id, fragment_id = event.peer_id, event.round_id, event.fragment_id
         if self._round and round_id == self.round_id and fragment_id not in self._due_now:
             raise LocalProtocolError(f"Arrived with fragment {fragment_id}; due are {self._due_now}")
@@ -413,12 +416,13 @@ class RoundMachine:
     def _late(self, peer_id: str, round_id: int, outer_step: int) -> str:
         """Why the contribution is late or early, or ''. Where none outlives its round, that round must be open."""
         current = self._round
-        if not self._book.carries and current is None:
+        if self._book.carries:
+            if self.phase is Phase.FINISHED:
+                return "the run is finished"
+        elif current is None:
             return f"no round is open: the run is {self.phase.value}"
-        if not self._book.carries and current is not None and round_id != current.round_id:
+        elif round_id != current.round_id:
             return f"round {round_id} is not open; round {current.round_id} is"
-        if current is None and self.phase is Phase.FINISHED:
-            return "the run is finished"
         return self._book.refusal(peer_id, round_id, outer_step, self._next_round_id - 1, self._outer_step)
 
     def _progress(self, event: Progress, now: float) -> None:

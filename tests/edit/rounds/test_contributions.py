@@ -1,4 +1,6 @@
-"""Contributions that outlive their rounds, under random events: merged whole, once, and never when they are too stale."""
+"""Which contributions are taken: the book's rules one by one, and, under random events, that those which outlive their rounds
+are merged whole, once, and never when they are too stale.
+"""
 
 from __future__ import annotations
 
@@ -190,3 +192,46 @@ def test_an_unknown_rate_has_no_end() -> None:
     assert under is not None and under.ends_at(20.0) == float("inf")
     under.received_bytes, under.total_bytes = 25, 100
     assert under.ends_at(20.0) == pytest.approx(50.0)
+
+
+TAKEN = ""
+OLD_RUN = "round 6 was never opened since the coordinator started; contribute to a new one"
+
+
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [
+        ({}, TAKEN),
+        ({"round_id": 7, "outer_step": 3}, TAKEN),  # as stale as may be
+        ({"round_id": 6}, OLD_RUN),
+        ({"round_id": 10}, OLD_RUN.replace("6", "10")),
+        ({"outer_step": 6}, "computed against outer step 6; the run is at 5"),
+        ({"outer_step": 2}, "computed against outer step 2; the run is at 5, max_staleness = 2"),
+        ({"peer_id": "merged"}, TAKEN),
+        ({"peer_id": "merged", "round_id": 8}, "a contribution to round 8 is part of outer step 5 already"),
+        ({"peer_id": "merged", "round_id": 7}, "a contribution to round 8 is part of outer step 5 already"),
+        ({"peer_id": "half", "round_id": 8, "outer_step": 4}, TAKEN),  # the same one again
+        ({"peer_id": "half"}, TAKEN),  # a newer one: the peer began anew
+        ({"peer_id": "half", "round_id": 7, "outer_step": 4}, "a newer contribution, to round 8, has come"),
+        ({"peer_id": "whole", "round_id": 8, "outer_step": 4}, TAKEN),  # the same one again
+        ({"peer_id": "whole"}, "the contribution to round 8 is in and waits to be merged"),
+    ],
+)
+def test_what_is_taken_and_why_not(offer: dict[str, object], reason: str) -> None:
+    book = ContributionBook(max_staleness=2, first_round_id=7)
+    for peer_id in ("merged", "half", "whole"):
+        begun = book.begin(peer_id, 8, 4, 0.0)
+        assert begun is not None and book.begin(peer_id, 8, 4, 1.0) is None, "the same one again"
+        begun.whole = peer_id != "half"
+    book.merged(["merged"], 5)
+    asked = {"peer_id": "new", "round_id": 9, "outer_step": 5, "newest_round_id": 9, "run_step": 5} | offer
+    assert book.refusal(**asked) == reason  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("staleness", "kept", "told"), [(0, (), ()), (1, ("b",), ("a",)), (2, ("a", "b"), ())])
+def test_what_outlives_a_round(staleness: int, kept: tuple[str, ...], told: tuple[str, ...]) -> None:
+    book = ContributionBook(staleness, 1)
+    book.begin("b", 2, 1, 0.0)
+    book.begin("a", 1, 0, 0.0)
+    assert book.carries == (staleness > 0)
+    assert tuple(peer_id for peer_id, _ in book.end_round(2)) == told and book.peers() == kept
