@@ -1,14 +1,14 @@
 """A whole run as one peer of the run above it: the peer that stands for a region.
 
-Owns: how outer parameters that a run below moves become local parameters of an ordinary `EditWorker` of the run above, and what
-of the run above is still to be brought into the run below. With L the outer parameters below and P this peer's:
+The outer parameters that a run below moves are the local parameters of an ordinary `EditWorker` of the run above. With L the
+outer parameters below and P this peer's:
 
 - a commit below moves P by what that commit moved L, less what was injected with it: P - L stays;
 - a commit above moves P as it moves any peer's local parameters: onto the new theta, with the progress that is not in it yet;
 - P - L, the `remaining`, is what is injected below; once it is in, nothing remains, and P is L to the bit.
 
 A run below in which nothing was ever injected takes the parameters of the run above whole, and what it did before is given up:
-a fresh run never becomes the model. Must not know: carriers, files, clocks, what peers compute.
+a fresh run never becomes the model. No carrier, file or clock is known here.
 """
 
 from __future__ import annotations
@@ -336,11 +336,11 @@ class RegionalPeer:
 
 
 class _Noting:
-    """The collective, and a word before each contribution that it is handed."""
+    """A `Collective` that calls `note` before each contribution it is given, once, and otherwise does as `collective`."""
 
     def __init__(self, collective: Collective, note: Callable[[], None]) -> None:
         self._collective, self._note = collective, note
-        self._handed: set[tuple[int, int]] = set()
+        self._given: set[tuple[int, int]] = set()  # outer step and fragment, of the present contribution
 
     @property
     def peer_id(self) -> str:
@@ -351,10 +351,10 @@ class _Noting:
 
     def contribute(self, contribution: Contribution) -> None:
         key = contribution.outer_step, contribution.fragment_id
-        if key in self._handed or all(outer_step != key[0] for outer_step, _ in self._handed):
-            self._handed.clear()  # another contribution than the last
+        if key in self._given or all(outer_step != key[0] for outer_step, _ in self._given):
+            self._given.clear()  # another contribution than the last
             self._note()
-        self._handed.add(key)
+        self._given.add(key)
         self._collective.contribute(contribution)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:

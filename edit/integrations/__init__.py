@@ -1,1 +1,13 @@
-"""Ready-made callbacks for training frameworks; each module needs its framework installed and is imported on its own."""
+"""Callbacks that train with other peers from inside a framework's own trainer.
+
+Owns what each framework calls when, and what differs from a plain loop (wrapped optimizers, evaluation, the last model). Must
+not know carriers or rounds: it enters an `edit.EditWorker` on whatever collective it is given. Only these files import their
+frameworks.
+
+Reading order:
+
+- attachment: one training attached to a run, the same for every framework.
+- transformers: `EditCallback` for `transformers.Trainer`.
+- lightning: `EditCallback` for Lightning's Trainer.
+- huggingface: models of the transformers package by their type, for peers and coordinator alike.
+"""

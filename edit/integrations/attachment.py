@@ -1,7 +1,6 @@
 """One training of a framework, attached to a run: what the callbacks of all frameworks do alike.
 
-Owns: the worker from the framework's first step to its last, which optimizer is hooked, when the model shows the outer
-parameters. Must not know: any framework, carriers.
+The worker from the framework's first step to its last; which optimizer is hooked; when the model shows the outer parameters.
 """
 
 from __future__ import annotations

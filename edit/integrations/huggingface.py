@@ -1,8 +1,7 @@
 """Models of the transformers package: from a run's `[model]` to a configuration, a model, and a folder for `from_pretrained`.
 
-Owns: what `hf:MODEL_TYPE` and its options mean, for peers and coordinator alike. Only classes inside transformers are ever
-used: no code from a model folder, nothing from a hub, no pickle. transformers is imported by the first call that needs it. Must
-not know: peers, training, the outer state.
+What `hf:MODEL_TYPE` and its options mean, for peers and coordinator alike. Only classes inside transformers are ever used: no
+code from a model folder, nothing from a hub, no pickle. transformers is imported by the first call that needs it.
 """
 
 from __future__ import annotations

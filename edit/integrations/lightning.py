@@ -1,7 +1,4 @@
-"""`EditCallback`: a Lightning `Trainer` trains with the other peers of a run.
-
-Owns: what happens at which of Lightning's events. Must not know: carriers, what is exchanged.
-"""
+"""`EditCallback`: a Lightning `Trainer` trains with the other peers of a run. Says what happens at which of its events."""
 
 from __future__ import annotations
 

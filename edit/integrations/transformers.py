@@ -1,7 +1,4 @@
-"""`EditCallback`: a transformers `Trainer` trains with the other peers of a run.
-
-Owns: what happens at which of the Trainer's events. Must not know: carriers, what is exchanged.
-"""
+"""`EditCallback`: a transformers `Trainer` trains with the other peers of a run. Says what happens at which of its events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Copies between a GPU and the CPU beside the computation, on a stream of their own. On a CPU there is nothing to do.
 
-Owns: the stream, and what its copies must wait for. Must not know: what is copied, models, fragments.
-
 Why a stream of its own: an update is written just before a layer's forward, while the GPU still computes the layers before it.
 On the computing stream the CPU would wait for all of them; and FSDP gathers shards on streams that do not wait for what was
 queued after its own root forward began. So a copy here has finished before the caller goes on, and then any stream may read it.

@@ -1,9 +1,8 @@
 """Between a model's parameters and the flat fp32 vector of a fragment: read, compare with the outer one, write back.
 
-Owns: the order of elements in a vector (its tensors row-major, one after the other), the sign of a pseudo-gradient (outer minus
-local), and the copies between accelerator and CPU. Vectors are fp32 on the CPU, whatever the parameters' dtype and device
-(defect T15); next to parameters on a GPU they are pinned, the copies of one vector are asynchronous, with one wait at the end.
-Must not know: codecs, rounds, peers, which part of a sharded tensor it is given.
+A vector has its tensors row-major, one after the other; a pseudo-gradient is outer minus local. Vectors are fp32 on the CPU,
+whatever the parameters' dtype and device (defect T15). Next to parameters on a GPU they are pinned, and the copies of one
+vector are asynchronous, with one wait at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which part of every fragment this rank holds, and which part of that it contributes.
 
-Owns: the way from a model's parameters, sharded (DTensor) or not, to boxes of fragments; the check that the ranks of a replica
-own every element exactly once; putting a fragment together at one rank. Must not know: theta, carriers, when to exchange.
+The way from a model's parameters, sharded (DTensor) or not, to boxes of fragments; the check that the ranks of a replica own
+every element exactly once; putting a fragment together at one rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When the parameters of a model may be written, with FSDP2 or torch.compile around it.
 
-Owns: which modules hold a fragment's parameters, whether they must be resharded before a write, and before whose forward an
-update must be in. Must not know: theta, updates, carriers, how a fragment is encoded.
+Which modules hold a fragment's parameters, whether they must be resharded before a write, and before whose forward an update
+must be in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ParameterModules", "reshard"]
 
 
 class ParameterModules:
-    """The modules of one model, resharded, seen from its fragments. tensors: by fragment, the parameters (and buffers)."""
+    """The modules of one model, resharded, as its fragments need them. tensors: by fragment, the parameters (and buffers)."""
 
     def __init__(self, model: nn.Module, tensors: Sequence[Sequence[Tensor]]) -> None:
         self._root = model

@@ -1,8 +1,7 @@
 """The ranks of one replica: how they agree, over torch.distributed, on what one of them decided.
 
-Owns: the few collectives that a sharded replica needs besides FSDP2's own. Decisions are taken by rank 0 and broadcast to the
-others, exceptions included, so that ranks never disagree. One process is a replica of one rank: the same calls, no
-communication. Must not know: models, carriers, outer parameters.
+The few collectives that a sharded replica needs besides FSDP2's own. Rank 0 decides and broadcasts to the others, exceptions
+included, so that ranks never disagree. One process is a replica of one rank: the same calls, no communication.
 """
 
 from __future__ import annotations

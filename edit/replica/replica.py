@@ -1,8 +1,7 @@
 """A peer's two sets of parameters: the outer ones (fp32, CPU, at a committed outer step) and the local ones in the model.
 
-Owns: theta of what this rank holds, its digest, and every move of the local parameters onto other outer parameters, with or
-without their progress. In a replica of several ranks every method that changes or hashes something is called by all of them
-together, and what one cannot do, none does. Must not know: the carrier, the optimizer, residuals, when to exchange.
+In a replica of several ranks every method that changes or hashes something is called by all of them together, and what one
+cannot do, none does.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ class Outer:
 
 
 class Replica:
-    """One model under training, or this rank's part of it; of the model only the fragments of one aggregator, where a run has
-    several (part: as in `edit.replica.layout.Layout`). Parameters are found by name, so one without a gradient keeps its
-    place (T21).
-    Raises ConfigError as Layout."""
+    """One model under training, or this rank's part of it.
+
+    Where a run has several aggregators: of the model only the fragments of one (part: as in `edit.replica.layout.Layout`).
+    Parameters are found by name, so one without a gradient keeps its place (T21). Raises ConfigError as Layout.
+    """
 
     def __init__(self, model: nn.Module, ranks: Ranks = ALONE, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
         reshard(model)  # or the names would stand for gathered copies of the parameters
@@ -163,7 +163,7 @@ class Replica:
                 mine[i] = fragment_hash(whole)
         return {i: one for hashes in self.layout.ranks.collect(mine) for i, one in hashes.items()}
 
-    # StallTimeout.
+    # Moving.
 
     def start(self, snapshot: Snapshot) -> None:
         """Take the run's outer parameters as theta and as the local parameters (T19). Raises RemoteProtocolError."""

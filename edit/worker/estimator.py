@@ -2,8 +2,7 @@
 
 The step is estimated as the last one, with this peer's own share in it replaced by its fresh pseudo-gradient:
 theta_hat = theta - s_last - c w (Delta - Delta_last), with w this peer's weight in that commit and c how far an outer step
-follows a change of the merged pseudo-gradient: nu for SGD, nu (1 + mu) for Nesterov. Owns: what is kept of the last commit for
-that. Must not know: rounds, the model, when an estimate is replaced.
+follows a change of the merged pseudo-gradient: nu for SGD, nu (1 + mu) for Nesterov.
 """
 
 from __future__ import annotations

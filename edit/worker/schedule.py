@@ -1,7 +1,6 @@
 """When a peer exchanges: counted in optimizer steps or in seconds, decided at a step's boundary, once per round.
 
-Owns: the counters of inner steps and tokens, the deadline, and which work stands behind a contribution. Sans-IO: it is told
-what happened and when, and answers; no clock, no model. Must not know: parameters, carriers, what a round is.
+Sans-IO: it is told what happened and when, and answers.
 """
 
 from __future__ import annotations

@@ -19,10 +19,8 @@ EVICTED                  expelled by the operator
 REFUSED                  expelled otherwise
 CUT_OFF                  not attending for longer than two heartbeats (what was sent is then in doubt; the rest is not sent)
 WAIT                     not attending
-BEHIND                   the view says resync, and no snapshot was taken since
-BEHIND                   view.outer_step < t (the run went back to an older checkpoint)
-COMMITTED                view.outer_step > t and update t + 1 is still kept
-BEHIND                   view.outer_step > t
+BEHIND                   `edit.worker.catch_up` says TakeSnapshot (resync: the view says so, and no snapshot was taken since)
+COMMITTED                `edit.worker.catch_up` says ApplyUpdates
 FINISHED                 the phase is FINISHED
 ABORTED                  S = 0: round R is closed (last_round_id >= R), or a newer one is open
 ABORTED                  S > 0: the coordinator has refused it, before or at outer step t; or t - s > S
@@ -40,6 +38,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from edit.errors import EditError, EvictedError, LocalProtocolError, RefusedError
+from edit.worker.catch_up import ApplyUpdates, TakeSnapshot, catch_up
 from editpb.messages import Expel, RunPhase, View, Welcome
 
 __all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
@@ -313,14 +312,12 @@ def _resync_due(view: View, resynced_at: int) -> bool:
 
 def _of_the_run(view: View, outer_step: int, resynced_at: int) -> tuple[Decision, str] | None:
     """Return what the view says of `outer_step`, whatever this peer has sent; None: nothing."""
-    if view.resync and _resync_due(view, resynced_at):
-        return Decision.BEHIND, view.resync
-    if view.outer_step < outer_step:
-        return Decision.BEHIND, f"the run is at outer step {view.outer_step}, this peer at {outer_step}"
-    if view.outer_step > outer_step:
-        if outer_step + 1 >= view.oldest_update:
+    resync = view.resync if _resync_due(view, resynced_at) else ""
+    match catch_up(outer_step, view.outer_step, oldest_update=view.oldest_update, resync=resync):
+        case TakeSnapshot(reason):
+            return Decision.BEHIND, reason
+        case ApplyUpdates():
             return Decision.COMMITTED, f"the run is at outer step {view.outer_step}"
-        return Decision.BEHIND, f"update {outer_step + 1} is no longer kept; the oldest is {view.oldest_update}"
     if view.phase is RunPhase.FINISHED:
         return Decision.FINISHED, f"the run finished at outer step {view.outer_step}"
     return None
