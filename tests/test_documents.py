@@ -76,6 +76,15 @@ def test_the_layers_are_those_of_the_contracts() -> None:
     assert {names[0]: names[1:] for names in items} == layers
 
 
+def test_the_locks_events_and_queues_that_the_threads_page_names_exist() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Threads", 1)[1].split("\n## ", 1)[0]
+    named = re.findall(r"`([A-Z_]\w+)\.(\w+)`", section)
+    paths = [path for folder in ("aggregator", "peers") for path in files_of(folder) if path.suffix == ".py"]
+    texts = [(REPOSITORY / path).read_text(encoding="utf-8") for path in paths]
+    assert len(named) > 10
+    assert [f"{owner}.{name}" for owner, name in named if not any(f"class {owner}" in t and name in t for t in texts)] == []
+
+
 def test_the_architecture_answers_at_least_ten_questions() -> None:
     section = ARCHITECTURE.read_text(encoding="utf-8").split("## Where do I look?", 1)[1].split("\n## ", 1)[0]
     answers = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ") and "?" in line]
