@@ -15,6 +15,7 @@ trains; it never imports `peers`. What decides about rounds and numbers is in `e
     resources.py                what the run works with, as one value
     worker_thread.py            the worker thread, and tasks that nobody waits for
     export.py                   the outer parameters as a file
+    run_template.py             the run.toml that `init` writes
 
 Threads of the process (`server.py` makes all but the journal's)
 

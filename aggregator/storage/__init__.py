@@ -21,6 +21,6 @@ and what it keeps does not survive. Files are replaced and their formats are che
     outer/step-N.updates            its FORMAT        refused in `published_updates.load`
     outer/injection/step-N          checkpoint.FORMAT refused in `checkpoint.load`
     run.json, orders.json           their FORMAT      refused where they are read
-    members.json, invitations       in `aggregator.security.authority`: members of format 1 are read
+    members.json, invitations       theirs            refused in `aggregator.security`; members of format 1 are read
     deadlines.json, addresses.json  none              passed over when they cannot be read: nothing depends on them
 """
