@@ -1,10 +1,8 @@
 """A peer's checkpoints on disk: written in the background while training continues, complete or absent, the last few kept.
 
-Owns: the folder, one subfolder for each checkpoint (torch.distributed.checkpoint's files and `peer.json`, which names every
-file with its length and BLAKE3), which one is taken up, what is wrong with the others. Must not know: what the tensors mean.
-
-A checkpoint is written as `.partial-N`, made durable, then renamed to `checkpoint-N`; N only grows. All ranks of a replica
-write into the same folder, so on several machines it must be a shared one.
+Each checkpoint is a folder with the files of torch.distributed.checkpoint and `peer.json`, which names every file with its
+length and BLAKE3. It is written as `.partial-N`, made durable, then renamed to `checkpoint-N`; N only grows. All ranks of a
+replica write into the same folder, so on several machines it must be a shared one.
 """
 
 from __future__ import annotations
