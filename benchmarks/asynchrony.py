@@ -5,7 +5,7 @@
 
 Real training in one process, in virtual time: an inner step of a peer takes 1 s, a slow one `--slow` times as long, an exchange
 nothing. `constant`: peer 3 is always slow; `random`: each step of each peer is, with a chance of 1 in 4 (the same draws for
-every setting). A peer that must wait for an outcome stands still until it is there. Ideal: nobody ever waits (with `random`,
+every setting). A peer that must wait for an outcome takes no step until it is there. Ideal: no peer ever waits (with `random`,
 for the steps that were drawn). Every setting ends after the same number of inner steps in all, so at equal tokens. Loss: nats
 per byte of the outer parameters on held-out files, the mean over the seeds (of model, data split and draws); then the mean
 difference to the first setting of the same seed, and how far these differences lie apart. One line of JSON per setting and seed

@@ -66,17 +66,17 @@ def measured(folder: Path, run: dict[str, Any], data: Path, mbit: float) -> floa
     """Seconds per inner step between the first and the last phase boundary of a real run (the mean of the peers)."""
     shape = LinkShape(up_bits_per_s=1e6 * mbit, down_bits_per_s=1e6 * mbit, latency_s=LATENCY_S)
     sync, step_tokens = run["sync"], BATCH * run["model"]["context"]
-    with MeasuredRun(folder, run, data) as trial:
+    with MeasuredRun(folder, run, data) as real:
         for name in PEERS:
-            trial.enrol(name, shape, "--checkpoint-every", "0")
-        trial.start(*PEERS)
-        trial.finish(3600.0)
-        merged, expected = trial.tokens(), len(PEERS) * sync["outer_steps"] * sync["every"] * step_tokens
+            real.enrol(name, shape, "--checkpoint-every", "0")
+        real.start(*PEERS)
+        real.finish(3600.0)
+        merged, expected = real.tokens(), len(PEERS) * sync["outer_steps"] * sync["every"] * step_tokens
         if merged != expected:
             raise SystemExit(f"{mbit:g} Mbit/s: {merged} tokens were merged, not {expected}")
         seconds = []
         for name in PEERS:
-            at = {line["step"]: line["t"] for line in trial.lines(name) if line["kind"] == "step"}
+            at = {line["step"]: line["t"] for line in real.lines(name) if line["kind"] == "step"}
             first, last = WARM_UP * sync["every"], sync["outer_steps"] * sync["every"]
             seconds.append((at[last] - at[first]) / (last - first))
     return statistics.fmean(seconds)

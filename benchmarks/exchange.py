@@ -71,7 +71,7 @@ class _Model(torch.nn.Module):
 
 
 def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None:
-    """One peer process: exchange when told to, report when it began to encode and when everything is applied."""
+    """One peer process: exchange on command, report when it began to encode and when everything is applied."""
     torch.set_num_threads(1)
     enrolled = PeerFolder(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))

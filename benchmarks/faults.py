@@ -96,7 +96,7 @@ class Pair:
         fault = Fault(number=1, at_s=0.0, kind=Kind.KILL_PEER, target=victim, lasts_s=0.0)
         killed = time.time()
         self._testbed.inject(fault)
-        self.read()  # what the dead one had told
+        self.read()  # what the killed peer had written
         self._testbed.repair(fault)
         incident = Incident(fault, killed, time.time())
         self.history.started(victim)

@@ -7,7 +7,7 @@ Two real peers and a real coordinator; each peer connects through a link of its 
 one exchange (contribution up, update down) takes `--share` of an inner phase, half by default: a peer that waits then reaches
 1 / (1 + share), 0.67. The reference is measured in the same run, before and after the modes: both peers train alone at the same
 time, on the same cores, with the same threads. Where the two differ by more than 5 % the machine was not quiet and nothing is
-recorded. Nobody writes checkpoints: they are not the exchange's cost. One line of JSON per mode is
+recorded. No peer writes checkpoints, which are not part of the cost of an exchange. One line of JSON per mode is
 appended to benchmarks/results/overlap.jsonl.
 """
 
@@ -71,13 +71,13 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
 
 def exchanging(folder: Path, data: Path, run: dict[str, Any], rate: float) -> tuple[float, int]:
     """(seconds per inner step over the counted outer steps, bytes that passed each link) of a real run."""
-    with MeasuredRun(folder, run, data) as trial:
+    with MeasuredRun(folder, run, data) as real:
         for name in PEERS:
-            trial.enrol(name, LinkShape(up_bits_per_s=rate, down_bits_per_s=rate), "--checkpoint-every", "0")
-        trial.start(*PEERS)
-        trial.finish(3600.0)
-        steps = [{line["step"]: line["t"] for line in trial.lines(name) if line["kind"] == "step"} for name in PEERS]
-        return _seconds_per_step(steps, run["sync"]["every"]), max(sum(link.carried_bytes) for link in trial.links.values())
+            real.enrol(name, LinkShape(up_bits_per_s=rate, down_bits_per_s=rate), "--checkpoint-every", "0")
+        real.start(*PEERS)
+        real.finish(3600.0)
+        steps = [{line["step"]: line["t"] for line in real.lines(name) if line["kind"] == "step"} for name in PEERS]
+        return _seconds_per_step(steps, run["sync"]["every"]), max(sum(link.carried_bytes) for link in real.links.values())
 
 
 def _seconds_per_step(peers: list[dict[int, float]], every: int) -> float:

@@ -134,15 +134,15 @@ class Observed:
 class Watched:
     """The lines that a run left. dead: when one process was killed, and when its next one attended; None without."""
 
-    def __init__(self, run: Run, trial: MeasuredRun, killed_at: float | None) -> None:
+    def __init__(self, run: Run, real: MeasuredRun, killed_at: float | None) -> None:
         self.run = run
-        self.coordinator = trial.lines()
-        self.steps = {name: [line for line in trial.lines(name) if line["kind"] == "step"] for name in PEERS}
+        self.coordinator = real.lines()
+        self.steps = {name: [line for line in real.lines(name) if line["kind"] == "step"] for name in PEERS}
         self.commits = [line for line in self.coordinator if line["kind"] == "round" and line["committed"]]
         self.began = self.commits[0]["t"] - self.commits[0]["seconds"]
         self.ended = self.commits[-1]["t"]
         self.dead = None if killed_at is None else (killed_at, self._back(killed_at))
-        self.counted = trial.tokens() / STEP_TOKENS
+        self.counted = real.tokens() / STEP_TOKENS
 
     def _back(self, killed_at: float) -> float:
         """When the process that was started again attended for good: it does so twice, first to read the configuration."""
@@ -189,22 +189,22 @@ class Watched:
 def really(run: Run, folder: Path, data: Path, throttle: float) -> Watched:
     """Run it with processes."""
     killed_at = None
-    with MeasuredRun(folder, run.settings, data) as trial:
+    with MeasuredRun(folder, run.settings, data) as real:
         for name in PEERS:
             slower = run.slower if name == PEERS[-1] else 1.0
-            trial.enrol(name, run.shape, "--throttle", str(throttle * slower), "--checkpoint-every", "0")
-        trial.start(*PEERS)
+            real.enrol(name, run.shape, "--throttle", str(throttle * slower), "--checkpoint-every", "0")
+        real.start(*PEERS)
         if run.killed:
-            trial.until("the commit before the kill", lambda: _commits(trial) >= run.killed, 120.0)
+            real.until("the commit before the kill", lambda: _commits(real) >= run.killed, 120.0)
             killed_at = time.time()
-            trial.kill(PEERS[1])
-            trial.start(PEERS[1])
-        trial.finish(180.0)
-        return Watched(run, trial, killed_at)
+            real.kill(PEERS[1])
+            real.start(PEERS[1])
+        real.finish(180.0)
+        return Watched(run, real, killed_at)
 
 
-def _commits(trial: MeasuredRun) -> int:
-    return sum(line["kind"] == "round" and line["committed"] for line in trial.lines())
+def _commits(real: MeasuredRun) -> int:
+    return sum(line["kind"] == "round" and line["committed"] for line in real.lines())
 
 
 def overhead_s(watched: Watched) -> float:

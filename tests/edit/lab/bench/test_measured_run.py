@@ -28,28 +28,28 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.timeout(120)
 def test_a_trial_runs_to_its_end_over_a_kill_and_tells_what_was_merged(tmp_path: Path, data: Path) -> None:
     def committed() -> list[int]:
-        return [line["outer_step"] for line in trial.lines() if line["kind"] == "round" and line["committed"]]
+        return [line["outer_step"] for line in real.lines() if line["kind"] == "round" and line["committed"]]
 
-    with MeasuredRun(tmp_path / "trial", SETTINGS, data) as trial:
-        trial.enrol("ada", LinkShape(up_bits_per_s=50e6), "--throttle", "20")
-        trial.start("ada")
-        trial.until("a commit", lambda: bool(committed()), 60.0)
-        trial.kill("ada")
-        trial.start("ada")
-        trial.finish(60.0)
+    with MeasuredRun(tmp_path / "trial", SETTINGS, data) as real:
+        real.enrol("ada", LinkShape(up_bits_per_s=50e6), "--throttle", "20")
+        real.start("ada")
+        real.until("a commit", lambda: bool(committed()), 60.0)
+        real.kill("ada")
+        real.start("ada")
+        real.finish(60.0)
         assert committed() == list(range(1, STEPS + 1))
-        assert trial.tokens() >= STEPS * TOKENS and trial.tokens() % TOKENS == 0
-        assert min(trial.links["ada"].carried_bytes) > 0
+        assert real.tokens() >= STEPS * TOKENS and real.tokens() % TOKENS == 0
+        assert min(real.links["ada"].carried_bytes) > 0
 
 
 @pytest.mark.timeout(60)
 def test_a_peer_that_fails_ends_the_trial_with_its_last_words(tmp_path: Path, data: Path) -> None:
     fails = Programs(peer=(sys.executable, "-c", "import sys; sys.exit('the data folder is on fire')"))
-    with MeasuredRun(tmp_path / "trial", SETTINGS, data, fails) as trial:
-        trial.enrol("ada", LinkShape())
-        trial.start("ada")
+    with MeasuredRun(tmp_path / "trial", SETTINGS, data, fails) as real:
+        real.enrol("ada", LinkShape())
+        real.start("ada")
         with pytest.raises(ChildDied, match="the data folder is on fire"):
-            trial.finish(60.0)
+            real.finish(60.0)
 
 
 @pytest.mark.timeout(60)
