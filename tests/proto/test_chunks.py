@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,3 +75,18 @@ def test_one_flipped_bit_is_noticed(at: int) -> None:
 def test_empty_and_oversized_chunks_are_refused(size: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"a chunk of {size} bytes"):
         checked(pb.Chunk(data=bytes(size)))
+
+
+def test_bytes_of_another_digest_are_refused_at_the_end_and_may_be_sent_again() -> None:
+    data = bytes(range(100))
+    into = Reassembly("fragment 3", len(data), len(data), blake3(data).digest())
+    for chunk in make_chunks(data[::-1], 40):
+        into.take(chunk)
+    assert into.complete
+    with pytest.raises(RemoteProtocolError, match="fragment 3: its BLAKE3 is not the manifest's"):
+        into.finish()
+    into.clear()
+    assert into.received == 0
+    for chunk in make_chunks(data, 40):
+        into.take(chunk)
+    assert into.finish() == data

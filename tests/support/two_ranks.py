@@ -1,4 +1,4 @@
-"""A peer of two ranks in the run of a scripted coordinator: threads, each with a io, a connection and a session."""
+"""A peer of two ranks in the run of a scripted coordinator: threads, each with an I/O thread, a connection and a session."""
 
 from __future__ import annotations
 

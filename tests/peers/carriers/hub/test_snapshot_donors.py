@@ -1,4 +1,4 @@
-"""Reading a snapshot from members that have it: whoever breaks, lies or dawdles is left, and nothing of it is believed."""
+"""Reading a snapshot from members that have it: one that breaks off, lies or is slow is given up, its bytes not trusted."""
 
 from __future__ import annotations
 
