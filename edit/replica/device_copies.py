@@ -17,7 +17,7 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """For tensors on at most one GPU."""
+    """Copies of tensors that are on at most one GPU. pinned: whether vectors beside them should be in pinned memory."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
@@ -26,17 +26,17 @@ class Transfers:
         self._settled: torch.cuda.Event | None = None
 
     def settled(self) -> None:
-        """The parameters are now as the computing stream leaves them here: until `unsettled`, copies wait for no later work."""
+        """Note that what is queued now leaves the parameters as they stay: until `unsettled`, copies wait for no later work."""
         if self._stream is not None:
             self._settled = torch.cuda.current_stream(self._stream.device).record_event()
 
     def unsettled(self) -> None:
-        """The parameters may be written again: copies wait for all that is queued."""
+        """Note that the parameters may be written again: copies wait for all that is queued."""
         self._settled = None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Copies inside run on the stream, and are finished at the end."""
+        """Run the copies inside on the stream; they are finished at the end."""
         if self._stream is None:
             yield
             return

@@ -18,7 +18,7 @@ __all__ = ["as_held", "flatten", "load_fragment", "pseudo_gradient"]
 
 
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
-    """A fragment's local parameters as one new flat fp32 vector on the CPU, shape [sum of numel]."""
+    """Return a fragment's local parameters as one new flat fp32 vector on the CPU, shape [sum of numel]."""
     numel = sum(parameter.numel() for parameter in parameters)
     flat = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=_on_gpu(parameters))
     for parameter, part in _parts(flat, parameters):
@@ -28,7 +28,7 @@ def flatten(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def as_held(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """`outer` as the parameters can hold it: rounded to their dtypes; a new fp32 vector."""
+    """Return `outer` as the parameters can hold it, rounded to their dtypes; a new fp32 vector."""
     held = outer.clone()
     for parameter, part in _parts(held, parameters):
         if parameter.dtype != torch.float32:
@@ -37,7 +37,7 @@ def as_held(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 
 def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Delta = outer - local, a new fp32 vector of `outer`'s shape; outer SGD with lr 1 would move theta onto local.
+    """Return Delta = outer - local, a new fp32 vector of `outer`'s shape; outer SGD with lr 1 would move theta onto local.
 
     `outer` is taken as the parameters can hold it: a bf16 model starts a round at bf16(outer), and rounding is no progress.
     Without this every round would pull the fp32 outer parameters back onto the bf16 grid. For fp32 it is plain outer - local.
@@ -70,6 +70,6 @@ def _on_gpu(parameters: Sequence[Tensor]) -> bool:
 
 
 def _wait(parameters: Sequence[Tensor]) -> None:
-    """Until the copies on the current streams are done."""
+    """Wait until the copies on the current streams are done."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -27,22 +27,22 @@ _Boxes = list[tuple[Box, ...]]  # by fragment
 
 
 def clean_name(name: str) -> str:
-    """A qualified name as it is without torch.compile and checkpoint wrappers, so that peers with and without them agree."""
+    """Return a qualified name without torch.compile and checkpoint wrappers, so that peers with and without them agree."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory. Call it under no_grad."""
+    """Return what this rank holds of a tensor, sharing its memory. Call it under no_grad."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a parameter is spread over more than one rank."""
+    """Return whether a parameter is spread over more than one rank."""
     return any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters())
 
 
 def exchanged(model: nn.Module, buffers: str) -> tuple[Schema, dict[str, Tensor]]:
-    """The fragments of the model, and its tensors by clean name.
+    """Return the fragments of the model, and its tensors by clean name.
 
     buffers: "average" adds the persistent floating-point buffers as a last fragment, `buffers`; "local" leaves them out.
     Raises ConfigError when nothing is trainable, or no buffer is there to average.
@@ -60,7 +60,7 @@ def exchanged(model: nn.Module, buffers: str) -> tuple[Schema, dict[str, Tensor]
 
 
 def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The persistent ones, each once."""
+    """Yield the persistent ones, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -94,13 +94,13 @@ class Layout:
         self.owned = tuple(map(Shard, self.schema.fragments, self._owned[ranks.rank]))
 
     def locals(self, fragment_id: int) -> list[Tensor]:
-        """What this rank holds of the fragment's tensors, in the order of its held boxes; shares the model's memory."""
+        """Return what this rank holds of the fragment's tensors, in the order of its held boxes; shares the model's memory."""
         with torch.no_grad():
             tensors = self.tensors[fragment_id]
             return [local_of(tensors[box.tensor]) for box in self.held[fragment_id].boxes]
 
     def own(self, fragment_id: int, vector: Tensor) -> Tensor:
-        """The owned part of a held vector: `vector` itself when all of it is owned."""
+        """Return the owned part of a held vector: `vector` itself when all of it is owned."""
         held, owned = self.held[fragment_id].boxes, set(self.owned[fragment_id].boxes)
         if len(held) == len(owned):
             return vector
@@ -108,18 +108,18 @@ class Layout:
         return torch.cat([part for box, part in zip(held, parts, strict=True) if box in owned] or [vector[:0]])
 
     def disown(self, fragment_id: int, part: Tensor) -> Tensor:
-        """The held vector of which `part` is what this rank owns, the rest from its owners. All ranks call it together."""
+        """Return the held vector of which `part` is what this rank owns, the rest from its owners. Called by all ranks."""
         if self.ranks.size == 1:
             return part
         held, owned = self.held[fragment_id].boxes, self.owned[fragment_id].boxes
         pieces = dict(zip(owned, torch.split(part, [box.numel for box in owned]), strict=True))
         for source, target, box in self._copies(fragment_id):
-            if (copy := self.ranks.hand(pieces.get(box), box.numel, source, target)) is not None:
+            if (copy := self.ranks.transfer(pieces.get(box), box.numel, source, target)) is not None:
                 pieces[box] = copy
         return torch.cat([pieces[box] for box in held] or [part[:0]])
 
     def _copies(self, fragment_id: int) -> Iterator[tuple[int, int, Box]]:
-        """(owner, holder, box) for each box that a rank holds and does not own."""
+        """Yield (owner, holder, box) for each box that a rank holds and does not own."""
         owners = {box: rank for rank, boxes in enumerate(self._owned) for box in boxes[fragment_id]}
         for rank, boxes in enumerate(self._held):
             for box in boxes[fragment_id]:
@@ -127,7 +127,7 @@ class Layout:
                     yield owners[box], rank, box
 
     def gather(self, fragment_id: int, vector: Tensor, to: int = 0) -> Tensor | None:
-        """The whole fragment at rank `to`, put together from every rank's held vector; None elsewhere."""
+        """Return the whole fragment at rank `to`, put together from every rank's held vector; None elsewhere."""
         if self.ranks.size == 1:
             return vector
         fragment = self.schema.fragments[fragment_id]
@@ -141,13 +141,13 @@ class Layout:
         return whole
 
     def at_first_rank(self, vectors: Callable[[int], Tensor]) -> list[Tensor]:
-        """All fragments, whole, at rank 0; at the others an empty list."""
+        """Return all fragments, whole, at rank 0; at the others an empty list."""
         whole = [self.gather(i, vectors(i)) for i in range(len(self.schema.fragments))]
         return [part for part in whole if part is not None]
 
 
 def _held(schema: Schema, tensors: Sequence[Sequence[Tensor]], ranks: Ranks) -> _Boxes:
-    """What this rank holds of each fragment. Raises ConfigError at every rank for a placement that cannot be exchanged."""
+    """Return what this rank holds of each fragment. Raises ConfigError, at every rank, for a placement that is no shard."""
 
     def find() -> _Boxes:
         held: _Boxes = []
@@ -160,7 +160,7 @@ def _held(schema: Schema, tensors: Sequence[Sequence[Tensor]], ranks: Ranks) -> 
 
 
 def _box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:
-    """The box of a tensor that this rank holds; None for nothing."""
+    """Return the box of a tensor that this rank holds; None for nothing."""
     if not isinstance(tensor, DTensor):
         return Box(position, (0,) * tensor.ndim, tuple(tensor.shape))
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -178,7 +178,7 @@ def _box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:
 
 
 def _owned(held: Sequence[_Boxes]) -> list[_Boxes]:
-    """By rank, what it owns: of equal boxes the lowest rank that holds one. held: by rank."""
+    """Return by rank what it owns: of equal boxes the lowest rank that holds one. held: by rank."""
     owned: list[_Boxes] = []
     taken: list[set[Box]] = [set() for _ in held[0]]
     for boxes in held:

@@ -33,14 +33,14 @@ class ParameterModules:
             module.reshard()
 
     def update_points(self) -> dict[nn.Module, tuple[int, ...]]:
-        """Before whose forward each fragment's update must be in; the first one to run counts.
+        """Return before whose forward each fragment's update must be in, by module; the first one to run counts.
 
         A module that FSDP shards as a unit; for parameters that no FSDP unit holds, each module that owns one of them, and the
         lowest module above them all. Inside a compiled module no hook runs: then the module around it.
         """
         update_points: dict[nn.Module, dict[int, None]] = {}
         for i, names in enumerate(self._owners):
-            for module in self._sites_of(names):
+            for module in self._modules_of(names):
                 update_points.setdefault(module, {})[i] = None
         return {module: tuple(fragments) for module, fragments in update_points.items()}
 
@@ -53,7 +53,7 @@ class ParameterModules:
                     "updated yet; leave out set_modules_to_forward_prefetch, or choose another mode"
                 )
 
-    def _sites_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
+    def _modules_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
         free = []
         for name in names:
             if (unit := self._unit(name)) is None:
@@ -61,8 +61,8 @@ class ParameterModules:
             else:
                 yield from self._groups[id(unit._get_fsdp_state())]
         for name in dict.fromkeys([*free, _common_prefix(free)] if free else []):
-            if (site := self._eager(name)) is not None:
-                yield site
+            if (module := self._eager(name)) is not None:
+                yield module
 
     def _sharding_modules(self, names: Sequence[str]) -> Iterator[FSDPModule]:
         for name in names:
@@ -70,11 +70,11 @@ class ParameterModules:
                 yield unit
 
     def _unit(self, name: str) -> FSDPModule | None:
-        """The FSDP unit to which a module's own parameters belong."""
+        """Return the FSDP unit to which a module's own parameters belong."""
         return next((module for module in map(self._modules.get, _upwards(name)) if isinstance(module, FSDPModule)), None)
 
     def _eager(self, name: str) -> nn.Module | None:
-        """The module of that name, or the nearest one above it whose hooks run although a part of the model is compiled."""
+        """Return the module of that name, or the nearest above it whose hooks run although a part of the model is compiled."""
         path = list(_upwards(name))
         compiled = [i for i, above in enumerate(path) if _compiled(self._modules[above])]
         start = compiled[-1] if compiled else 0
@@ -91,7 +91,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _groups(modules: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
-    """The modules of each FSDP unit, by its state: one, unless `fully_shard` was given a list."""
+    """Return the modules of each FSDP unit, by its state: one, unless `fully_shard` was given a list."""
     groups: dict[int, list[nn.Module]] = {}
     for module in dict.fromkeys(modules.values()):
         if isinstance(module, FSDPModule):
@@ -100,7 +100,7 @@ def _groups(modules: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
 
 
 def _owners(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
-    """The names of the modules that use a tensor under a name of their own; several for a tied one."""
+    """Return the names of the modules that use a tensor under a name of their own; several for a tied one."""
     owners: dict[int, list[str]] = {}
     for name, module in modules.items():
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
@@ -110,7 +110,7 @@ def _owners(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
 
 
 def _upwards(name: str) -> Iterator[str]:
-    """The name, then its parents' names up to the root's, which is empty."""
+    """Yield the name, then its parents' names up to the root's, which is empty."""
     while name:
         yield name
         name = name.rpartition(".")[0]

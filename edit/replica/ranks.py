@@ -23,15 +23,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """rank, size: of this process in the replica. group: of all its ranks, able to move CPU tensors; None when size is 1."""
+    """One process of a replica."""
 
+    # Of this process in the replica.
     rank: int = 0
+    # How many processes the replica has.
     size: int = 1
+    # A group of all of them that can move CPU tensors; None when size is 1.
     group: dist.ProcessGroup | None = None
 
     @classmethod
     def world(cls) -> Ranks:
-        """All processes of the initialised torch.distributed world, over a gloo group of their own; `ALONE` for one process."""
+        """Return all processes of the initialised torch.distributed world, over a gloo group of their own; `ALONE` for one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ALONE
         return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
@@ -42,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def lead(self, call: Callable[[], _T]) -> _T:
-        """What `call` gives at rank 0, at every rank; an exception that it raises there is raised at every rank."""
+        """Return at every rank what `call` gives at rank 0; an exception that it raises there is raised at every rank."""
         if self.group is None:
             return call()
         result: list[object] = [None, None]
@@ -57,7 +60,7 @@ class Ranks:
         return cast(_T, result[0])
 
     def all(self, flags: Sequence[bool]) -> list[bool]:
-        """Element-wise: whether the flag is set at every rank."""
+        """Return, element by element, whether the flag is set at every rank."""
         if self.group is None:
             return list(flags)
         tensor = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
@@ -65,7 +68,7 @@ class Ranks:
         return [bool(value) for value in tensor.tolist()]
 
     def collect(self, value: _T) -> list[_T]:
-        """Every rank's small value, by rank, at every rank."""
+        """Return every rank's small value, by rank, at every rank."""
         if self.group is None:
             return [value]
         values: list[object] = [None] * self.size
@@ -73,7 +76,7 @@ class Ranks:
         return cast(list[_T], values)
 
     def together(self, call: Callable[[], _T]) -> _T:
-        """Each rank's own result of `call`; where it fails at some rank, the error of the first such rank at every rank."""
+        """Return each rank's own result of `call`; if one fails, raise the first such rank's error at every rank."""
         if self.group is None:
             return call()
         result: _T | None = None
@@ -96,7 +99,7 @@ class Ranks:
             )
 
     def gather(self, tensor: Tensor, numels: Sequence[int], to: int = 0) -> list[Tensor] | None:
-        """Every rank's flat fp32 CPU tensor (numels[rank] elements) at rank `to`, None elsewhere."""
+        """Return every rank's flat fp32 CPU tensor (numels[rank] elements) at rank `to`, None elsewhere."""
         if self.group is None:
             return [tensor]
         if self.rank != to:
@@ -109,8 +112,11 @@ class Ranks:
                 dist.recv(part, group=self.group, group_src=rank)
         return parts
 
-    def hand(self, tensor: Tensor | None, numel: int, source: int, target: int) -> Tensor | None:
-        """A flat fp32 CPU tensor of `numel` elements from rank `source` to rank `target`; None at every other rank."""
+    def transfer(self, tensor: Tensor | None, numel: int, source: int, target: int) -> Tensor | None:
+        """Move a flat fp32 CPU tensor of `numel` elements from rank `source` to rank `target`.
+
+        Returns it at `target`, None at every other rank.
+        """
         if self.group is None or self.rank not in (source, target):
             return None
         if self.rank == source:

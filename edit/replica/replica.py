@@ -30,11 +30,14 @@ Progress = Callable[[int], Tensor | None]  # of one fragment: what a move keeps 
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """theta at an outer step: by fragment, what this rank holds, flat fp32; digest and hashes: of the whole fragments."""
+    """theta at an outer step."""
 
     outer_step: int
+    # Of the whole of theta: what a commit says, or what theta really has.
     digest: str
+    # By fragment, what this rank holds, flat fp32.
     fragments: tuple[Tensor, ...]
+    # By fragment, of the whole fragment.
     hashes: tuple[bytes, ...]
 
 
@@ -60,26 +63,26 @@ class Replica:
         return self._outer
 
     def parameters(self, fragment_id: int) -> Sequence[Tensor]:
-        """The fragment's parameters in schema order, as the model has them."""
+        """Return the fragment's parameters in schema order, as the model has them."""
         return self.layout.tensors[fragment_id]
 
     # Reading.
 
     def local_fragment(self, fragment_id: int) -> Tensor:
-        """The held part of one local fragment, a flat fp32 copy."""
+        """Return the held part of one local fragment, a flat fp32 copy."""
         with self.transfers.beside():
             return flatten(self.layout.locals(fragment_id))
 
     def local(self) -> list[Tensor]:
-        """The held part of all local fragments, flat fp32 copies."""
+        """Return the held part of all local fragments, flat fp32 copies."""
         return [self.local_fragment(i) for i in self._ids]
 
     def founding(self) -> list[Tensor]:
-        """All local fragments, whole, at rank 0; at the others an empty list."""
+        """Return all local fragments, whole, at rank 0; at the others an empty list."""
         return self.layout.at_first_rank(self.local_fragment)
 
     def pseudo_gradient(self, fragment_id: int, local: Tensor | None = None) -> Tensor:
-        """theta - local of the held part of one fragment; `local`: as it was then, None for now."""
+        """Return theta - local of the held part of one fragment; `local`: as it was then, None for now."""
         theta, locals_ = self._outer.fragments[fragment_id], self.layout.locals(fragment_id)
         if local is not None:
             return as_held(theta, locals_).sub_(local)
@@ -87,15 +90,15 @@ class Replica:
             return pseudo_gradient(theta, locals_)
 
     def progress(self, fragment_id: int) -> Tensor:
-        """local - theta of one fragment: what a replay puts onto other outer parameters."""
+        """Return local - theta of one fragment: what a replay puts onto other outer parameters."""
         return self.pseudo_gradient(fragment_id).neg_()
 
     def progress_since(self, fragment_id: int, origin: Tensor) -> Tensor:
-        """local - origin of one fragment, for earlier local parameters."""
+        """Return local - origin of one fragment, for earlier local parameters."""
         return self.local_fragment(fragment_id).sub_(origin)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """theta by tensor name, fp32 copies in full shape, at rank 0; at the others nothing."""
+        """Return theta by tensor name, fp32 copies in full shape, at rank 0; at the others nothing."""
         state: dict[str, Tensor] = {}
         for theta, fragment in zip(
             self.layout.at_first_rank(self._outer.fragments.__getitem__), self.schema.fragments, strict=False
@@ -109,7 +112,7 @@ class Replica:
     # Checking.
 
     def verified(self, snapshot: Snapshot) -> Outer:
-        """The snapshot, as it is, if it fits this model and its digest. Raises RemoteProtocolError, at every rank."""
+        """Return the snapshot, as it is, if it fits this model and its digest. Raises RemoteProtocolError, at every rank."""
         self.layout.ranks.together(lambda: self._check_fits(snapshot))
         outer = self.outer_of(snapshot.outer_step, snapshot.digest, snapshot.fragments)
         if combine(outer.hashes) != snapshot.digest:
@@ -117,7 +120,7 @@ class Replica:
         return outer
 
     def outer_of(self, outer_step: int, digest: str, fragments: Sequence[Tensor]) -> Outer:
-        """These fragments with the hashes that they really have; whether the digest is theirs is for the caller to see."""
+        """Return these fragments with the hashes that they really have. The digest is not compared with them."""
         hashes = self._hashes(dict(enumerate(fragments)))
         return Outer(outer_step, digest, tuple(self._keep(part) for part in fragments), tuple(hashes[i] for i in self._ids))
 
@@ -155,7 +158,7 @@ class Replica:
         return vector.pin_memory() if self.transfers.pinned else vector
 
     def _hashes(self, fragments: Mapping[int, Tensor]) -> dict[int, bytes]:
-        """The hash of each whole fragment. Rank i mod R puts fragment i together, so that the ranks hash side by side."""
+        """Return the hash of each whole fragment. Rank i mod R puts fragment i together, so the ranks hash side by side."""
         mine: dict[int, bytes] = {}
         for i, held in sorted(fragments.items()):
             whole = self.layout.gather(i, held, to=i % self.layout.ranks.size)
@@ -186,7 +189,7 @@ class Replica:
         self.move(dataclasses.replace(target, digest=self._outer.digest), progress, [fragment_id])
 
     def applied(self, outer_step: int) -> None:
-        """All fragments of the advance to `outer_step` have applied: advance, with the digest that theta really has."""
+        """Advance to `outer_step`, with the digest that theta really has: all its fragments are applied."""
         self._outer = dataclasses.replace(self._outer, outer_step=outer_step, digest=combine(self._outer.hashes))
 
     def _load(self, fragment_id: int, theta: Tensor, moved: Tensor | None) -> None:

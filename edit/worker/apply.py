@@ -19,7 +19,7 @@ from edit.records import Commit, Committed, Update, Verdict
 from edit.replica.replica import Outer, Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import ContributionMaker, SentTensors
-from edit.worker.estimator import Estimator
+from edit.worker.estimator import Estimator, LastStepEstimator
 from edit.worker.exchange import (
     WRONG_DIGEST,
     Action,
@@ -72,7 +72,7 @@ class ShareExchange:
         self.config = config
         self.exchange = Exchange(sync, config.rounds.max_staleness, len(replica.schema.fragments))
         self.feedback = ErrorFeedback(config.codec.up, replica.layout.owned)
-        self.estimator = Estimator(config.outer) if sync.mode == "eager" else None
+        self.estimator: Estimator | None = LastStepEstimator(config.outer) if sync.mode == "eager" else None
         # What is kept of the pending contribution.
         self.sent = SentTensors()
         # The commit applied last, without its payloads.

@@ -30,7 +30,6 @@ from edit.worker.apply import ShareExchange
 from edit.worker.catch_up import NotOfThisRun, ResumeForward, resume
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import SentTensors
-from edit.worker.estimator import Last
 from edit.worker.exchange import Pending
 from edit.worker.schedule import Work
 
@@ -71,14 +70,15 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
     replica, exchange, sent = share.replica, share.exchange, share.sent
     layout, outer = replica.layout, replica.outer
     residuals = _residuals(share)
-    last = share.estimator.last if share.estimator else {}
+    last, weights = share.estimator.state() if share.estimator is not None else ({}, {})
     vectors: dict[str, _Vectors] = {
         "outer": dict(enumerate(outer.fragments)),
         "residual": residuals,
         "sent_from": sent.sent_from,
         "sent": sent.deltas,
-        "last_step": {i: one.step for i, one in last.items()},
-        "last_sent": {i: one.delta for i, one in last.items() if one.delta is not None},
+        "last_step": {},
+        "last_sent": {},
+        **last,
     }
     scalars: dict[str, Any] = {
         "schema_hash": replica.schema.schema_hash,
@@ -87,7 +87,8 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
         "holds": combine(outer.hashes),
         "fragments": {kind: sorted(parts) for kind, parts in vectors.items()},
         "finished": exchange.finished,
-        "weights": {str(i): one.weight for i, one in last.items()},
+        "weights": {},
+        **weights,
         "pending": _pending_scalars(exchange.pending),
         **exchange.schedule.state(),
     }
@@ -235,7 +236,8 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     share.replica.resume(checkpoint.outer)
     exchange.outer_step = checkpoint.outer.outer_step
     _load_residuals(share, checkpoint.vectors.get("residual", {}))
-    _load_estimates(share, checkpoint)
+    if (estimator := share.estimator) is not None:
+        _checked(lambda: estimator.load(checkpoint.vectors, scalars))
     pending = _pending(checkpoint)
     if pending is not None:
         vectors = checkpoint.vectors
@@ -246,14 +248,6 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
 def _load_residuals(share: ShareExchange, held: _Vectors) -> None:
     layout = share.replica.layout
     share.feedback.load({i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel})
-
-
-def _load_estimates(share: ShareExchange, checkpoint: Checkpoint) -> None:
-    if share.estimator is None:
-        return
-    sent, weights = checkpoint.vectors.get("last_sent", {}), checkpoint.scalars.get("weights", {})
-    steps = checkpoint.vectors.get("last_step", {})
-    share.estimator.last = _checked(lambda: {i: Last(s, sent.get(i), float(weights[str(i)])) for i, s in steps.items()})
 
 
 def _pending(checkpoint: Checkpoint) -> Pending | None:

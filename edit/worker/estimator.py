@@ -9,34 +9,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from edit.config.run import OuterConfig
+from edit.config.algorithm import OuterConfig
 from edit.records import Commit, Verdict
 
-__all__ = ["Estimator", "Last"]
+__all__ = ["Estimator", "LastStepEstimator"]
+
+
+class Estimator(Protocol):
+    """Foresees theta after the next outer step. All tensors are flat fp32 vectors that this rank holds, by fragment."""
+
+    def estimate(self, fragment_id: int, theta: Tensor, delta: Tensor) -> Tensor | None:
+        """Return theta_hat, a new vector, for this peer's pseudo-gradient `delta`; None without enough to go by."""
+        ...
+
+    def committed(self, commit: Commit, peer_id: str, moved: Mapping[int, Tensor], deltas: Mapping[int, Tensor]) -> None:
+        """Learn from a commit. moved: how far it has moved theta; deltas: what this peer contributed to it, if anything."""
+        ...
+
+    def forget(self) -> None:
+        """theta has moved otherwise than by one commit: there is nothing to go by until the next."""
+        ...
+
+    def state(self) -> tuple[dict[str, dict[int, Tensor]], dict[str, Any]]:
+        """Return what is kept, for a checkpoint: tensors by kind (of `edit.worker.checkpoint.KINDS`), and JSON-able values."""
+        ...
+
+    def load(self, vectors: Mapping[str, Mapping[int, Tensor]], scalars: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Raises KeyError, TypeError or ValueError when it is damaged."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
-    """One fragment's last outer step, s = theta before - theta after; this peer's part in it: pseudo-gradient and weight."""
+class _Last:
+    """One fragment's last outer step."""
 
+    # theta before minus theta after.
     step: Tensor
+    # This peer's pseudo-gradient in it, if any, and its weight.
     delta: Tensor | None
     weight: float
 
 
-class Estimator:
-    """The last commit, by fragment. Nothing for a fragment that no commit has moved yet."""
+class LastStepEstimator:
+    """An `Estimator` that expects the last step again, with this peer's share in it replaced (`sync.mode = "eager"`)."""
 
     def __init__(self, outer: OuterConfig) -> None:
         self._follows = outer.lr * (1 + outer.momentum) if outer.optimizer == "nesterov" else outer.lr
-        self.last: dict[int, Last] = {}
+        self._last: dict[int, _Last] = {}
 
     def estimate(self, fragment_id: int, theta: Tensor, delta: Tensor) -> Tensor | None:
-        """theta_hat, a new vector; None without a last step."""
-        last = self.last.get(fragment_id)
+        """Return theta_hat; None for a fragment that no commit has moved yet."""
+        last = self._last.get(fragment_id)
         if last is None:
             return None
         estimate = theta - last.step
@@ -45,12 +72,26 @@ class Estimator:
         return estimate
 
     def committed(self, commit: Commit, peer_id: str, moved: Mapping[int, Tensor], deltas: Mapping[int, Tensor]) -> None:
-        """moved: by fragment, how far the commit has moved theta; deltas: what this peer contributed to it, if anything."""
+        """Keep the step of each fragment, and this peer's part in it."""
         for part in commit.fragments:
             i, mine = part.fragment_id, part.verdict_of(peer_id)
             weight = mine.weight if mine is not None and mine.verdict is Verdict.OK else 0.0
-            self.last[i] = Last(moved[i], deltas.get(i), weight)
+            self._last[i] = _Last(moved[i], deltas.get(i), weight)
 
     def forget(self) -> None:
-        """theta has moved otherwise than by one commit: there is nothing to estimate from until the next."""
-        self.last.clear()
+        """Forget the last step."""
+        self._last.clear()
+
+    def state(self) -> tuple[dict[str, dict[int, Tensor]], dict[str, Any]]:
+        """Return the last steps, what this peer contributed to them, and its weights."""
+        last = self._last
+        sent = {i: one.delta for i, one in last.items() if one.delta is not None}
+        return {"last_step": {i: one.step for i, one in last.items()}, "last_sent": sent}, {
+            "weights": {str(i): one.weight for i, one in last.items()}
+        }
+
+    def load(self, vectors: Mapping[str, Mapping[int, Tensor]], scalars: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        sent, weights = vectors.get("last_sent", {}), scalars.get("weights", {})
+        steps = vectors.get("last_step", {})
+        self._last = {i: _Last(step, sent.get(i), float(weights[str(i)])) for i, step in steps.items()}

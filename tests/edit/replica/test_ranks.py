@@ -43,7 +43,7 @@ def everything() -> dict[str, Any]:
         "not the same": heard(lambda: ranks.same("the weather", "wet" if me == 2 else "fine")),
         "gather": [ranks.gather(own, [1, 2, 3], to=to) for to in range(size)],
         "nothing to gather": ranks.gather(own[:0], [0, 0, 0]),
-        "hand": [ranks.hand(own if me == 2 else None, 3, 2, target) for target in (0, 1)],
+        "hand": [ranks.transfer(own if me == 2 else None, 3, 2, target) for target in (0, 1)],
     }
 
 
@@ -72,6 +72,6 @@ def test_one_process_is_a_replica_of_one_rank() -> None:
     assert ALONE.lead(lambda: 1) == ALONE.together(lambda: 1) == 1
     assert ALONE.all([True, False]) == [True, False] and ALONE.collect("x") == ["x"]
     ALONE.same("anything", object())
-    assert ALONE.gather(own, [3]) == [own] and ALONE.hand(own, 3, 0, 0) is None
+    assert ALONE.gather(own, [3]) == [own] and ALONE.transfer(own, 3, 0, 0) is None
     with pytest.raises(TransportError, match="cut"):
         ALONE.together(lambda: fail(TransportError("cut")))
