@@ -64,7 +64,7 @@ def new_run(path: Path, peers: int, buffer_bytes: int) -> StateFolder:
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     for i in range(peers):
         identity, key = Identity(folder.run_id, "peer", f"p{i:02d}"), new_key()
-        certificate = authority.issue(identity, key.public_key(), lifetime_s=86400, now=time.time())
+        certificate = authority.issuer.issue(identity, key.public_key(), lifetime_s=86400, now=time.time())
         authority.members.add(identity, certificate, time.time())
         (path / f"p{i:02d}.key").write_bytes(key_pem(key))
         (path / f"p{i:02d}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -43,15 +43,22 @@ INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
 COORDINATOR_ID = "coordinator"
 _RENEW_BEFORE_S = 30 * 86400.0
+_EQUIP = "make it with `edit-coordinator new-aggregator` on the coordinator's machine, and copy the folder"
 _UNKNOWN = "this invitation is not known here: it is for another run, was withdrawn, or was altered; ask for a new one"
 
 
 class Authority:
-    """One run's authority: makes and opens the folder's keys, invites members and gives them certificates."""
+    """One run's authority: makes and opens the folder's keys, invites members and gives them certificates.
+
+    Args:
+        path: the coordinator's state folder.
+        issuer: signs with the authority's key.
+        members: everybody who was enrolled.
+    """
 
     def __init__(self, path: Path, run_id: str, issuer: Issuer, members: Members) -> None:
         self.run_id, self.members = run_id, members
-        self._path, self._issuer, self._invitations = path, issuer, path / "invitations"
+        self._path, self.issuer, self._invitations = path, issuer, path / "invitations"
 
     @classmethod
     def create(cls, path: Path, run_id: str, advertise: Sequence[str], *, now: float) -> Authority:
@@ -93,24 +100,12 @@ class Authority:
     @property
     def ca_der(self) -> bytes:
         """The authority's certificate, in DER."""
-        return self._issuer.der
+        return self.issuer.der
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the authority's certificate, as `invite` prints it."""
         return fingerprint(self.ca_der)
-
-    def issue(
-        self,
-        identity: Identity,
-        public_key: ec.EllipticCurvePublicKey,
-        *,
-        lifetime_s: float,
-        now: float,
-        server_names: Sequence[str] = (),
-    ) -> x509.Certificate:
-        """Sign a certificate. See `aggregator.security.certificates.Issuer.issue`."""
-        return self._issuer.issue(identity, public_key, lifetime_s=lifetime_s, now=now, server_names=server_names)
 
     def equip(self, path: Path, aggregator: int, name: str, *, now: float) -> None:
         """Give the folder of a further aggregator its key, a certificate to serve as host `name`, and the authority's own.
@@ -118,8 +113,8 @@ class Authority:
         The authority's key stays here, so nobody can be enrolled with what is there. Raises ConfigError (name), StorageError.
         """
         identity, key = _aggregator(self.run_id, aggregator), new_key()
-        certificate = self._issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=(name,))
-        write_atomic(path / "ca.pem", _pem(self._issuer.certificate))
+        certificate = self.issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=(name,))
+        write_atomic(path / "ca.pem", _pem(self.issuer.certificate))
         write_atomic(path / "server.key", key_pem(key), mode=0o600)
         write_atomic(path / "server.pem", _pem(certificate))
 
@@ -176,7 +171,7 @@ class Authority:
         return base64.b64decode(record["certificate"]), identity
 
     def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
-        certificate = self._issuer.issue(identity, public_key, lifetime_s=MEMBER_LIFETIME_S, now=now)
+        certificate = self.issuer.issue(identity, public_key, lifetime_s=MEMBER_LIFETIME_S, now=now)
         self.members.add(identity, certificate, now)
         return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
 
@@ -204,7 +199,7 @@ class Authority:
 
     def _issue_own(self, name: str, identity: Identity, now: float, server_names: tuple[str, ...] = ()) -> x509.Certificate:
         key = new_key()
-        certificate = self._issuer.issue(
+        certificate = self.issuer.issue(
             identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=server_names
         )
         write_atomic(self._path / f"{name}.key", key_pem(key), mode=0o600)
@@ -219,9 +214,6 @@ def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: 
             raise ConfigError(f"{path / needed}: is missing; {_EQUIP}")
     if not _still_good(path / "server.pem", set(names_of(_aggregator(run_id, aggregator), (name,))), now):
         raise ConfigError(f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, or has expired; {_EQUIP}")
-
-
-_EQUIP = "make it with `edit-coordinator new-aggregator` on the coordinator's machine, and copy the folder"
 
 
 def _aggregator(run_id: str, number: int) -> Identity:

@@ -111,7 +111,7 @@ class TestMembers:
 
     def certificate(self, coordinator: StateFolder, identity: Identity, issued: float) -> x509.Certificate:
         authority = Authority.load(coordinator.path, coordinator.run_id)
-        return authority.issue(identity, new_key().public_key(), lifetime_s=1e6, now=issued)
+        return authority.issuer.issue(identity, new_key().public_key(), lifetime_s=1e6, now=issued)
 
     def test_a_certificate_of_the_authority_is_enough_until_a_later_one_is_seen(
         self, coordinator: StateFolder, tmp_path: Path
@@ -150,7 +150,7 @@ def test_a_peer_cannot_pose_as_an_aggregator(coordinator: StateFolder) -> None:
     """Its certificate is of the right authority and may serve, but under no host's name."""
     authority, key = Authority.load(coordinator.path, coordinator.run_id), new_key()
     mallory = Identity(coordinator.run_id, "peer", "mallory")
-    certificate = authority.issue(mallory, key.public_key(), lifetime_s=1e6, now=time.time())
+    certificate = authority.issuer.issue(mallory, key.public_key(), lifetime_s=1e6, now=time.time())
     pem, ca = certificate.public_bytes(serialization.Encoding.PEM), (coordinator.path / "ca.pem").read_bytes()
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_secure_port(

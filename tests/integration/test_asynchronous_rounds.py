@@ -111,13 +111,13 @@ def test_a_late_contribution_counts_in_the_next_round_and_its_staleness_survives
             first = await two_peers(a, b)
             await send_half(b, first, 0, 9)
             await a.contribute(first, 0, delta(1))
-            await b.hang_up()  # lost: the round closes without b
+            await b.disconnect()  # lost: the round closes without b
             one = await a.view(lambda v: v.outer_step == 1 and v.round_id > first)
             assert one.digest == digest(stepped(theta(), 1))
             await a.report(1)
             held = {m["peer_id"]: (m["upload_bytes"], m["upload_total_bytes"]) for m in (await status(run))["members"]}
             assert held["b"] == (532, 1220) and held["a"] == (0, 0)
-            await b.dial()
+            await b.open_stream()
             await send_rest(b, first, 0, 9)
             await a.contribute(one.round_id, 1, delta(2))
             two = await a.view(lambda v: v.outer_step == 2)

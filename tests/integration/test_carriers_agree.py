@@ -158,7 +158,9 @@ class Result:
 
 def pems(run: Served, name: str) -> tuple[bytes, bytes, bytes]:
     authority, key = run.coordinator.authority, new_key()
-    certificate = authority.issue(Identity(run.folder.run_id, "peer", name), key.public_key(), lifetime_s=3600, now=time.time())
+    certificate = authority.issuer.issue(
+        Identity(run.folder.run_id, "peer", name), key.public_key(), lifetime_s=3600, now=time.time()
+    )
     authority.members.add(Identity(run.folder.run_id, "peer", name), certificate, time.time())
     return (run.folder.path / "ca.pem").read_bytes(), key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
 

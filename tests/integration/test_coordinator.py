@@ -214,7 +214,7 @@ def test_a_bad_contribution_is_refused_in_one_line_and_touches_nothing(
             assert refused.value.code() is code, refused.value.details()
             assert words in refused.value.details()
             assert "\n" not in refused.value.details()
-            await a.hang_up()  # without a, b's contribution alone is the round
+            await a.disconnect()  # without a, b's contribution alone is the round
             await b.contribute(view.round_id, 0, delta(2))
             after = await b.view(lambda v: v.outer_step == 1)
             assert after.digest == digest([t - d for t, d in zip(theta(), delta(2), strict=True)])
@@ -270,7 +270,7 @@ def test_a_peer_that_vanishes_does_not_block_the_round(tmp_path: Path) -> None:
             await b.report(0)
             view = await a.view(lambda v: v.round_id > 0)
             await a.contribute(view.round_id, 0, delta(1))
-            await b.hang_up()
+            await b.disconnect()
             after = await a.view(lambda v: v.outer_step == 1)
             assert "lost: b" in after.last_reason
 
@@ -288,8 +288,8 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs(tmp_path: P
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.peer("b", other) as b:
             await found_run(a)
-            await b.dial()
-            expel = await b.hear(Expel)
+            await b.open_stream()
+            expel = await b.receive(Expel)
             assert not expel.evicted
             assert "layer1.weight has shape [300] in the run and [301] at the peer" in expel.reason
 
@@ -329,8 +329,8 @@ def test_a_certificate_of_another_authority_opens_nothing(tmp_path: Path) -> Non
 def test_a_new_certificate_of_an_identity_shuts_the_old_one_out(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as old, run.peer("a") as new:
-            await old.dial()
-            expel = await old.hear(Expel)
+            await old.open_stream()
+            expel = await old.receive(Expel)
             assert "replaced by a newer one" in expel.reason
             await found_run(new)
 
@@ -362,7 +362,7 @@ def test_an_evicted_peer_hears_why_and_stays_out_after_a_restart(tmp_path: Path)
             await found_run(a)
             operator = BarePeer("op", a.run_id, channel, SCHEMA)
             await operator.control.Evict(control_pb2.EvictRequest(peer_id="a", reason="key lost"))
-            expel = await a.hear(Expel)
+            expel = await a.receive(Expel)
             assert (expel.evicted, expel.reason) == (True, "key lost")
         members = Authority.load(folder.path, folder.run_id).members
         assert members.why_refused(Identity(folder.run_id, "peer", "a")) == "key lost"

@@ -370,7 +370,7 @@ def test_a_replica_that_lost_a_rank_is_not_waited_for_until_rank_0_reports_again
         ):
             view = await enter([[b], a])
             await b.contribute(view.round_id, 0, delta(2))
-            await a[1].hang_up()
+            await a[1].disconnect()
             after = await b.view(lambda v: v.outer_step == 1)
             assert after.last_reason == "the only contributor in (lost: a)"
             await b.report(1)
@@ -383,7 +383,7 @@ def test_a_replica_that_lost_a_rank_is_not_waited_for_until_rank_0_reports_again
             after = await again.view(lambda v: v.outer_step == 2)
             commit = await again.fetch(2, shards=ROWS_2[1])
             assert all(fragment.verdict_of("a") for fragment in commit.fragments)
-            await again.hang_up()
+            await again.disconnect()
 
     asyncio.run(scenario())
 
@@ -407,17 +407,17 @@ def test_streams_of_ranks_that_were_replaced_are_closed(tmp_path: Path) -> None:
             await enter([old])
             again = BarePeer("a", old[1].run_id, old[1].channel, SCHEMA, 1, 3)
             await again.attend()
-            assert "replaced by a newer connection" in (await old[1].hear(Expel)).reason
+            assert "replaced by a newer connection" in (await old[1].receive(Expel)).reason
             smaller = BarePeer("a", old[0].run_id, old[0].channel, SCHEMA, 0, 2)
             await smaller.attend()
-            assert "replaced" in (await old[0].hear(Expel)).reason
-            assert (await old[2].hear(Expel)).reason == "the replica has 2 ranks now; rank 2 is none of them"
+            assert "replaced" in (await old[0].receive(Expel)).reason
+            assert (await old[2].receive(Expel)).reason == "the replica has 2 ranks now; rank 2 is none of them"
             await smaller.report(0)
             view = await again.view(lambda v: v.round_id > 0)
             await contribute_sharded([smaller, again], ROWS_2, view.round_id, 0, some(1))
             await again.view(lambda v: v.outer_step == 1)
             for peer in (again, smaller):
-                await peer.hang_up()
+                await peer.disconnect()
 
     asyncio.run(scenario())
 
@@ -433,7 +433,7 @@ def test_an_eviction_ends_every_rank(tmp_path: Path) -> None:
             operator = BarePeer("op", a[0].run_id, channel, SCHEMA)
             await operator.control.Evict(control_pb2.EvictRequest(peer_id="a", reason="key lost"))
             for peer in a:
-                expel = await peer.hear(Expel)
+                expel = await peer.receive(Expel)
                 assert (expel.evicted, expel.reason) == (True, "key lost")
 
     asyncio.run(scenario())
@@ -490,7 +490,7 @@ def test_a_fragment_that_is_not_due_is_refused_and_an_update_holds_its_group_onl
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await a.contribute_part(view.round_id, 0, Shard(SCHEMA.fragments[1]), delta(1)[1])
             assert "fragment 1 is not exchanged from outer step 0; 0, 2 are" in refused.value.details()
-            await a.hang_up()
+            await a.disconnect()
             await b.attend()
             await b.report(0)
             view = await b.view(lambda v: v.round_id > view.round_id)
@@ -506,8 +506,8 @@ def test_more_groups_than_fragments_are_told_to_the_first_peer(tmp_path: Path) -
     async def scenario() -> None:
         toml = TOML.replace("every = 2", "every = 10").replace("[sync]", "[sync]\ngroups = 5")
         async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("a", SCHEMA) as a:
-            await a.dial()
-            expel = await a.hear(Expel)
+            await a.open_stream()
+            expel = await a.receive(Expel)
             assert not expel.evicted
             assert expel.reason == "sync.groups = 5: the model has 4 fragments, so at most 4 groups"
 

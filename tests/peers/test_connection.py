@@ -38,7 +38,7 @@ def enrol(tmp_path: Path, role: str) -> None:
     folder = new_folder(tmp_path / "run")
     authority = Authority.load(folder.path, folder.run_id)
     home, identity = PeerFolder(tmp_path / "home"), Identity(folder.run_id, role, "eve")
-    certificate = authority.issue(identity, home.make_key().public_key(), lifetime_s=3600, now=time.time())
+    certificate = authority.issuer.issue(identity, home.make_key().public_key(), lifetime_s=3600, now=time.time())
     ca = (folder.path / "ca.pem").read_bytes()
     der = x509.load_pem_x509_certificate(ca).public_bytes(serialization.Encoding.DER)
     home.store(identity, ("127.0.0.1:1",), certificate.public_bytes(serialization.Encoding.DER), der)

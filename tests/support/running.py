@@ -21,6 +21,8 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Running:
+    """A coordinator that is served in another thread."""
+
     served: Served
     loop: asyncio.AbstractEventLoop
 
@@ -28,31 +30,28 @@ class Running:
     def run(self) -> Run:
         return self.served.coordinator.run
 
-    def tell(self, order: Callable[[Run], None]) -> None:
-        """Let the run do this on its loop's thread; returns when it is done."""
-        done: Future[None] = Future()
+    def tell(self, call: Callable[[Run], None]) -> None:
+        """Call this with the run on its loop's thread; return when it is done."""
 
-        def obey() -> None:
-            order(self.run)
-            done.set_result(None)
+        async def on_loop() -> None:
+            call(self.run)
 
-        self.loop.call_soon_threadsafe(obey)
-        done.result(timeout=WAIT_S)
+        asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(timeout=WAIT_S)
 
-    def await_(self, look: Callable[[Run], object]) -> None:
-        """Wait until `look` is true, as the loop's thread sees it."""
+    def await_(self, condition: Callable[[Run], object]) -> None:
+        """Wait until `condition` is true, as the loop's thread sees it."""
 
-        async def seen() -> bool:
-            return bool(look(self.run))
+        async def on_loop() -> bool:
+            return bool(condition(self.run))
 
-        patience = time.monotonic() + WAIT_S
-        while not asyncio.run_coroutine_threadsafe(seen(), self.loop).result(timeout=WAIT_S):
-            assert time.monotonic() < patience, "the coordinator waited in vain"
+        deadline = time.monotonic() + WAIT_S
+        while not asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(timeout=WAIT_S):
+            assert time.monotonic() < deadline, "the condition never became true"
 
 
 @contextmanager
 def running(folder: StateFolder, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Running]:
-    """monotonic: the coordinator's clock, in seconds."""
+    """Serve the folder's run in a thread. monotonic: the coordinator's clock, in seconds."""
     ready: Future[tuple[Running, asyncio.Event]] = Future()
 
     async def serve() -> None:

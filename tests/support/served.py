@@ -146,9 +146,8 @@ class Served:
     def certificate(self, peer_id: str, role: str = "peer", authority: Authority | None = None) -> tuple[bytes, bytes]:
         """(key, certificate) in PEM. Each one replaces the member's last."""
         own = self.coordinator.authority
-        issuer = authority or own
         identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
-        certificate = issuer.issue(identity, key.public_key(), lifetime_s=3600, now=time.time())
+        certificate = (authority or own).issuer.issue(identity, key.public_key(), lifetime_s=3600, now=time.time())
         if authority is None:
             own.members.add(identity, certificate, time.time())
         return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
@@ -183,7 +182,7 @@ class Served:
             try:
                 yield peer
             finally:
-                await peer.hang_up()
+                await peer.disconnect()
 
 
 @asynccontextmanager
@@ -208,7 +207,7 @@ class BarePeer:
     schema: Schema
     rank: int = 0
     ranks: int = 1
-    heard: list[object] = field(default_factory=list)
+    received: list[object] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: asyncio.Task[None] | None = None
 
@@ -217,10 +216,10 @@ class BarePeer:
         self.data = data_pb2_grpc.DataStub(self.channel)
 
     async def attend(self) -> Welcome:
-        await self.dial()
-        return await self.hear(Welcome)
+        await self.open_stream()
+        return await self.receive(Welcome)
 
-    async def dial(self) -> None:
+    async def open_stream(self) -> None:
         self._call = self.control.Attend()
         hello = Hello(run_id=self.run_id, schema=self.schema, rank=self.rank, ranks=self.ranks)
         await self._call.write(peer_message_to_pb(hello))
@@ -229,13 +228,13 @@ class BarePeer:
     async def _read(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                self.heard.append(coordinator_message_from_pb(message))
+                self.received.append(coordinator_message_from_pb(message))
                 self._news.set()
 
     async def _until(self, condition: Callable[[object], bool]) -> object:
         async with asyncio.timeout(WAIT_S):
             while True:
-                found = next((m for m in reversed(self.heard) if condition(m)), None)
+                found = next((m for m in reversed(self.received) if condition(m)), None)
                 if found is not None:
                     return found
                 self._news.clear()
@@ -244,7 +243,7 @@ class BarePeer:
     async def view(self, until: Callable[[View], bool] = lambda _: True) -> View:
         return await self._until(lambda m: isinstance(m, View) and until(m))
 
-    async def hear(self, kind: type) -> object:
+    async def receive(self, kind: type) -> object:
         return await self._until(lambda m: isinstance(m, kind))
 
     async def report(
@@ -263,7 +262,7 @@ class BarePeer:
         if self._reader is not None:
             await asyncio.wait([self._reader])
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         if self._reader is not None:
             self._call.cancel()
             self._reader.cancel()

@@ -143,7 +143,7 @@ def test_of_the_members_only_a_peer_may_serve_and_only_under_its_own_name(
     authority: Authority, role: str, serves: list[x509.ObjectIdentifier]
 ) -> None:
     identity = Identity(RUN, role, "a")
-    certificate = authority.issue(identity, new_key().public_key(), lifetime_s=100, now=NOW)
+    certificate = authority.issuer.issue(identity, new_key().public_key(), lifetime_s=100, now=NOW)
     purposes = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
     assert purposes == [ExtendedKeyUsageOID.CLIENT_AUTH, *serves]
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -153,10 +153,10 @@ def test_of_the_members_only_a_peer_may_serve_and_only_under_its_own_name(
 def test_no_certificate_outlives_the_authority(authority: Authority) -> None:
     late = NOW + 3649 * 86400
     public = new_key().public_key()
-    certificate = authority.issue(Identity(RUN, "peer", "a"), public, lifetime_s=1e9, now=late)
+    certificate = authority.issuer.issue(Identity(RUN, "peer", "a"), public, lifetime_s=1e9, now=late)
     assert certificate.not_valid_after_utc.timestamp() == NOW + 3650 * 86400
     with pytest.raises(ConfigError, match="expired"):
-        authority.issue(Identity(RUN, "peer", "a"), public, lifetime_s=1e9, now=late + 86400)
+        authority.issuer.issue(Identity(RUN, "peer", "a"), public, lifetime_s=1e9, now=late + 86400)
 
 
 # ---- invitations ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Run:
         """A key and certificate (DER) for any identity."""
         key = new_key()
         pem = key.private_bytes(*_PKCS8, serialization.NoEncryption())
-        certificate = self.authority.issue(identity, key.public_key(), lifetime_s=60, now=NOW)
+        certificate = self.authority.issuer.issue(identity, key.public_key(), lifetime_s=60, now=NOW)
         return pem, certificate.public_bytes(serialization.Encoding.PEM)
 
 
@@ -205,7 +205,7 @@ class Answers:
 
 
 def with_certificate(run: Run, identity: Identity) -> Callable[[pb.EnrolReply], object]:
-    certificate = run.authority.issue(identity, new_key().public_key(), lifetime_s=60, now=NOW)
+    certificate = run.authority.issuer.issue(identity, new_key().public_key(), lifetime_s=60, now=NOW)
     return lambda reply: setattr(reply, "certificate_der", certificate.public_bytes(serialization.Encoding.DER))
 
 
