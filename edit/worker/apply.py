@@ -82,7 +82,7 @@ class ShareExchange:
         self._collective = collective
         self._optimizer = optimizer
         self._clock = clock
-        self._answered: Committed | None = None  # the commit that the last question was answered with
+        self._answered: Committed | None = None  # the commit that the last question was answered with, until it is applied
         self._partial: _PartialCommit | None = None
         self._unchecked = False  # whether a commit was applied lazily and theta's digest not compared since
 
@@ -145,11 +145,10 @@ class ShareExchange:
             case Ask(outer_step, block):
                 return self._ask(outer_step, block)
             case Apply(_, pending, carried):
-                assert self._answered is not None
-                return self._apply(self._answered, pending, carried)
+                return self._apply(self._take_answer(), pending, carried)
             case ApplyLazily(answer):
-                assert self._answered is not None
-                self._partial = _PartialCommit(answer, self._answered.commit, self._updates.of(self._answered))
+                outcome = self._take_answer()
+                self._partial = _PartialCommit(answer, outcome.commit, self._updates.of(outcome))
                 self.replica.transfers.settled()
             case TakeSnapshot(pending, reason):
                 return self._take_snapshot(pending, reason)
@@ -173,6 +172,12 @@ class ShareExchange:
         self._answered, commit = outcome, outcome.commit
         merged = self._updates.takes_part(commit)
         return Advanced(commit.outer_step, merged, outcome.carried, commit.reason, outcome.inner_steps)
+
+    def _take_answer(self) -> Committed:
+        """Return the commit of the last answer, and keep it no longer: its payloads are as large as the model."""
+        answered, self._answered = self._answered, None
+        assert answered is not None
+        return answered
 
     def _apply(self, outcome: Committed, pending: Pending | None, carried: bool) -> Moved | Failed:
         steps = self._updates.all_of(outcome, pending.applied if pending else ())

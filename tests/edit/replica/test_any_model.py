@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -242,7 +243,7 @@ def storages(root: object, without: list[Any]) -> dict[int, int]:
     stack: list[Any] = [root]
     while stack:
         one = stack.pop()
-        if id(one) in seen or isinstance(one, (type, type(gc))) or callable(getattr(one, "__code__", None)):
+        if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType)):
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
