@@ -24,7 +24,7 @@ lab/           edit-lab
 import importlib
 import typing
 
-from edit.collective import Collective
+from edit.collective import Collective, CompositeCollective
 from edit.config.run import (
     AggregatorsConfig,
     CodecConfig,
@@ -83,6 +83,7 @@ __all__ = [
     "Collective",
     "Commit",
     "Committed",
+    "CompositeCollective",
     "ConfigError",
     "Contribution",
     "EditError",

@@ -20,6 +20,7 @@ PROMISED = [
     "Collective",
     "Commit",
     "Committed",
+    "CompositeCollective",
     "ConfigError",
     "Contribution",
     "EditError",
