@@ -85,7 +85,12 @@ def new_aggregator(
 
 
 @app.command()
-def serve(state: State = Path("edit-run")) -> None:
+def serve(
+    state: State = Path("edit-run"),
+    threads: Annotated[
+        int, typer.Option(help="CPU threads that merge. More than one only on a machine that does nothing else.", min=1)
+    ] = 1,
+) -> None:
     """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
 
     Logs to stderr, and writes metrics to metrics.jsonl in the folder. Exit codes: 0 stopped, 2 wrong configuration or a damaged
@@ -93,12 +98,15 @@ def serve(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator serve --state my-run
     """
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # read when torch is imported: threads that wait leave the CPU to others
     from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
-    asyncio.run(serve_run(StateFolder(state)))
+    asyncio.run(serve_run(StateFolder(state), threads=threads))
 
 
 @app.command()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+import torch
 
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
@@ -163,14 +164,21 @@ def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.S
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def serve_run(folder: StateFolder) -> None:
-    """Serve the run until SIGINT or SIGTERM. Raises EditError, also when a background task failed."""
+async def serve_run(folder: StateFolder, *, threads: int = 1) -> None:
+    """Serve the run until SIGINT or SIGTERM. Raises EditError, also when a background task failed.
+
+    Args:
+        threads: that torch computes with. Each one more waits actively for the others, and on a busy machine that is time which
+            the event loop and the peers do not get.
+    """
     folder.lock()
+    torch.set_num_threads(threads)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     coordinator = Coordinator.open(folder)
     try:
+        await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
         await coordinator.start()
         await coordinator.background.watch(stop)
         _log.info("stopping; the same command continues the run")
