@@ -9,6 +9,7 @@ Everything here runs on the event loop; `membership`, `pace_advice`, `views` and
 In reading order:
     membership       leases and states of the members: the table
     attendance       one stream per rank; joins streams, heartbeats and transfers to the membership
+    schemas          the models that peers announce by hash, and how another one is learned
     founding         which member sends the first parameters, and what is taken from it
     pace_advice      how many inner steps each member is to take; settings that cannot work
     views            what a rank, and the regional aggregator, sees of the run

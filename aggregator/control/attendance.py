@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from aggregator.control.membership import REPLACED, Change, Membership, digest_mismatch
@@ -150,11 +150,16 @@ class Attendances:
         for attendance in self.of(peer_id):
             attendance.expel(EvictedError(reason))
 
-    def expel_other_models(self, schema: Schema) -> None:
-        """End the streams of peers whose model is not the run's."""
+    def other_models(self, schema: Schema) -> list[Schema]:
+        """Return the models that attend and are not this one, each once."""
+        models = {attendance.schema.schema_hash: attendance.schema for attendance in self}
+        return [model for schema_hash, model in models.items() if schema_hash != schema.schema_hash]
+
+    def expel_other_models(self, schema: Schema, differences: Mapping[str, str]) -> None:
+        """End the streams of peers whose model is not the run's. differences: in words, by schema_hash, as far as known."""
         for attendance in self:
-            if (difference := schema.first_difference(attendance.schema)) is not None:
-                attendance.expel(RefusedError(f"another model: {difference}"))
+            if (schema_hash := attendance.schema.schema_hash) != schema.schema_hash:
+                attendance.expel(RefusedError(f"another model: {differences.get(schema_hash, 'its schema_hash differs')}"))
 
     def wake(self) -> None:
         """Let every stream send its view."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from aggregator.control.attendance import Attendance, Attendances
 from aggregator.control.founding import Founding
 from aggregator.control.pace_advice import PaceAdvice, impossible
+from aggregator.control.schemas import Schemas
 from aggregator.control.views import founded_view, founding_view
 from aggregator.data.published import CommittedState, PublishedState
 from aggregator.data.round_runner import RoundRunner
@@ -34,8 +35,7 @@ from aggregator.run_feed import (
     StepCommitted,
 )
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, RefusedError, StaleError
-from edit.fragments.groups import fragments_due
+from edit.errors import RefusedError, StaleError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
@@ -65,6 +65,7 @@ class Run:
         self.members, self.clock, self.feed = resources.members, resources.clock, resources.feed
         self.attendances = Attendances(config.membership, resources.feed, resources.clock.monotonic)
         self.founding = Founding(config, resources.store, resources.background, self.attendances)
+        self.schemas = Schemas(config.sync, resources.background, self.attendances, lambda: self._schema)
         self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
         self._resources = resources
         self._first_round_id = first_round_id
@@ -145,21 +146,13 @@ class Run:
 
     def attend(self, peer_id: str, schema: Schema, rank: int = 0, ranks: int = 1) -> Attendance:
         """Take a rank's stream that opened. Raises EvictedError, and RefusedError with a reason for the peer's operator."""
-        self._check_schema(schema)
+        if self._rounds is not None and schema.schema_hash != self._rounds.outer.schema.schema_hash:
+            raise RefusedError("another model: its schema_hash differs")  # the run was founded while the schema was learned
         attendance = self.attendances.open(peer_id, schema, rank, ranks)
         if rank == 0 and self._rounds is None:
             self.founding.attended(peer_id)
         self._show_change()
         return attendance
-
-    def _check_schema(self, schema: Schema) -> None:
-        if self._rounds is not None and (difference := self._rounds.outer.schema.first_difference(schema)) is not None:
-            raise RefusedError(f"another model: {difference}")
-        sync = self.config.sync
-        try:
-            fragments_due(0, len(schema.fragments), sync.groups, sync.pattern)
-        except ConfigError as error:
-            raise RefusedError(str(error)) from error
 
     def leave(self, attendance: Attendance, reason: str, *, polite: bool) -> None:
         """Take the end of a rank's stream. See `Attendances.close`."""
@@ -241,9 +234,10 @@ class Run:
         """Take the founder's parameters as outer step 0. Raises StaleError, and as `Founding.take`."""
         outer = await self.founding.take(schema, theta, claimed_digest)
         self._check_unfounded()
+        differences = await self.schemas.differences(schema, self.attendances.other_models(schema))
         self.feed.publish(RunFounded(peer_id, schema.numel, len(schema.fragments)))
         self._adopt(outer)
-        self.attendances.expel_other_models(schema)
+        self.attendances.expel_other_models(schema, differences)
         self._show_change()
 
     def _check_unfounded(self) -> None:
@@ -251,6 +245,10 @@ class Run:
             raise StaleError("the run has parameters already; take a snapshot")
 
     # ---- what the services ask -------------------------------------------------------------------------------------------
+
+    @property
+    def _schema(self) -> Schema | None:
+        return self._rounds.outer.schema if self._rounds is not None else None
 
     @property
     def founded(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from editpb import control_pb2 as cpb
 from editpb.abort_on_error import abort_on_error
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
-from editpb.messages import Expel, Goodbye, Heartbeat, Hello, Welcome
+from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, Welcome
 from editpb.status_messages import status_to_pb
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlService"]
 
-_HELLO_S = 30.0  # an Attend stream whose first message takes longer is closed
+_HELLO_S = 30.0  # an Attend stream whose first message, or whose schema, takes longer is closed
+_REFUSED_S = 5.0  # how long a refused client may take over its first message before it hears why
 
 
 class ControlService:
@@ -38,17 +40,25 @@ class ControlService:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with abort_on_error(context):
             try:
-                try:
-                    identity = self._authorizer.authorize(context, "peer", "region")
-                finally:  # also of a refused client: its write may fail before it reads the reason
-                    hello = await self._hello(messages)
-                if identity.role == "region" and hello.schema is not None:
-                    raise RefusedError(
-                        "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
-                    )
+                identity = self._authorizer.authorize(context, "peer", "region")
+            except (EvictedError, RefusedError) as error:
+                await _discard_first(messages)  # a client whose write fails does not read the reason
+                yield _expel(error)
+                return
+            try:
+                hello = await self._hello(messages)
                 attendance = None  # without a schema: a peer that only asks for the configuration, or a regional aggregator
-                if hello.schema is not None:
-                    attendance = self._run.attend(identity.peer_id, hello.schema, hello.rank, hello.ranks)
+                if hello.schema_hash:
+                    if identity.role == "region":
+                        raise RefusedError(
+                            "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"
+                        )
+                    schema = self._run.schemas.known(hello.schema_hash)
+                    if schema is None:
+                        yield coordinator_message_to_pb(SchemaRequest())
+                        answer = (await _next(messages, "the answer to SchemaRequest must be a schema")).schema
+                        schema = await self._run.schemas.learn(identity.peer_id, hello.schema_hash, answer)
+                    attendance = self._run.attend(identity.peer_id, schema, hello.rank, hello.ranks)
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
                 return
@@ -59,11 +69,7 @@ class ControlService:
 
     async def _hello(self, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
         """Return the first message. Raises RemoteProtocolError (also for another protocol), RefusedError (another run)."""
-        try:
-            first = await asyncio.wait_for(anext(messages), _HELLO_S)
-        except (TimeoutError, StopAsyncIteration):
-            raise RemoteProtocolError("the first message must be Hello") from None
-        hello = peer_message_from_pb(first)
+        hello = peer_message_from_pb(await _next(messages, "the first message must be Hello"))
         if not isinstance(hello, Hello):
             raise RemoteProtocolError("the first message must be Hello")
         self._run.check_run_id(hello.run_id)
@@ -143,6 +149,20 @@ class ControlService:
             self._authorizer.authorize(context, "operator")
             self._run.drain()
         return cpb.DrainReply()
+
+
+async def _next(messages: AsyncIterator[cpb.PeerMessage], otherwise: str) -> cpb.PeerMessage:
+    """Return the next message. Raises RemoteProtocolError(otherwise) when it does not come in time."""
+    try:
+        return await asyncio.wait_for(anext(messages), _HELLO_S)
+    except (TimeoutError, StopAsyncIteration):
+        raise RemoteProtocolError(otherwise) from None
+
+
+async def _discard_first(messages: AsyncIterator[cpb.PeerMessage]) -> None:
+    """Let the first message of a refused client arrive, unread."""
+    with contextlib.suppress(TimeoutError, StopAsyncIteration):
+        await asyncio.wait_for(anext(messages), _REFUSED_S)
 
 
 def _expel(error: EvictedError | RefusedError) -> cpb.CoordinatorMessage:

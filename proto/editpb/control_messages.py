@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from edit.fragments.schema import Schema
 from editpb import control_pb2 as cpb
 from editpb import limits as lim
 from editpb import messages as msg
 from editpb.invitation import is_endpoint
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
-from editpb.tensor_messages import schema_from_pb, schema_to_pb
+from editpb.tensor_messages import schema_to_pb
 
 __all__ = [
     "coordinator_message_from_pb",
@@ -23,6 +24,7 @@ __all__ = [
     "peer_message_from_pb",
     "peer_message_to_pb",
     "phase_from_pb",
+    "schema_answer_to_pb",
     "serving_from_pb",
     "serving_to_pb",
     "view_from_pb",
@@ -34,11 +36,10 @@ __all__ = [
 
 def hello_to_pb(hello: msg.Hello) -> cpb.Hello:
     """Encode a peer's first message."""
-    schema = schema_to_pb(hello.schema) if hello.schema is not None else None
     return cpb.Hello(
         protocol=hello.protocol,
         run_id=hello.run_id,
-        schema=schema,
+        schema_hash=hello.schema_hash,
         software=one_line(hello.software),
         rank=hello.rank,
         ranks=hello.ranks,
@@ -52,7 +53,7 @@ def hello_from_pb(message: cpb.Hello) -> msg.Hello:
     ranks = within("ranks", message.ranks or 1, 1, lim.MAX_RANKS)
     return msg.Hello(
         run_id=check_id("run_id", message.run_id),
-        schema=schema_from_pb(message.schema) if message.HasField("schema") else None,
+        schema_hash=check_digest("schema_hash", message.schema_hash, empty=True),
         software=check_text("software", message.software),
         rank=within("rank", message.rank, 0, ranks - 1),
         ranks=ranks,
@@ -105,6 +106,11 @@ def serving_from_pb(message: cpb.Serving) -> msg.Serving:
     return msg.Serving(message.address, check_id("ticket", message.ticket))
 
 
+def schema_answer_to_pb(schema: Schema) -> cpb.PeerMessage:
+    """Encode a peer's answer to SchemaRequest."""
+    return cpb.PeerMessage(schema=schema_to_pb(schema).SerializeToString())
+
+
 def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.PeerMessage:
     """Encode what a peer says on Attend."""
     match value:
@@ -117,7 +123,9 @@ def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.Pe
 
 
 def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat | msg.Goodbye:
-    """Decode what a peer says on Attend."""
+    """Decode what a peer says on Attend, except a schema, which is long (see `schema_from_bytes`)."""
+    if (size := message.ByteSize()) > lim.MAX_CONTROL_BYTES:
+        fail(f"a peer's message has {size} bytes, more than {lim.MAX_CONTROL_BYTES}")
     match message.WhichOneof("kind"):
         case "hello":
             return hello_from_pb(message.hello)
@@ -125,6 +133,8 @@ def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat 
             return heartbeat_from_pb(message.heartbeat)
         case "goodbye":
             return msg.Goodbye(check_text("reason", message.goodbye.reason))
+        case "schema":
+            fail("a schema that was not asked for")
         case _:
             fail("a peer's message without content")
 
@@ -194,7 +204,7 @@ def phase_from_pb(value: int) -> msg.RunPhase:
     return msg.RunPhase(_enum_word(cpb.RunPhase, "RUN_PHASE_", value))
 
 
-def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel) -> cpb.CoordinatorMessage:
+def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel | msg.SchemaRequest) -> cpb.CoordinatorMessage:
     """Encode what the coordinator says on Attend."""
     match value:
         case msg.Welcome():
@@ -203,9 +213,11 @@ def coordinator_message_to_pb(value: msg.Welcome | msg.View | msg.Expel) -> cpb.
             return cpb.CoordinatorMessage(view=view_to_pb(value))
         case msg.Expel():
             return cpb.CoordinatorMessage(expel=cpb.Expel(evicted=value.evicted, reason=one_line(value.reason)))
+        case msg.SchemaRequest():
+            return cpb.CoordinatorMessage(schema_request=cpb.SchemaRequest())
 
 
-def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome | msg.View | msg.Expel:
+def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome | msg.View | msg.Expel | msg.SchemaRequest:
     """Decode what the coordinator says on Attend."""
     match message.WhichOneof("kind"):
         case "welcome":
@@ -214,6 +226,8 @@ def coordinator_message_from_pb(message: cpb.CoordinatorMessage) -> msg.Welcome 
             return view_from_pb(message.view)
         case "expel":
             return msg.Expel(message.expel.evicted, check_text("reason", message.expel.reason))
+        case "schema_request":
+            return msg.SchemaRequest()
         case _:
             fail("a coordinator's message without content")
 

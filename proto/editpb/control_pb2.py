@@ -22,66 +22,67 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from editpb import tensors_pb2 as editpb_dot_tensors__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x64itpb/control.proto\x12\x06\x65\x64itpb\x1a\x14\x65\x64itpb/tensors.proto\"x\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x1e\n\x06schema\x18\x03 \x01(\x0b\x32\x0e.editpb.Schema\x12\x10\n\x08software\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05ranks\x18\x06 \x01(\r\"*\n\x07Serving\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\t\"\x83\x02\n\tHeartbeat\x12 \n\x05state\x18\x01 \x01(\x0e\x32\x11.editpb.PeerState\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0binner_steps\x18\x04 \x01(\x04\x12\x19\n\x11round_inner_steps\x18\x05 \x01(\x04\x12\x0c\n\x04loss\x18\x06 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\x0e\n\x06step_s\x18\x08 \x01(\x01\x12\x12\n\nbytes_sent\x18\t \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\n \x01(\x04\x12 \n\x07serving\x18\x0b \x01(\x0b\x32\x0f.editpb.Serving\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x81\x01\n\x0bPeerMessage\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.editpb.HelloH\x00\x12&\n\theartbeat\x18\x02 \x01(\x0b\x32\x11.editpb.HeartbeatH\x00\x12\"\n\x07goodbye\x18\x03 \x01(\x0b\x32\x0f.editpb.GoodbyeH\x00\x42\x06\n\x04kind\"Y\n\x07Welcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nouter_step\x18\x05 \x01(\x04J\x04\x08\x04\x10\x05\"\xa0\x02\n\x04View\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1f\n\x05phase\x18\x02 \x01(\x0e\x32\x10.editpb.RunPhase\x12\x12\n\nouter_step\x18\x03 \x01(\x04\x12\x10\n\x08round_id\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x15\n\roldest_update\x18\x06 \x01(\x04\x12\x15\n\rlast_round_id\x18\x07 \x01(\x04\x12\x16\n\x0elast_committed\x18\x08 \x01(\x08\x12\x13\n\x0blast_reason\x18\t \x01(\t\x12\x0e\n\x06resync\x18\n \x01(\t\x12\r\n\x05\x66ound\x18\x0b \x01(\x08\x12\x0e\n\x06reason\x18\x0c \x01(\t\x12\x13\n\x0binner_steps\x18\r \x01(\x04\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\"(\n\x05\x45xpel\x12\x0f\n\x07\x65victed\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"~\n\x12\x43oordinatorMessage\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x0f.editpb.WelcomeH\x00\x12\x1c\n\x04view\x18\x02 \x01(\x0b\x32\x0c.editpb.ViewH\x00\x12\x1e\n\x05\x65xpel\x18\x03 \x01(\x0b\x32\r.editpb.ExpelH\x00\x42\x06\n\x04kind\"\xcf\x02\n\x0cMemberStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x10\n\x08silent_s\x18\x05 \x01(\x01\x12$\n\theartbeat\x18\x06 \x01(\x0b\x32\x11.editpb.Heartbeat\x12\x15\n\rcontributions\x18\x07 \x01(\x04\x12\x12\n\nrejections\x18\x08 \x01(\x04\x12\x10\n\x08\x61\x62sences\x18\t \x01(\x04\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12\r\n\x05phase\x18\x0b \x01(\t\x12\x14\n\x0cupload_bytes\x18\x0c \x01(\x04\x12\x1a\n\x12upload_total_bytes\x18\r \x01(\x04\x12\x12\n\ndownload_s\x18\x0e \x01(\x01\x12\x11\n\tcompute_s\x18\x0f \x01(\x01\x12\x10\n\x08upload_s\x18\x10 \x01(\x01\"`\n\x0bPeerVerdict\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0f\n\x07verdict\x18\x02 \x01(\t\x12\x0c\n\x04norm\x18\x03 \x01(\x01\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x11\n\tstaleness\x18\x05 \x01(\x04\"q\n\x10\x46ragmentVerdicts\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12%\n\x08verdicts\x18\x02 \x03(\x0b\x32\x13.editpb.PeerVerdict\x12\x13\n\x0bmerged_norm\x18\x03 \x01(\x01\x12\x0c\n\x04\x63lip\x18\x04 \x01(\x01\"\xeb\x01\n\x0bRoundStatus\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12\x11\n\tcommitted\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x62ytes_in\x18\x06 \x01(\x04\x12\x11\n\tbytes_out\x18\x07 \x01(\x04\x12+\n\tfragments\x18\x08 \x03(\x0b\x32\x18.editpb.FragmentVerdicts\x12\x0f\n\x07missing\x18\t \x03(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x0f\n\x07\x63\x61rried\x18\x0b \x03(\t\"%\n\rStatusRequest\x12\x14\n\x0crounds_after\x18\x01 \x01(\x04\"\xa8\x02\n\x0bStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\x04view\x18\x02 \x01(\x0b\x32\x0c.editpb.View\x12%\n\x07members\x18\x03 \x03(\x0b\x32\x14.editpb.MemberStatus\x12#\n\x06rounds\x18\x04 \x03(\x0b\x32\x13.editpb.RoundStatus\x12\x13\n\x0bouter_steps\x18\x05 \x01(\x04\x12\x12\n\nparameters\x18\x06 \x01(\x04\x12\x19\n\x11peak_memory_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x65xpected\x18\x08 \x03(\t\x12\x0f\n\x07\x61rrived\x18\t \x03(\t\x12\x15\n\rdeadline_in_s\x18\n \x01(\x01\x12\x0e\n\x06tokens\x18\x0b \x01(\x04\x12\x13\n\x0bstop_tokens\x18\x0c \x01(\x04\"/\n\x0c\x45victRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nEvictReply\"\x0e\n\x0cPauseRequest\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x0e\n\x0c\x44rainRequest\"\x0c\n\nDrainReply*t\n\tPeerState\x12\x1a\n\x16PEER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PEER_STATE_STARTING\x10\x01\x12\x17\n\x13PEER_STATE_TRAINING\x10\x02\x12\x19\n\x15PEER_STATE_EXCHANGING\x10\x03*\xb8\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_FOUNDING\x10\x01\x12\x17\n\x13RUN_PHASE_GATHERING\x10\x02\x12\x18\n\x14RUN_PHASE_COLLECTING\x10\x03\x12\x18\n\x14RUN_PHASE_COMMITTING\x10\x04\x12\x14\n\x10RUN_PHASE_PAUSED\x10\x05\x12\x16\n\x12RUN_PHASE_FINISHED\x10\x06\x32\xcd\x02\n\x07\x43ontrol\x12=\n\x06\x41ttend\x12\x13.editpb.PeerMessage\x1a\x1a.editpb.CoordinatorMessage(\x01\x30\x01\x12\x34\n\x06Status\x12\x15.editpb.StatusRequest\x1a\x13.editpb.StatusReply\x12\x31\n\x05\x45vict\x12\x14.editpb.EvictRequest\x1a\x12.editpb.EvictReply\x12\x31\n\x05Pause\x12\x14.editpb.PauseRequest\x1a\x12.editpb.PauseReply\x12\x34\n\x06Resume\x12\x15.editpb.ResumeRequest\x1a\x13.editpb.ResumeReply\x12\x31\n\x05\x44rain\x12\x14.editpb.DrainRequest\x1a\x12.editpb.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x64itpb/control.proto\x12\x06\x65\x64itpb\"s\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08software\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x13\n\x0bschema_hash\x18\x07 \x01(\tJ\x04\x08\x03\x10\x04\"*\n\x07Serving\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\t\"\x83\x02\n\tHeartbeat\x12 \n\x05state\x18\x01 \x01(\x0e\x32\x11.editpb.PeerState\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0binner_steps\x18\x04 \x01(\x04\x12\x19\n\x11round_inner_steps\x18\x05 \x01(\x04\x12\x0c\n\x04loss\x18\x06 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\x0e\n\x06step_s\x18\x08 \x01(\x01\x12\x12\n\nbytes_sent\x18\t \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\n \x01(\x04\x12 \n\x07serving\x18\x0b \x01(\x0b\x32\x0f.editpb.Serving\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x93\x01\n\x0bPeerMessage\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.editpb.HelloH\x00\x12&\n\theartbeat\x18\x02 \x01(\x0b\x32\x11.editpb.HeartbeatH\x00\x12\"\n\x07goodbye\x18\x03 \x01(\x0b\x32\x0f.editpb.GoodbyeH\x00\x12\x10\n\x06schema\x18\x04 \x01(\x0cH\x00\x42\x06\n\x04kind\"Y\n\x07Welcome\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nouter_step\x18\x05 \x01(\x04J\x04\x08\x04\x10\x05\"\xa0\x02\n\x04View\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1f\n\x05phase\x18\x02 \x01(\x0e\x32\x10.editpb.RunPhase\x12\x12\n\nouter_step\x18\x03 \x01(\x04\x12\x10\n\x08round_id\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x15\n\roldest_update\x18\x06 \x01(\x04\x12\x15\n\rlast_round_id\x18\x07 \x01(\x04\x12\x16\n\x0elast_committed\x18\x08 \x01(\x08\x12\x13\n\x0blast_reason\x18\t \x01(\t\x12\x0e\n\x06resync\x18\n \x01(\t\x12\r\n\x05\x66ound\x18\x0b \x01(\x08\x12\x0e\n\x06reason\x18\x0c \x01(\t\x12\x13\n\x0binner_steps\x18\r \x01(\x04\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\"(\n\x05\x45xpel\x12\x0f\n\x07\x65victed\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rSchemaRequest\"\xaf\x01\n\x12\x43oordinatorMessage\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x0f.editpb.WelcomeH\x00\x12\x1c\n\x04view\x18\x02 \x01(\x0b\x32\x0c.editpb.ViewH\x00\x12\x1e\n\x05\x65xpel\x18\x03 \x01(\x0b\x32\r.editpb.ExpelH\x00\x12/\n\x0eschema_request\x18\x04 \x01(\x0b\x32\x15.editpb.SchemaRequestH\x00\x42\x06\n\x04kind\"\xcf\x02\n\x0cMemberStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x10\n\x08silent_s\x18\x05 \x01(\x01\x12$\n\theartbeat\x18\x06 \x01(\x0b\x32\x11.editpb.Heartbeat\x12\x15\n\rcontributions\x18\x07 \x01(\x04\x12\x12\n\nrejections\x18\x08 \x01(\x04\x12\x10\n\x08\x61\x62sences\x18\t \x01(\x04\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12\r\n\x05phase\x18\x0b \x01(\t\x12\x14\n\x0cupload_bytes\x18\x0c \x01(\x04\x12\x1a\n\x12upload_total_bytes\x18\r \x01(\x04\x12\x12\n\ndownload_s\x18\x0e \x01(\x01\x12\x11\n\tcompute_s\x18\x0f \x01(\x01\x12\x10\n\x08upload_s\x18\x10 \x01(\x01\"`\n\x0bPeerVerdict\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0f\n\x07verdict\x18\x02 \x01(\t\x12\x0c\n\x04norm\x18\x03 \x01(\x01\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x11\n\tstaleness\x18\x05 \x01(\x04\"q\n\x10\x46ragmentVerdicts\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12%\n\x08verdicts\x18\x02 \x03(\x0b\x32\x13.editpb.PeerVerdict\x12\x13\n\x0bmerged_norm\x18\x03 \x01(\x01\x12\x0c\n\x04\x63lip\x18\x04 \x01(\x01\"\xeb\x01\n\x0bRoundStatus\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nouter_step\x18\x02 \x01(\x04\x12\x11\n\tcommitted\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x62ytes_in\x18\x06 \x01(\x04\x12\x11\n\tbytes_out\x18\x07 \x01(\x04\x12+\n\tfragments\x18\x08 \x03(\x0b\x32\x18.editpb.FragmentVerdicts\x12\x0f\n\x07missing\x18\t \x03(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x0f\n\x07\x63\x61rried\x18\x0b \x03(\t\"%\n\rStatusRequest\x12\x14\n\x0crounds_after\x18\x01 \x01(\x04\"\xa8\x02\n\x0bStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\x04view\x18\x02 \x01(\x0b\x32\x0c.editpb.View\x12%\n\x07members\x18\x03 \x03(\x0b\x32\x14.editpb.MemberStatus\x12#\n\x06rounds\x18\x04 \x03(\x0b\x32\x13.editpb.RoundStatus\x12\x13\n\x0bouter_steps\x18\x05 \x01(\x04\x12\x12\n\nparameters\x18\x06 \x01(\x04\x12\x19\n\x11peak_memory_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x65xpected\x18\x08 \x03(\t\x12\x0f\n\x07\x61rrived\x18\t \x03(\t\x12\x15\n\rdeadline_in_s\x18\n \x01(\x01\x12\x0e\n\x06tokens\x18\x0b \x01(\x04\x12\x13\n\x0bstop_tokens\x18\x0c \x01(\x04\"/\n\x0c\x45victRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nEvictReply\"\x0e\n\x0cPauseRequest\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x0e\n\x0c\x44rainRequest\"\x0c\n\nDrainReply*t\n\tPeerState\x12\x1a\n\x16PEER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PEER_STATE_STARTING\x10\x01\x12\x17\n\x13PEER_STATE_TRAINING\x10\x02\x12\x19\n\x15PEER_STATE_EXCHANGING\x10\x03*\xb8\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_FOUNDING\x10\x01\x12\x17\n\x13RUN_PHASE_GATHERING\x10\x02\x12\x18\n\x14RUN_PHASE_COLLECTING\x10\x03\x12\x18\n\x14RUN_PHASE_COMMITTING\x10\x04\x12\x14\n\x10RUN_PHASE_PAUSED\x10\x05\x12\x16\n\x12RUN_PHASE_FINISHED\x10\x06\x32\xcd\x02\n\x07\x43ontrol\x12=\n\x06\x41ttend\x12\x13.editpb.PeerMessage\x1a\x1a.editpb.CoordinatorMessage(\x01\x30\x01\x12\x34\n\x06Status\x12\x15.editpb.StatusRequest\x1a\x13.editpb.StatusReply\x12\x31\n\x05\x45vict\x12\x14.editpb.EvictRequest\x1a\x12.editpb.EvictReply\x12\x31\n\x05Pause\x12\x14.editpb.PauseRequest\x1a\x12.editpb.PauseReply\x12\x34\n\x06Resume\x12\x15.editpb.ResumeRequest\x1a\x13.editpb.ResumeReply\x12\x31\n\x05\x44rain\x12\x14.editpb.DrainRequest\x1a\x12.editpb.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'editpb.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PEERSTATE']._serialized_start=2475
-  _globals['_PEERSTATE']._serialized_end=2591
-  _globals['_RUNPHASE']._serialized_start=2594
-  _globals['_RUNPHASE']._serialized_end=2778
-  _globals['_HELLO']._serialized_start=54
-  _globals['_HELLO']._serialized_end=174
-  _globals['_SERVING']._serialized_start=176
-  _globals['_SERVING']._serialized_end=218
-  _globals['_HEARTBEAT']._serialized_start=221
-  _globals['_HEARTBEAT']._serialized_end=480
-  _globals['_GOODBYE']._serialized_start=482
-  _globals['_GOODBYE']._serialized_end=507
-  _globals['_PEERMESSAGE']._serialized_start=510
-  _globals['_PEERMESSAGE']._serialized_end=639
-  _globals['_WELCOME']._serialized_start=641
-  _globals['_WELCOME']._serialized_end=730
-  _globals['_VIEW']._serialized_start=733
-  _globals['_VIEW']._serialized_end=1021
-  _globals['_EXPEL']._serialized_start=1023
-  _globals['_EXPEL']._serialized_end=1063
-  _globals['_COORDINATORMESSAGE']._serialized_start=1065
-  _globals['_COORDINATORMESSAGE']._serialized_end=1191
-  _globals['_MEMBERSTATUS']._serialized_start=1194
-  _globals['_MEMBERSTATUS']._serialized_end=1529
-  _globals['_PEERVERDICT']._serialized_start=1531
-  _globals['_PEERVERDICT']._serialized_end=1627
-  _globals['_FRAGMENTVERDICTS']._serialized_start=1629
-  _globals['_FRAGMENTVERDICTS']._serialized_end=1742
-  _globals['_ROUNDSTATUS']._serialized_start=1745
-  _globals['_ROUNDSTATUS']._serialized_end=1980
-  _globals['_STATUSREQUEST']._serialized_start=1982
-  _globals['_STATUSREQUEST']._serialized_end=2019
-  _globals['_STATUSREPLY']._serialized_start=2022
-  _globals['_STATUSREPLY']._serialized_end=2318
-  _globals['_EVICTREQUEST']._serialized_start=2320
-  _globals['_EVICTREQUEST']._serialized_end=2367
-  _globals['_EVICTREPLY']._serialized_start=2369
-  _globals['_EVICTREPLY']._serialized_end=2381
-  _globals['_PAUSEREQUEST']._serialized_start=2383
-  _globals['_PAUSEREQUEST']._serialized_end=2397
-  _globals['_PAUSEREPLY']._serialized_start=2399
-  _globals['_PAUSEREPLY']._serialized_end=2411
-  _globals['_RESUMEREQUEST']._serialized_start=2413
-  _globals['_RESUMEREQUEST']._serialized_end=2428
-  _globals['_RESUMEREPLY']._serialized_start=2430
-  _globals['_RESUMEREPLY']._serialized_end=2443
-  _globals['_DRAINREQUEST']._serialized_start=2445
-  _globals['_DRAINREQUEST']._serialized_end=2459
-  _globals['_DRAINREPLY']._serialized_start=2461
-  _globals['_DRAINREPLY']._serialized_end=2473
-  _globals['_CONTROL']._serialized_start=2781
-  _globals['_CONTROL']._serialized_end=3114
+  _globals['_PEERSTATE']._serialized_start=2533
+  _globals['_PEERSTATE']._serialized_end=2649
+  _globals['_RUNPHASE']._serialized_start=2652
+  _globals['_RUNPHASE']._serialized_end=2836
+  _globals['_HELLO']._serialized_start=32
+  _globals['_HELLO']._serialized_end=147
+  _globals['_SERVING']._serialized_start=149
+  _globals['_SERVING']._serialized_end=191
+  _globals['_HEARTBEAT']._serialized_start=194
+  _globals['_HEARTBEAT']._serialized_end=453
+  _globals['_GOODBYE']._serialized_start=455
+  _globals['_GOODBYE']._serialized_end=480
+  _globals['_PEERMESSAGE']._serialized_start=483
+  _globals['_PEERMESSAGE']._serialized_end=630
+  _globals['_WELCOME']._serialized_start=632
+  _globals['_WELCOME']._serialized_end=721
+  _globals['_VIEW']._serialized_start=724
+  _globals['_VIEW']._serialized_end=1012
+  _globals['_EXPEL']._serialized_start=1014
+  _globals['_EXPEL']._serialized_end=1054
+  _globals['_SCHEMAREQUEST']._serialized_start=1056
+  _globals['_SCHEMAREQUEST']._serialized_end=1071
+  _globals['_COORDINATORMESSAGE']._serialized_start=1074
+  _globals['_COORDINATORMESSAGE']._serialized_end=1249
+  _globals['_MEMBERSTATUS']._serialized_start=1252
+  _globals['_MEMBERSTATUS']._serialized_end=1587
+  _globals['_PEERVERDICT']._serialized_start=1589
+  _globals['_PEERVERDICT']._serialized_end=1685
+  _globals['_FRAGMENTVERDICTS']._serialized_start=1687
+  _globals['_FRAGMENTVERDICTS']._serialized_end=1800
+  _globals['_ROUNDSTATUS']._serialized_start=1803
+  _globals['_ROUNDSTATUS']._serialized_end=2038
+  _globals['_STATUSREQUEST']._serialized_start=2040
+  _globals['_STATUSREQUEST']._serialized_end=2077
+  _globals['_STATUSREPLY']._serialized_start=2080
+  _globals['_STATUSREPLY']._serialized_end=2376
+  _globals['_EVICTREQUEST']._serialized_start=2378
+  _globals['_EVICTREQUEST']._serialized_end=2425
+  _globals['_EVICTREPLY']._serialized_start=2427
+  _globals['_EVICTREPLY']._serialized_end=2439
+  _globals['_PAUSEREQUEST']._serialized_start=2441
+  _globals['_PAUSEREQUEST']._serialized_end=2455
+  _globals['_PAUSEREPLY']._serialized_start=2457
+  _globals['_PAUSEREPLY']._serialized_end=2469
+  _globals['_RESUMEREQUEST']._serialized_start=2471
+  _globals['_RESUMEREQUEST']._serialized_end=2486
+  _globals['_RESUMEREPLY']._serialized_start=2488
+  _globals['_RESUMEREPLY']._serialized_end=2501
+  _globals['_DRAINREQUEST']._serialized_start=2503
+  _globals['_DRAINREQUEST']._serialized_end=2517
+  _globals['_DRAINREPLY']._serialized_start=2519
+  _globals['_DRAINREPLY']._serialized_end=2531
+  _globals['_CONTROL']._serialized_start=2839
+  _globals['_CONTROL']._serialized_end=3172
 # @@protoc_insertion_point(module_scope)

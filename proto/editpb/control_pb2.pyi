@@ -1,4 +1,3 @@
-from editpb import tensors_pb2 as _tensors_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -37,20 +36,20 @@ RUN_PHASE_PAUSED: RunPhase
 RUN_PHASE_FINISHED: RunPhase
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "run_id", "schema", "software", "rank", "ranks")
+    __slots__ = ("protocol", "run_id", "software", "rank", "ranks", "schema_hash")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
-    schema: _tensors_pb2.Schema
     software: str
     rank: int
     ranks: int
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., software: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
+    schema_hash: str
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., software: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., schema_hash: _Optional[str] = ...) -> None: ...
 
 class Serving(_message.Message):
     __slots__ = ("address", "ticket")
@@ -93,14 +92,16 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "goodbye")
+    __slots__ = ("hello", "heartbeat", "goodbye", "schema")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    schema: bytes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "peer_id", "config_json", "outer_step")
@@ -154,15 +155,21 @@ class Expel(_message.Message):
     reason: str
     def __init__(self, evicted: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
+class SchemaRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "view", "expel")
+    __slots__ = ("welcome", "view", "expel", "schema_request")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     EXPEL_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_REQUEST_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     view: View
     expel: Expel
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ...) -> None: ...
+    schema_request: SchemaRequest
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., schema_request: _Optional[_Union[SchemaRequest, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s")

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_BYTES",
     "MAX_CHUNK_BYTES",
     "MAX_CONFIG_CHARS",
+    "MAX_CONTROL_BYTES",
     "MAX_COUNT",
     "MAX_DIMS",
     "MAX_DONORS",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 MAX_FRAGMENTS = 1 << 16
-MAX_TENSORS = 1 << 20  # of a whole schema
+MAX_TENSORS = 1 << 17  # of a whole schema; the largest published mixtures of experts have 100,000
 MAX_NAME_CHARS = 512
 MAX_DIMS = 8
 MAX_NUMEL = 1 << 40  # of a whole schema, and so of every fragment and tensor
@@ -48,6 +49,7 @@ MAX_RANKS = 1 << 16  # of one replica
 MAX_CHUNK_BYTES = 4 << 20
 MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element
 MAX_TEXT_CHARS = 4096
+MAX_CONTROL_BYTES = 32 << 10  # of a peer's message on Attend, except a schema that it was asked for
 MAX_CONFIG_CHARS = 1 << 20
 MAX_DONORS = 8  # named for one snapshot
 MAX_VERDICTS = 1 << 16  # peers in one round

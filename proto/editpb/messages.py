@@ -29,6 +29,7 @@ __all__ = [
     "PeerState",
     "Received",
     "RunPhase",
+    "SchemaRequest",
     "Serving",
     "SnapshotManifest",
     "SnapshotRequest",
@@ -40,7 +41,7 @@ __all__ = [
 
 # The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
 # coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class PeerState(Enum):
@@ -69,7 +70,7 @@ class Hello:
     """A rank's first message on Attend."""
 
     run_id: str
-    schema: Schema | None = None  # None: it only asks for the configuration
+    schema_hash: str = ""  # of its model; empty: it only asks for the configuration
     software: str = ""  # free text for the operator
     rank: int = 0  # of the peer's replica; rank 0 is the member, the others only get views
     ranks: int = 1  # how many ranks the replica has
@@ -158,6 +159,11 @@ class Expel:
 
     evicted: bool  # by the operator; else refused
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaRequest:
+    """The coordinator does not know the model behind a Hello's schema_hash: the peer sends its schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from google.protobuf.message import DecodeError
+
 from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
@@ -21,6 +23,7 @@ __all__ = [
     "boxes_to_pb",
     "check_encoded_size",
     "codec_from_pb",
+    "schema_from_bytes",
     "schema_from_pb",
     "schema_to_pb",
     "shard_from_pb",
@@ -48,21 +51,32 @@ def schema_to_pb(schema: Schema) -> tpb.Schema:
     )
 
 
-def schema_from_pb(message: tpb.Schema) -> Schema:
-    """Decode all fragments of a model: names are unique, sizes within `editpb.limits`."""
+def schema_from_bytes(data: bytes, first: int | None = None) -> Schema:
+    """Decode a serialized Schema. It takes long: call it away from the event loop.
+
+    Args:
+        first: decode only so many tensors at the beginning: enough to name the first difference from a model that has fewer.
+    """
+    try:
+        message = tpb.Schema.FromString(data)
+    except DecodeError:
+        fail("the schema is no Schema message")
+    return schema_from_pb(message, first)
+
+
+def schema_from_pb(message: tpb.Schema, first: int | None = None) -> Schema:
+    """Decode all fragments of a model: names are unique, sizes within `editpb.limits`. first: see `schema_from_bytes`."""
     lim.at_most("fragments in a schema", message.fragments, lim.MAX_FRAGMENTS)
     if (tensors := sum(len(fragment.tensors) for fragment in message.fragments)) > lim.MAX_TENSORS:
         fail(f"{tensors} tensors in a schema, more than {lim.MAX_TENSORS}")
-    schema = Schema(
-        tuple(
-            FragmentSpec(
-                fragment_id=i,
-                name=lim.check_name("a fragment's name", fragment.name),
-                tensors=tuple(_tensor_from_pb(tensor) for tensor in fragment.tensors),
-            )
-            for i, fragment in enumerate(message.fragments)
-        )
-    )
+    fragments, left = list[FragmentSpec](), lim.MAX_TENSORS if first is None else first
+    for i, fragment in enumerate(message.fragments):
+        if first is not None and left == 0:
+            break
+        specs = tuple(_tensor_from_pb(tensor) for tensor in fragment.tensors[:left])
+        left -= len(specs)
+        fragments.append(FragmentSpec(fragment_id=i, name=lim.check_name("a fragment's name", fragment.name), tensors=specs))
+    schema = Schema(tuple(fragments))
     within("elements in a schema", schema.numel, 1, lim.MAX_NUMEL)
     return schema
 

@@ -301,7 +301,7 @@ def test_a_peer_of_another_protocol_is_refused_in_one_line_that_names_both(tmp_p
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
             call = a.control.Attend()
-            await call.write(peer_message_to_pb(Hello(run_id=a.run_id, schema=SCHEMA, protocol=protocol)))
+            await call.write(peer_message_to_pb(Hello(run_id=a.run_id, schema_hash=SCHEMA.schema_hash, protocol=protocol)))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -36,7 +36,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
             run_id=RUN_ID, peer_id=fake.peer_id, config_json=fake.config.to_json(), outer_step=fake.view.outer_step
         )
         yield coordinator_message_to_pb(welcome)
-        if hello.schema is None:
+        if not hello.schema_hash:
             return
         changed = asyncio.Event()
         fake._changed.add(changed)

@@ -29,7 +29,7 @@ from edit.fragments.shards import Box, Shard
 from edit.records import Commit
 from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc
 from editpb.chunks import make_chunks
-from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
+from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.data_messages import (
     commit_from_parts,
     contribution_header_to_pb,
@@ -46,6 +46,7 @@ from editpb.messages import (
     Heartbeat,
     Hello,
     PeerState,
+    SchemaRequest,
     Serving,
     SnapshotRequest,
     UpdateRequest,
@@ -221,14 +222,17 @@ class BarePeer:
 
     async def open_stream(self) -> None:
         self._call = self.control.Attend()
-        hello = Hello(run_id=self.run_id, schema=self.schema, rank=self.rank, ranks=self.ranks)
+        hello = Hello(run_id=self.run_id, schema_hash=self.schema.schema_hash, rank=self.rank, ranks=self.ranks)
         await self._call.write(peer_message_to_pb(hello))
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                self.received.append(coordinator_message_from_pb(message))
+                heard = coordinator_message_from_pb(message)
+                if isinstance(heard, SchemaRequest):
+                    await self._call.write(schema_answer_to_pb(self.schema))
+                self.received.append(heard)
                 self._news.set()
 
     async def _until(self, condition: Callable[[object], bool]) -> object:

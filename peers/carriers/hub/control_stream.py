@@ -19,9 +19,10 @@ import grpc
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
+from edit.fragments.schema import Schema
 from editpb import control_pb2, control_pb2_grpc
-from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
-from editpb.messages import Expel, Goodbye, Heartbeat, Hello, View, Welcome
+from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
+from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
 from editpb.status import from_rpc
 from peers.carriers.hub.channels import Channels, handshake_refusal
 from peers.carriers.hub.session import Session
@@ -87,7 +88,8 @@ class Attendance:
         channels: to the coordinator.
         session: takes what is heard.
         io: the I/O thread, under whose lock the session changes.
-        hello: the first message of each stream; without a schema the stream ends with the first Welcome.
+        hello: the first message of each stream; without a schema_hash the stream ends with the first Welcome.
+        schema: of this peer's model, sent when the coordinator does not know the hash; None: there is no hash.
         report: what heartbeats say.
         parser: of the configuration in a Welcome.
         changed: called after every message and every loss of the connection.
@@ -101,6 +103,7 @@ class Attendance:
         session: Session,
         io: IoThread,
         hello: Hello,
+        schema: Schema | None,
         report: Report,
         parser: ConfigParser,
         changed: Callable[[], None],
@@ -110,6 +113,7 @@ class Attendance:
         self._session = session
         self._io = io
         self._hello = hello
+        self._schema = schema
         self._report = report
         self._parser = parser
         self._changed = changed
@@ -139,7 +143,7 @@ class Attendance:
             while not self._leaving.is_set():
                 reason = await self._attempt()
                 delay = self._session.reconnect_delay()
-                answered = self._hello.schema is None and self._session.welcome is not None
+                answered = not self._hello.schema_hash and self._session.welcome is not None
                 if delay is None or answered or self._leaving.is_set():
                     return
                 self._say_once(f"{self._channels.endpoint}: {reason}; trying again")
@@ -178,7 +182,11 @@ class Attendance:
         try:
             await call.write(peer_message_to_pb(self._hello))
             async with asyncio.timeout(ANSWER_S):
-                self._hear(await call.read())
+                answer = await call.read()
+                if self._schema is not None and _asks_for_schema(answer):
+                    await call.write(schema_answer_to_pb(self._schema))
+                    answer = await call.read()
+                self._hear(answer)
             self._said.clear()
             _log.info("%s: connected", self._channels.endpoint)
             speaker = asyncio.create_task(self._speak(call))
@@ -206,6 +214,8 @@ class Attendance:
         if not isinstance(message, control_pb2.CoordinatorMessage):
             raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
         heard = coordinator_message_from_pb(message)
+        if isinstance(heard, SchemaRequest):
+            raise RemoteProtocolError("the coordinator asks for a schema that it has, or that nobody announced")
         if isinstance(heard, Welcome):
             wrong = self._tell(lambda: self._welcomed(heard))
         elif isinstance(heard, View):
@@ -246,6 +256,10 @@ class Attendance:
         if line not in self._said:
             self._said.add(line)
             _log.info("%s", line)
+
+
+def _asks_for_schema(message: object) -> bool:
+    return isinstance(message, control_pb2.CoordinatorMessage) and message.WhichOneof("kind") == "schema_request"
 
 
 async def _first(*waits: Coroutine[Any, Any, object], within_s: float) -> None:

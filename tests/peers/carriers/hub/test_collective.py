@@ -22,7 +22,7 @@ from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_
 def test_the_configuration_is_asked_for_without_a_schema() -> None:
     with run_of(join=False) as (fake, peer):
         assert peer.collective.configuration() == (config(), 0)
-        assert [hello.schema for hello in fake.hellos] == [None]
+        assert [hello.schema_hash for hello in fake.hellos] == [""]
 
 
 def test_join_brings_the_outer_parameters_and_heartbeats_tell_of_them() -> None:

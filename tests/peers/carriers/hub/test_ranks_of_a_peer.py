@@ -74,7 +74,7 @@ def test_every_rank_says_which_one_it_is_and_learns_the_configuration_from_rank_
         configuration = rank.collective.configuration()
         rank.join()
         fake.await_(lambda f: len(f.hellos) == 3)
-        said[:] = [(hello.schema is None, hello.rank, hello.ranks) for hello in fake.hellos]
+        said[:] = [(not hello.schema_hash, hello.rank, hello.ranks) for hello in fake.hellos]
         return configuration
 
     assert with_two_ranks(work, join=False) == [(config(), 0)] * 2

@@ -1,0 +1,81 @@
+"""Which models the coordinator knows by their hash, and how it learns another: off the event loop, one per peer at a time.
+
+Peers announce the hash alone. The schema behind it is asked for when nobody here has it. Of a schema that the run cannot take,
+only as much is decoded as names the first difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from aggregator.control.attendance import Attendances
+from aggregator.worker_thread import Background
+from edit.config.run import SyncConfig
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError
+from edit.fragments.groups import fragments_due
+from edit.fragments.schema import Schema
+from editpb.tensor_messages import schema_from_bytes
+
+__all__ = ["Schemas"]
+
+
+class Schemas:
+    """The models that peers may announce.
+
+    Args:
+        background: its worker thread decodes.
+        attendances: whose models are known.
+        required: the model that every peer must have; None: any.
+    """
+
+    def __init__(
+        self, sync: SyncConfig, background: Background, attendances: Attendances, required: Callable[[], Schema | None]
+    ) -> None:
+        self._sync, self._background, self._attendances, self._required = sync, background, attendances, required
+        self._learning: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer_id, all of them members
+
+    def known(self, schema_hash: str) -> Schema | None:
+        """Return the schema with this hash, or None: it must be learned."""
+        if (required := self._required()) is not None:
+            return required if required.schema_hash == schema_hash else None
+        held = (attendance.schema for attendance in self._attendances)
+        return next((schema for schema in held if schema.schema_hash == schema_hash), None)
+
+    async def learn(self, peer_id: str, schema_hash: str, data: bytes) -> Schema:
+        """Return the schema that a peer sent for the hash it announced.
+
+        Raises RefusedError when the run cannot take it, RemoteProtocolError when it is not what was announced.
+        """
+        async with self._learning[peer_id]:
+            if (schema := self.known(schema_hash)) is not None:  # meanwhile, from another rank
+                return schema
+            return await self._background.in_worker(self._decode, schema_hash, data, self._required())
+
+    async def differences(self, schema: Schema, others: Iterable[Schema]) -> dict[str, str]:
+        """Return the first difference of each other model in words, by schema_hash."""
+
+        def work() -> dict[str, str]:
+            return {other.schema_hash: schema.first_difference(other) or "" for other in others}
+
+        return await self._background.in_worker(work)
+
+    def _decode(self, schema_hash: str, data: bytes, required: Schema | None) -> Schema:
+        """In the worker thread."""
+        if required is not None:
+            enough = 1 + sum(len(fragment.tensors) for fragment in required.fragments)
+            difference = required.first_difference(schema_from_bytes(data, enough))
+            raise RefusedError(f"another model: {difference}") if difference else _not_announced()
+        schema = schema_from_bytes(data)
+        if schema.schema_hash != schema_hash:
+            raise _not_announced()
+        try:
+            fragments_due(0, len(schema.fragments), self._sync.groups, self._sync.pattern)
+        except ConfigError as error:
+            raise RefusedError(str(error)) from error
+        return schema
+
+
+def _not_announced() -> RemoteProtocolError:
+    return RemoteProtocolError("the schema does not have the schema_hash that Hello announced")
