@@ -151,7 +151,18 @@ def trace(sync: str) -> dict[str, dict[str, list[list[str]]]]:
                     folder / peer,
                 )
             for peer in ("a", "b"):
-                options = ["--home", folder / peer, "--data", folder / "text.py", "--threads", 1, "--throttle", 8]
+                options = [
+                    "--home",
+                    folder / peer,
+                    "--data",
+                    folder / "text.py",
+                    "--threads",
+                    1,
+                    "--throttle",
+                    8,
+                    "--checkpoint-every",
+                    1000,
+                ]
                 processes.append(Process(folder, peer, "peers", "run", *options))
             processes[1].until("outer step 5,")
             for one in processes:
