@@ -41,6 +41,8 @@ __all__ = ["Coordinator", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
+_MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
+_MAX_ENROLMENTS = 64  # at a time
 
 
 @dataclass(slots=True)
@@ -91,10 +93,9 @@ class Coordinator:
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         authorizer = Authorizer(folder.run_id, run.members)
-        enrol = grpc.aio.server(options=server_options()) if authority else None
-        coordinator = cls(
-            folder, config, run, authority, grpc.aio.server(options=server_options()), enrol, background, (worker, files)
-        )
+        main = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_CALLS)
+        enrol = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
+        coordinator = cls(folder, config, run, authority, main, enrol, background, (worker, files))
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(run, authorizer), coordinator._main)
         if authority and enrol:

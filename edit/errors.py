@@ -11,11 +11,13 @@ EditError                 exit code 70 unless it says otherwise
  ├─ StorageError          the disk under the state folder is full, failed or damaged; exit code 2
  ├─ FormatError           a file is of another format than this software reads; exit code 2
  └─ TransportError        the connection failed; the same call may be tried again; exit code 69
+     └─ BusyError         the other side has no room for this call now
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "BusyError",
     "ConfigError",
     "EditError",
     "EvictedError",
@@ -86,3 +88,7 @@ class TransportError(EditError):
     """The connection failed or timed out; the same call may be tried again."""
 
     exit_code = 69
+
+
+class BusyError(TransportError):
+    """The other side serves as many as it can now; the same call may be tried again later."""

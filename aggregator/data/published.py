@@ -1,11 +1,13 @@
 """What peers fetch: published updates and snapshots, whole or cut to what one rank holds.
 
 Payloads are cut fragment by fragment, while they are sent: a slow reader holds one fragment and not a replica's worth.
+Snapshots are cut chunk by chunk, because every member may read them, also one who then reads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,10 +21,14 @@ from edit.fragments.shards import Shard
 from edit.merging.injection import Injected
 from edit.merging.outer_state import OuterState
 from edit.records import Commit, EncodedTensor
+from editpb import tensors_pb2 as pb
 from editpb.messages import SnapshotManifest, SnapshotRequest, UpdateRequest
 from editpb.snapshot_cache import SnapshotCache
 
-__all__ = ["CommittedState", "PublishedState"]
+__all__ = ["MAX_PAST", "CommittedState", "PublishedState"]
+
+MAX_PAST = 2  # past outer steps that readers may hold in memory
+CHUNK_BYTES = 1 << 18  # of a snapshot: as much as a reader that reads nothing holds in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +112,34 @@ class PublishedState:
             yield fragment.fragment_id, payload
 
     def describe_snapshot(self) -> SnapshotManifest:
-        """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls."""
-        now = self._now()
-        return self._snapshots.known(self.outer_step, now) or self._snapshots.put(
-            self._committed.manifest, self._committed.theta, now
-        )
+        """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls.
 
-    async def snapshot_fragment(self, wanted: SnapshotRequest) -> Tensor:
-        """Return one fragment of a described snapshot, or the boxes of it that are wanted: flat fp32. Raises GoneError."""
+        While as many past ones are kept as may be, this is the newest of them, as long as the kept updates lead from there to
+        now: so slow readers of a run with fast commits share a snapshot. Otherwise the oldest is forgotten.
+        """
+        now = self._now()
+        if (manifest := self._snapshots.known(self.outer_step, now)) is not None:
+            return manifest
+        kept = self._snapshots.steps
+        if len(kept) >= MAX_PAST:
+            if 0 < self.oldest_update <= kept[-1] + 1 and (shared := self._snapshots.known(kept[-1], now)) is not None:
+                return shared
+            self._snapshots.forget(kept[0])
+        return self._snapshots.put(self._committed.manifest, self._committed.theta, now)
+
+    def snapshot_chunks(self, wanted: SnapshotRequest) -> Iterator[pb.Chunk]:
+        """Return the chunks of one fragment of a described snapshot, or of the boxes of it that are wanted: flat fp32.
+
+        Each is cut when it is asked for. Raises GoneError at once.
+        """
         fragment = self._snapshots.take(wanted.outer_step, wanted.fragment_id, self._now())
-        if wanted.boxes is None:
-            return fragment
-        shard = Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes)
-        return await self._background.in_worker(shard.take, fragment)
+        return _chunks(Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes), fragment, wanted.offset)
+
+
+def _chunks(shard: Shard, fragment: Tensor, offset: int) -> Iterator[pb.Chunk]:
+    while offset < 4 * shard.numel:
+        start = offset // 4
+        part = shard.take_part(fragment, start, min(shard.numel, start + CHUNK_BYTES // 4))
+        piece = part.contiguous().numpy().tobytes()[offset % 4 :]
+        yield pb.Chunk(offset=offset, data=piece, crc32=zlib.crc32(piece))
+        offset += len(piece)

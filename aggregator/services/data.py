@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ from aggregator.control.run import Run
 from aggregator.control.snapshot_donors import donors_of
 from aggregator.control.views import injection_state
 from aggregator.services.authorization import Authorizer
+from aggregator.services.snapshot_readers import SnapshotReaders
 from edit.errors import EditError, RefusedError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injection
@@ -36,8 +38,6 @@ from editpb.messages import ContributionHeader
 if TYPE_CHECKING:
     import grpc
 
-    from editpb import tensors_pb2 as tpb
-
     Context = grpc.aio.ServicerContext[Any, Any]
 
 __all__ = ["DataService"]
@@ -52,6 +52,7 @@ class DataService:
 
     def __init__(self, run: Run, authorizer: Authorizer) -> None:
         self._run, self._authorizer = run, authorizer
+        self._readers = SnapshotReaders()
 
     async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
         """Receive one fragment of a pseudo-gradient, or a rank's part of it.
@@ -127,16 +128,20 @@ class DataService:
             return snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
         raise AssertionError("unreachable: abort raises")
 
-    async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> AsyncIterator[tpb.Chunk]:
-        """Send one fragment of a snapshot that was described, or the boxes of it that are wanted."""
+    async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> None:
+        """Send one fragment of a snapshot that was described, or the boxes of it that are wanted.
+
+        A request for none of its bytes keeps the snapshot for longer, and takes no reader's place.
+        """
         async with abort_on_error(context):
-            self._authorizer.authorize(context, "peer", "region", "observer", "operator")
+            identity = self._authorizer.authorize(context, "peer", "region", "observer", "operator")
             published = self._run.rounds.published
             wanted = snapshot_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
-            fragment = await published.snapshot_fragment(wanted)
-            for chunk in make_chunks(fragment.numpy().data, CHUNK_BYTES, start=wanted.offset):
-                yield chunk
+            chunks = published.snapshot_chunks(wanted)
+            if (chunk := next(chunks, None)) is not None:
+                with self._readers.place(identity.peer_id, identity.role) as place:
+                    await place.write(context.write, itertools.chain([chunk], chunks))
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """Receive the founder's initial parameters."""

@@ -88,6 +88,18 @@ class Shard:
             inside.copy_(outside)
         return vector
 
+    def take_part(self, flat: Tensor, start: int, end: int) -> Tensor:
+        """Return elements [start, end) of this shard's vector, and copy no more than those."""
+        if self.is_whole:
+            return flat[start:end]
+        part, begin = flat.new_empty(end - start), 0
+        for outside in self._boxes_of(flat):
+            low, high = max(start, begin), min(end, begin + outside.numel())
+            if low < high:
+                _copy_part(outside, low - begin, part[low - start : high - start])
+            begin += outside.numel()
+        return part
+
     def put(self, vector: Tensor, flat: Tensor) -> None:
         """Write this shard's vector into the fragment's flat vector."""
         for inside, outside in self._views(vector, flat):
@@ -123,14 +135,36 @@ class Shard:
         if given != expected:
             raise LocalProtocolError(f"a shard of {expected} elements was given vectors of {given}")
         start = 0
+        for box, outside in zip(self.boxes, self._boxes_of(flat), strict=True):
+            yield vector[start : start + box.numel].view(box.sizes), outside
+            start += box.numel
+
+    def _boxes_of(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield each box as a view of the fragment's flat vector."""
         for box in self.boxes:
             outside = flat[self._origins[box.tensor] : self._origins[box.tensor + 1]].view(
                 self.fragment.tensors[box.tensor].shape
             )
             for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 outside = outside.narrow(dimension, offset, size)
-            yield vector[start : start + box.numel].view(box.sizes), outside
-            start += box.numel
+            yield outside
+
+
+def _copy_part(box: Tensor, start: int, part: Tensor) -> None:
+    """Copy as many elements of a box as `part` has, from `start` on, row-major: whole rows at once, the ends by parts."""
+    if box.dim() == 0:
+        part.copy_(box)
+        return
+    row, done = box[0].numel(), 0
+    if start % row:
+        done = min(row - start % row, part.numel())
+        _copy_part(box[start // row], start % row, part[:done])
+    first = (start + done) // row
+    if rows := (part.numel() - done) // row:
+        part[done : done + rows * row].view(rows, *box.shape[1:]).copy_(box[first : first + rows])
+        done += rows * row
+    if done < part.numel():
+        _copy_part(box[first + rows], 0, part[done:])
 
 
 def partition_fault(fragment: FragmentSpec, by_rank: Sequence[Sequence[Box]]) -> str | None:

@@ -5,11 +5,12 @@ They share a module because both ends must agree on how often a client may ping 
 
 from __future__ import annotations
 
-__all__ = ["MESSAGE_BYTES", "Options", "channel_options", "server_options"]
+__all__ = ["MAX_STREAMS", "MESSAGE_BYTES", "Options", "channel_options", "server_options"]
 
 Options = tuple[tuple[str, int | str], ...]
 
 MESSAGE_BYTES = 8 << 20  # the largest message of either side; a chunk is at most 1 MiB
+MAX_STREAMS = 32  # calls at a time on one connection; further ones wait at the caller
 _KEEPALIVE: Options = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -52,4 +53,5 @@ def server_options(max_receive_bytes: int = MESSAGE_BYTES) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
     )

@@ -40,6 +40,15 @@ class SnapshotCache:
         kept = self._kept.get(outer_step)
         return self.put(kept.manifest, kept.fragments, now) if kept is not None else None
 
+    @property
+    def steps(self) -> list[int]:
+        """The outer steps that are kept, ascending."""
+        return sorted(self._kept)
+
+    def forget(self, outer_step: int) -> None:
+        """Keep this one no longer; who is in the middle of a fragment reads it to its end."""
+        self._kept.pop(outer_step, None)
+
     def put(self, manifest: SnapshotManifest, fragments: tuple[Tensor, ...], now: float) -> SnapshotManifest:
         """Keep a snapshot, and return its manifest."""
         self._kept[manifest.outer_step] = _Kept(manifest, fragments, now + KEPT_S)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import grpc
 
 from edit.errors import (
+    BusyError,
     ConfigError,
     EditError,
     EvictedError,
@@ -55,6 +56,7 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
         RefusedError: grpc.StatusCode.PERMISSION_DENIED,
         EvictedError: grpc.StatusCode.PERMISSION_DENIED,
         TransportError: grpc.StatusCode.UNAVAILABLE,
+        BusyError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,  # a full disk may have room again later
         ConfigError: grpc.StatusCode.INTERNAL,  # of this side; the caller can do nothing about it
         LocalProtocolError: grpc.StatusCode.INTERNAL,

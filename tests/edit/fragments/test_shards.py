@@ -37,6 +37,18 @@ def test_take_put_and_add_are_plain_indexing(layout: Layout) -> None:
     assert torch.equal(copy, flat) and torch.equal(twice, 2 * flat)
 
 
+@given(layout=partitions(), data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_part_is_a_slice_of_the_whole_vector(layout: Layout, data: st.DataObject) -> None:
+    spec, shares = layout
+    flat = numbered(spec)
+    for boxes in shares:
+        shard = Shard(spec, boxes)
+        start = data.draw(st.integers(0, shard.numel))
+        end = data.draw(st.integers(start, shard.numel))
+        assert torch.equal(shard.take_part(flat, start, end), shard.take(flat)[start:end])
+
+
 @given(layout=partitions())
 @settings(deadline=None, max_examples=150)
 def test_runs_and_span_say_where_the_shard_lies(layout: Layout) -> None:
