@@ -90,6 +90,9 @@ def serve(
     threads: Annotated[
         int, typer.Option(help="CPU threads that merge. More than one only on a machine that does nothing else.", min=1)
     ] = 1,
+    accept_rollback: Annotated[
+        bool, typer.Option("--accept-rollback", help="Go on although the folder lost committed outer steps.")
+    ] = False,
 ) -> None:
     """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
 
@@ -106,7 +109,7 @@ def serve(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
-    asyncio.run(serve_run(StateFolder(state), threads=threads))
+    asyncio.run(serve_run(StateFolder(state), threads=threads, accept_rollback=accept_rollback))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aggregator.run_feed import RunFeed
 from aggregator.security.members import Members
+from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
@@ -35,5 +36,6 @@ class Resources:
     orders: OperatorFlags  # whether the operator paused or drained the run
     background: Background  # the worker thread, and tasks beside it
     feed: RunFeed  # the run's events, for every subscriber
+    mark: HighWaterMark | None = None  # below which a restart does not go on; None keeps none
     deadlines: Path | None = None  # the file of the peers' measured times; None keeps none
     clock: Clock = field(default_factory=Clock)

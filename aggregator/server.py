@@ -23,6 +23,7 @@ from aggregator.services.authorization import Authorizer
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService
+from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.state_folder import StateFolder
@@ -64,11 +65,14 @@ class Coordinator:
     enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
 
     @classmethod
-    def open(cls, folder: StateFolder, clock: Clock | None = None, disk: Disk | None = None) -> Coordinator:
+    def open(
+        cls, folder: StateFolder, clock: Clock | None = None, disk: Disk | None = None, *, accept_rollback: bool = False
+    ) -> Coordinator:
         """Read the folder and build everything; nothing listens yet. Call it on the event loop.
 
         Args:
             clock, disk: injected by tests.
+            accept_rollback: go on also below an outer step that was committed.
 
         Raises ConfigError, StorageError.
         """
@@ -80,6 +84,8 @@ class Coordinator:
         feed = RunFeed(clock.unix)
         feed.subscribe(log_event)
         feed.subscribe(MetricsLog(folder.metrics, files).on_event)
+        mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
+        feed.subscribe(mark.on_event)
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
@@ -87,6 +93,7 @@ class Coordinator:
             orders=OperatorFlags(folder.orders),
             background=background,
             feed=feed,
+            mark=mark,
             deadlines=folder.deadlines,
             clock=clock,
         )
@@ -165,19 +172,20 @@ def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.S
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def serve_run(folder: StateFolder, *, threads: int = 1) -> None:
+async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: bool = False) -> None:
     """Serve the run until SIGINT or SIGTERM. Raises EditError, also when a background task failed.
 
     Args:
         threads: that torch computes with. Each one more waits actively for the others, and on a busy machine that is time which
             the event loop and the peers do not get.
+        accept_rollback: go on also below an outer step that was committed.
     """
     folder.lock()
     torch.set_num_threads(threads)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    coordinator = Coordinator.open(folder)
+    coordinator = Coordinator.open(folder, accept_rollback=accept_rollback)
     try:
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
         await coordinator.start()

@@ -34,6 +34,7 @@ from aggregator.run_feed import (
     RunFounded,
     StepCommitted,
 )
+from aggregator.storage.high_water import Mark
 from edit.config.run import RunConfig
 from edit.errors import RefusedError, StaleError
 from edit.fragments.schema import Schema
@@ -71,6 +72,7 @@ class Run:
         self._first_round_id = first_round_id
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
+        self._told_ahead: set[str] = set()  # members whose outer step was above the run's, as the log has said
         self._held_up = ""  # as the views say it: counted once per change, not once per rank
         self._sequence = 0
         self.feed.subscribe(self._on_event)
@@ -78,9 +80,14 @@ class Run:
     # ---- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Recover the outer state, if there is any, and begin to watch the clock. Raises StorageError."""
+        """Recover the outer state, if there is any, and begin to watch the clock.
+
+        Raises StorageError, and ConfigError when it is below an outer step that was committed.
+        """
         background = self._resources.background
         recovered = await background.in_worker(self._resources.store.recover)
+        if (mark := self._resources.mark) is not None:
+            mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
         if recovered is not None:
             self._adopt(recovered)
             _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
@@ -174,10 +181,27 @@ class Run:
             self.feed.publish(Advised(peer_id, warning))
         if self._rounds is None:
             return
+        self._compare_steps(peer_id, heartbeat.outer_step)
         if heartbeat.outer_step == self._rounds.published.outer_step:
             self.attendances.check_digest(attendance, heartbeat, self._rounds.published.digest)
         if heartbeat.state is not PeerState.STARTING and not attendance.resync:
             self._rounds.feed(events.MemberReady(peer_id, heartbeat.outer_step, heartbeat.step_s))
+
+    def _compare_steps(self, peer_id: str, outer_step: int) -> None:
+        """Warn, once per member, of an outer step above the run's: no commit here led to it."""
+        if self._rounds is not None and outer_step > self._rounds.published.outer_step and peer_id not in self._told_ahead:
+            self._told_ahead.add(peer_id)
+            self.feed.publish(Advised(peer_id, _ahead(outer_step, self._rounds.published.outer_step)))
+
+    def rolled_back(self) -> str:
+        """Return what a live member reports from beyond the last commit, or ''."""
+        if self._rounds is None:
+            return ""
+        live = [one for one in self.attendances.membership.members.values() if one.live and one.heartbeat is not None]
+        steps = {one.peer_id: one.heartbeat.outer_step for one in live if one.heartbeat is not None}
+        peer_id = max(steps, key=lambda each: steps[each], default="")
+        own = self._rounds.published.outer_step
+        return f"{peer_id}: {_ahead(steps[peer_id], own)}" if peer_id and steps[peer_id] > own else ""
 
     def view(self, attendance: Attendance) -> View:
         """Return the run as this rank is to see it."""
@@ -266,3 +290,7 @@ class Run:
         """Raise RefusedError for another run."""
         if run_id != self.run_id:
             raise RefusedError(f"this is run {self.run_id}, not {run_id}")
+
+
+def _ahead(outer_step: int, own: int) -> str:
+    return f"it reports outer step {outer_step}, the run is at {own}; were commits lost, or an old copy of the folder restored?"

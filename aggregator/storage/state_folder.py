@@ -47,6 +47,7 @@ class StateFolder:
         self.addresses = path / "addresses.json"  # what `serve` really bound, for port 0 in run.toml
         self.deadlines = path / "deadlines.json"  # the peers' measured times, so that a restart need not measure them again
         self.orders = path / "orders.json"  # whether the operator paused or drained the run
+        self.high_water = path / "high-water.json"  # the last committed outer step, beside the journal
         self.metrics = path / "metrics.jsonl"
         self.outer = path / "outer"  # checkpoints and journals of the outer state
         self.spill = path / "spill"  # uploads above the memory bound

@@ -187,10 +187,12 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: StateFolder, clock: Clock | None = None, *, kill: bool = False) -> AsyncIterator[Served]:
+async def served(
+    folder: StateFolder, clock: Clock | None = None, *, kill: bool = False, accept_rollback: bool = False
+) -> AsyncIterator[Served]:
     """kill: end as SIGKILL would, without a last checkpoint."""
     disk = FillableDisk()
-    coordinator = Coordinator.open(folder, clock, Disk(write=disk.write))
+    coordinator = Coordinator.open(folder, clock, Disk(write=disk.write), accept_rollback=accept_rollback)
     await coordinator.start()
     try:
         yield Served(coordinator, folder, disk)
