@@ -47,13 +47,18 @@ outer_steps = 50                # The run ends after so many outer steps.
 
 [penalty]                       # Judges contributions: anomaly elimination, weighted averaging, clipping (EDiT).
 enabled = true                  # false: a plain mean of all contributions that are finite.
+#detector = "level"             # level: what is judged and learned follows the peers; edit: the paper's rule.
 #alpha = 0.02                   # Rate of the moving mean and variance of each peer's norm.
 #delta = 3.0                    # A norm so many standard deviations above the mean is anomalous.
+#step_power = 0.5               # A norm is expected to grow with this power of the inner steps behind it.
+#relearn = 3                    # So many anomalies in a row that agree are a peer's new usual norm.
+#max_ratio = 10.0               # A norm so many times the round's median is always anomalous (3 peers or more).
+#max_share = 1.5                # No share exceeds max_share / M of M accepted contributions.
 #observations = 10              # W: norms of a peer before its contributions are judged.
 #temperature = 1.0              # Temperature of the softmax that turns norms into weights.
 #clip = 10.0                    # The largest norm of a merged fragment; 0 turns clipping off.
 #norm = "relative"              # The norm in the softmax: relative (to the round's median), raw or per_sqrt_step.
-#idle_ratio = 0.01              # A norm below this share of the round's median gets weight 0; 0 turns it off.
+#idle_ratio = 0.01              # A norm below this share of the round's largest gets weight 0; 0 turns it off.
 #weighting = "uniform"          # Weights with enabled = false: uniform, tokens or tokens2_per_step.
 #staleness = 0.5                # A contribution s outer steps old has its weight multiplied by (1 + s) ** -staleness.
 #damping = 0.0                  # That exponent with rounds.merging = "arrivals".

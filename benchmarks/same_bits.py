@@ -46,6 +46,7 @@ from edit import (
     digest,
 )
 
+DETECTOR = "level"  # --detector
 VOCABULARY = 11
 STEPS = 48
 
@@ -138,7 +139,7 @@ class Peer:
 def config(sync: dict[str, Any], **sections: Any) -> RunConfig:
     defaults: dict[str, Any] = {
         "outer": OuterConfig(lr=0.7, momentum=0.5),
-        "penalty": PenaltyConfig(),
+        "penalty": PenaltyConfig(detector=DETECTOR),
         "codec": CodecConfig(up="int8", down="bf16"),
         "storage": StorageConfig(keep_updates=64),
     }
@@ -433,7 +434,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the digests here, as JSON")
     parser.add_argument("--compare", type=Path, help="digests of another version, as written by --out")
     parser.add_argument("--only", choices=("in-process", "daemons"), help="leave the others out")
+    parser.add_argument("--detector", default=DETECTOR, help="penalty.detector of the runs in this process")
     arguments = parser.parse_args()
+    globals()["DETECTOR"] = arguments.detector
     torch.set_num_threads(1)
     before = json.loads(arguments.compare.read_text()) if arguments.compare else {}
     cases = (IN_PROCESS if arguments.only != "daemons" else {}) | (DAEMONS if arguments.only != "in-process" else {})

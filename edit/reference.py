@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Edit", "Inner", "delayed_nesterov", "diloco", "heloco", "nesterov", "rda", "stale_weights", "streaming"]
+__all__ = [
+    "Edit",
+    "EditByLevels",
+    "Inner",
+    "delayed_nesterov",
+    "diloco",
+    "heloco",
+    "nesterov",
+    "rda",
+    "stale_weights",
+    "streaming",
+]
 
 # (local fragments, inner step 1, 2, ...) -> local fragments after that step
 Inner = Callable[[list[Tensor], int], list[Tensor]]
@@ -86,7 +97,7 @@ class _History:
 
 @dataclass
 class Edit:
-    """EDiT (arXiv 2412.07210) with norm = "raw" and no verdict on idle peers. `round` replaces theta and momentum."""
+    """EDiT (arXiv 2412.07210), detector "edit", norm = "raw", no verdict on idle peers. `round` replaces theta and momentum."""
 
     theta: Tensor
     lr: float = 0.8
@@ -133,6 +144,114 @@ class Edit:
         seen.mean = self.alpha * norm + (1 - self.alpha) * seen.mean
         deviation = norm - seen.mean / (1 - (1 - self.alpha) ** seen.count)
         seen.square = (1 - self.alpha) * seen.square + self.alpha * deviation**2
+
+
+@dataclass
+class EditByLevels:
+    """EDiT with the detector "level", every learned level kept: Edit's rule, amended. norm = "raw"; `round` as Edit's.
+
+    x = log G - p log steps is judged, with 3 or more contributions relative to the round's median; what is rejected `relearn`
+    times in a row, alike, is the new history; zeros and tiny norms are idle; no share exceeds max_share / M.
+    """
+
+    theta: Tensor
+    lr: float = 0.8
+    mu: float = 0.85
+    alpha: float = 0.02
+    delta: float = 3.0
+    observations: int = 10
+    step_power: float = 0.5
+    relearn: int = 3
+    max_ratio: float = 10.0
+    idle_ratio: float = 0.01
+    max_share: float = 1.5
+    temperature: float = 1.0
+    clip: float = 10.0
+    momentum: Tensor = field(default_factory=lambda: torch.zeros(()))
+    learned: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by (peer_id, "own" or "relative")
+    row: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # rejected in a row
+    accepted: list[str] = field(default_factory=list)  # in the last round
+
+    def round(self, local: Mapping[str, Tensor], steps: Mapping[str, int]) -> dict[str, float]:
+        """Run one round; return the weights (0: bad or idle)."""
+        deltas = {peer_id: self.theta - local[peer_id] for peer_id in sorted(local)}
+        norms = {peer_id: float(delta.double().square().sum().sqrt()) for peer_id, delta in deltas.items()}
+        good = self.accepted = self._good(norms, steps)
+        if not good:
+            return dict.fromkeys(deltas, 0.0)
+        shares = {
+            peer_id: math.exp(-(norms[peer_id] - min(map(norms.__getitem__, good))) / self.temperature) for peer_id in good
+        }
+        shares = {peer_id: share / sum(shares.values()) for peer_id, share in shares.items()}
+        limit = self.max_share / len(good)
+        low, high = 1.0, 1e9  # the factor by which shares below the limit grow, by bisection
+        for _ in range(200):
+            factor = (low + high) / 2
+            total = sum(min(limit, factor * share) for share in shares.values())
+            low, high = (factor, high) if total < 1 else (low, factor)
+        weights = {peer_id: min(limit, high * shares[peer_id]) if peer_id in good else 0.0 for peer_id in deltas}
+        merged = torch.zeros_like(self.theta)
+        for peer_id in good:
+            merged = merged + weights[peer_id] * deltas[peer_id]
+        merged = merged * min(1.0, self.clip / (float(merged.double().square().sum().sqrt()) + 1e-6))
+        self.theta, self.momentum = nesterov(self.theta, self.momentum, merged, self.lr, self.mu)
+        return weights
+
+    def _good(self, norms: Mapping[str, float], steps: Mapping[str, int]) -> list[str]:
+        most = self.max_ratio * sorted(steps.values())[(len(steps) - 1) // 2]
+        x = {p: math.log(g) - self.step_power * math.log(min(steps[p], most)) for p, g in norms.items() if 0 < g < math.inf}
+        ok = {p: g for p, g in norms.items() if g == 0}
+        learned: list[tuple[tuple[str, str], float]] = []
+        for p in x:
+            levels = {(p, "own"): (x[p], self.delta)}
+            if len(x) >= 3:
+                relative = x[p] - float(torch.tensor(list(x.values()), dtype=torch.float64).quantile(0.5))
+                levels[p, "relative"] = (relative, self.delta * (1 + 0.25 / len(x)))
+                if relative > math.log(self.max_ratio):
+                    continue
+            odd = {key: self._odd(key, level, delta) for key, (level, delta) in levels.items()}
+            by = (
+                (p, "relative")
+                if len(self.learned.get((p, "relative"), ())) >= self.observations and len(x) >= 3
+                else (p, "own")
+            )
+            if not odd[by]:
+                ok[p] = norms[p]
+            for key, (level, _) in levels.items():
+                if odd[key]:
+                    row = self.row[key] = [*self.row.get(key, []), level][-self.relearn :]
+                    if len(row) == self.relearn and max(row) - min(row) <= math.log(2):
+                        self.learned[key], self.row[key] = row, []
+                elif not odd[by]:
+                    learned.append((key, level))
+        largest = max(ok, key=lambda p: ok[p], default="")
+        seen = {p: len(self.learned.get((p, "own"), ())) >= self.observations for p in norms}
+        idle = set()
+        for p, g in ok.items():
+            tiny = g < self.idle_ratio * ok[largest]
+            below = g > 0 and seen[p] and x[p] < self._mean((p, "own"))[0] + math.log(self.idle_ratio)
+            if ok[largest] > 0 and (g == 0 or (tiny and (len(x) >= 3 or seen[largest] or below))):
+                idle.add(p)
+        for key, level in learned:
+            if key[0] not in idle:
+                self.learned[key], self.row[key] = [*self.learned.get(key, []), level], []
+        return sorted(set(ok) - idle)
+
+    def _mean(self, key: tuple[str, str]) -> tuple[float, float, float]:
+        """Return mean, unbiased variance and effective number of what was learned."""
+        levels = self.learned[key]
+        w = [(1 - self.alpha) ** (len(levels) - 1 - i) for i in range(len(levels))]
+        mean = sum(a * b for a, b in zip(w, levels, strict=True)) / sum(w)
+        n = sum(w) ** 2 / sum(a * a for a in w)
+        variance = sum(a * (b - mean) ** 2 for a, b in zip(w, levels, strict=True)) / sum(w)
+        return mean, variance * n / max(n - 1, 1.0), n
+
+    def _odd(self, key: tuple[str, str], level: float, delta: float) -> bool:
+        if len(self.learned.get(key, ())) < self.observations:
+            return False
+        mean, variance, n = self._mean(key)
+        wide = math.sqrt(1 + 1 / n) * (1 + (delta**2 + 1) / (4 * max(n - 1, 1.0)))
+        return level - mean > delta * max(math.sqrt(variance), 0.05) * wide
 
 
 def streaming(

@@ -27,7 +27,7 @@ from edit.errors import LocalProtocolError, StorageError
 
 __all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
 
-FORMAT = 1
+FORMAT = 2  # 2: norm statistics of the detector "level", and the slots of buffers are gone
 Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 
@@ -85,9 +85,9 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             written = file.metadata() or {}
+            text = written["edit"]
             check_format(path, int(written.get("format", "1")), FORMAT)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        text = written["edit"]
         if written["blake3"] != _checksum(tensors, text):
             raise StorageError(f"{path}: damaged (wrong checksum)")
         return tensors, json.loads(text)

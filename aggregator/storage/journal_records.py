@@ -152,7 +152,7 @@ def fragment_header(round_id: int, outer_step: int, merged: Merged, injection: I
         "injected": injection is not None and merged.fragment_id in injection.fragments,
         "replaces": injection is not None and injection.replaces,
         "verdicts": verdicts_written(merged.verdicts),
-        "statistics": {peer: [number(s.mean), number(s.variance), s.count] for peer, s in merged.statistics.items()},
+        "statistics": {peer_id: statistics.to_json() for peer_id, statistics in merged.statistics.items()},
         "merged_norm": number(merged.merged_norm),
         "clip": number(merged.clip),
     }
@@ -173,10 +173,7 @@ def _merged(record: Record) -> tuple[Merged, Tensor | None]:
         fragment_id=header["fragment_id"],
         merged=None if header["rollback"] else next(vectors),
         verdicts=verdicts_from(header["verdicts"]),
-        statistics={
-            peer_id: NormStatistics(mean=float(mean), variance=float(variance), count=count)
-            for peer_id, (mean, variance, count) in header["statistics"].items()
-        },
+        statistics={peer_id: NormStatistics.from_json(written) for peer_id, written in header["statistics"].items()},
         merged_norm=float(header["merged_norm"]),
         clip=float(header["clip"]),
     )

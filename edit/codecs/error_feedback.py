@@ -16,7 +16,15 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["ErrorFeedback", "with_feedback"]
+__all__ = ["ErrorFeedback", "codec_of", "with_feedback"]
+
+
+def codec_of(fragment: FragmentSpec, chosen: Codec) -> Codec:
+    """Return the codec of one fragment: the chosen one, but fp32 for buffers.
+
+    Buffers are few, and a rounding error of a small variance beside a large one would make it negative.
+    """
+    return codec("fp32") if fragment.buffers else chosen
 
 
 def with_feedback(
@@ -52,7 +60,8 @@ class ErrorFeedback:
         if not self._fits(i, delta.shape):
             numels = [shard.numel for shard in self._shards]
             raise LocalProtocolError(f"no fragment {i} of {delta.numel()} elements; the fragments have {numels}")
-        encoded, self._staged[i] = with_feedback(self._codec, delta, self._residuals.get(i), self._shards[i].fragment)
+        fragment = self._shards[i].fragment
+        encoded, self._staged[i] = with_feedback(codec_of(fragment, self._codec), delta, self._residuals.get(i), fragment)
         return encoded
 
     def commit(self, i: int) -> None:

@@ -101,19 +101,30 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyConfig:
-    """The section [penalty]: the EDiT pseudo-gradient penalty (arXiv 2412.07210, section 3.3).
+    """The section [penalty]: the EDiT pseudo-gradient penalty (arXiv 2412.07210, section 3.3), with a detector that recovers.
 
-    The defaults of alpha, delta, temperature and clip are the paper's.
+    The defaults of alpha, delta, temperature and clip are the paper's. benchmarks/penalty.py compares the detectors.
     """
 
     # False: no verdict but NONFINITE, no clip, and a mean by `weighting`: DiLoCo's.
     enabled: bool = True
+    # `level`: the logarithm of a norm, less that of its steps, is judged; with three or more contributions, relative to the
+    # round's median; and a level that is held is learned (`edit.merging.detector`). `edit`: the paper's rule, which judges the
+    # norm by accepted norms only, so that a lasting rise is rejected for ever.
+    detector: str = "level"
     # Rate of the moving statistics of a peer's norms.
     alpha: float = 0.02
-    # Standard deviations above its mean from which a norm is anomalous.
+    # Standard deviations above its mean from which a norm is anomalous; `level` allows more while it knows few norms.
     delta: float = 3.0
     # W: norms of a peer that must be seen before one of them can be anomalous; the authors' code waits for 120.
     observations: int = 10
+    # The power p of the inner steps that a norm is expected to grow by: 0.5 for a random walk's, 1 for a straight one's.
+    step_power: float = 0.5
+    # Anomalous contributions of a peer in a row, alike within a factor of 2, after which their level is its new usual one.
+    relearn: int = 3
+    # With three or more contributions, a norm (per steps) so many times the round's median is anomalous from the first round
+    # on, and is never learned.
+    max_ratio: float = 10.0
     # T of the softmax over -G / T.
     temperature: float = 1.0
     # phi: the largest norm of a merged fragment; 0: no clip.
@@ -121,8 +132,11 @@ class PenaltyConfig:
     # The G that enters the softmax. `raw`: the norm; `per_sqrt_step`: norm / sqrt(inner steps); `relative`: norm / median of
     # the round.
     norm: str = "relative"
-    # A norm below this share of the round's median is a free rider's and gets weight 0; 0: no such verdict.
+    # A norm below this share of the round's largest accepted one (with `edit`: of the median of three or more) is a free
+    # rider's and gets weight 0, and so do zeros; 0: no such verdict.
     idle_ratio: float = 0.01
+    # No share exceeds max_share / M of M accepted contributions; what is cut is spread over the others. Arrivals are exempt.
+    max_share: float = 1.5
     # With the penalty off: `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
     weighting: str = "uniform"
     # A contribution that is s outer steps old has its weight multiplied by (1 + s) ** -staleness (arXiv 1903.03934); the
@@ -136,6 +150,11 @@ class PenaltyConfig:
         within("penalty.alpha", self.alpha, 1e-6, 1)
         positive("penalty.delta", self.delta)
         within("penalty.observations", self.observations, 1, 1 << 30)
+        one_of("penalty.detector", self.detector, ("level", "edit"))
+        within("penalty.step_power", self.step_power, 0, 1)
+        within("penalty.relearn", self.relearn, 1, 100)
+        within("penalty.max_ratio", self.max_ratio, 1, 1e6)
+        within("penalty.max_share", self.max_share, 1, 1e6)
         positive("penalty.temperature", self.temperature)
         within("penalty.clip", self.clip, 0, 1e12)
         one_of("penalty.norm", self.norm, ("raw", "per_sqrt_step", "relative"))

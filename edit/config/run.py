@@ -294,6 +294,9 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]
     of_penalty = {f.name for f in dataclasses.fields(PenaltyConfig)} - {"enabled", "weighting", "staleness", "damping"}
     yield not penalty.enabled, "penalty", of_penalty, "penalty.enabled = false"
     yield penalty.enabled, "penalty", {"weighting"}, "penalty.enabled = true"
+    of_level = {"step_power", "relearn", "max_ratio", "max_share"}
+    yield penalty.detector == "edit", "penalty", of_level, 'penalty.detector = "edit"'
+    yield rounds.merging == "arrivals", "penalty", {"max_share"}, 'rounds.merging = "arrivals"'
     yield rounds.max_staleness == 0, "penalty", {"staleness"}, "rounds.max_staleness = 0"
     yield rounds.merging == "arrivals", "penalty", {"staleness"}, 'rounds.merging = "arrivals" (penalty.damping has)'
     yield rounds.merging == "rounds", "penalty", {"damping"}, 'rounds.merging = "rounds"'

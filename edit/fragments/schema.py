@@ -48,6 +48,8 @@ class FragmentSpec:
     name: str
     # In the order in which they follow one another in the flat vector.
     tensors: tuple[TensorSpec, ...]
+    # It holds buffers (BatchNorm statistics), which are averaged plainly: no penalty, no outer optimizer, always fp32.
+    buffers: bool = False
 
     @property
     def numel(self) -> int:
@@ -86,8 +88,13 @@ class Schema:
         return Schema(tuple(replace(self.fragments[i], fragment_id=new) for new, i in enumerate(fragment_ids)))
 
     def to_json(self) -> str:
-        """Return names, shapes and grouping as canonical JSON: [[fragment, [[tensor, [size, ...]], ...]], ...]."""
-        plan = [[f.name, [[t.name, list(t.shape)] for t in f.tensors]] for f in self.fragments]
+        """Return names, shapes and grouping as canonical JSON: [[fragment, [[tensor, [size, ...]], ...]], ...].
+
+        A fragment of buffers has a third entry, "buffers"; so the schema_hash of a model without any is as it always was.
+        """
+        plan: list[list[object]] = [[f.name, [[t.name, list(t.shape)] for t in f.tensors]] for f in self.fragments]
+        for fragment, entry in zip(self.fragments, plan, strict=True):
+            entry += ["buffers"] * fragment.buffers
         return json.dumps(plan, separators=(",", ":"))
 
     @classmethod
@@ -100,8 +107,9 @@ class Schema:
                         fragment_id=i,
                         name=str(name),
                         tensors=tuple(TensorSpec(name=str(t), shape=tuple(int(n) for n in shape)) for t, shape in tensors),
+                        buffers=_says_buffers(more),
                     )
-                    for i, (name, tensors) in enumerate(json.loads(text))
+                    for i, (name, tensors, *more) in enumerate(json.loads(text))
                 )
             )
         except (ValueError, TypeError) as error:
@@ -109,8 +117,8 @@ class Schema:
 
     def first_difference(self, other: Schema) -> str | None:
         """Name the first tensor in which a peer's schema differs from this one, in one line; None when they are equal."""
-        mine = [(f.name, t) for f in self.fragments for t in f.tensors]
-        theirs = [(f.name, t) for f in other.fragments for t in f.tensors]
+        mine = [(f"{f.name} (buffers)" if f.buffers else f.name, t) for f in self.fragments for t in f.tensors]
+        theirs = [(f"{f.name} (buffers)" if f.buffers else f.name, t) for f in other.fragments for t in f.tensors]
         for (my_fragment, a), (their_fragment, b) in zip(mine, theirs, strict=False):
             if a.name != b.name:
                 return f"tensor {a.name} of the run stands where the peer has {b.name}"
@@ -123,6 +131,12 @@ class Schema:
         if len(theirs) > len(mine):
             return f"tensor {theirs[len(mine)][1].name} of the peer is not in the run"
         return None
+
+
+def _says_buffers(more: list[object]) -> bool:
+    if more not in ([], ["buffers"]):
+        raise ValueError(f"unknown entry {more}")
+    return bool(more)
 
 
 def plan_fragments(named_parameters: Iterable[tuple[str, nn.Parameter | Tensor]]) -> Schema:

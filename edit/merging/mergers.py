@@ -16,7 +16,7 @@ from edit.errors import LocalProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, weighted_mean
 from edit.merging.norms import norm
-from edit.merging.penalty import NormStatistics, observe, verdicts, weights
+from edit.merging.penalty import NormStatistics, judge_round, weights
 from edit.records import PeerVerdict, Verdict
 
 __all__ = ["Admission", "AdmitAll", "Admitted", "EditMerger", "Merger", "Rejected", "admission", "merger"]
@@ -45,7 +45,7 @@ class Merger(Protocol):
 class EditMerger:
     """EDiT's merge (arXiv 2412.07210, section 3.3): verdicts, weights, weighted mean, clip; or rollback when no weight is left.
 
-    With `penalty.enabled = false` it is DiLoCo's mean.
+    With `penalty.enabled = false` it is DiLoCo's mean. A fragment of buffers is always the plain mean.
     """
 
     config: PenaltyConfig
@@ -63,7 +63,9 @@ class EditMerger:
         norms = {contribution.peer_id: contribution.norm for contribution in ordered}
         if len(norms) != len(ordered):
             raise LocalProtocolError(f"fragment {fragment_id}: a peer contributes twice")
-        judged = verdicts(norms, before, config)
+        if fragment.buffers:
+            return _plain_mean(fragment, ordered, rule)
+        judged, after = judge_round(norms, {one.peer_id: one.inner_steps for one in ordered}, before, config)
         shares = weights(
             list(judged.values()),
             list(norms.values()),
@@ -73,15 +75,7 @@ class EditMerger:
             [c.staleness for c in ordered],
             rule.damped,
         )
-        peers = tuple(
-            PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
-            for one, share in zip(ordered, shares, strict=True)
-        )
-        history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms} if config.enabled else {}
-        after = {
-            peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
-            for peer_id, statistics in history.items()
-        }
+        peers = _said(ordered, judged, shares)
         kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
         mean = weighted_mean(fragment, kept, rule) if kept else None
         size = norm(mean) if mean is not None else 0.0
@@ -89,6 +83,29 @@ class EditMerger:
             return Merged(fragment_id, None, peers, after, 0.0, 1.0)
         beta = clip_factor(size, config)
         return Merged(fragment_id, mean.mul_(beta) if beta < 1 else mean, peers, after, size, beta)
+
+
+def _plain_mean(fragment: FragmentSpec, ordered: Sequence[Measured], rule: MergeRule) -> Merged:
+    """Merge a fragment of buffers: the mean of the finite contributions, without weights, clip or statistics.
+
+    A pseudo-gradient against older buffers does not say what the peer's buffers are now: it counts only as present.
+    """
+    judged = {one.peer_id: Verdict.OK if math.isfinite(one.norm) else Verdict.NONFINITE for one in ordered}
+    present = [judged[one.peer_id] is Verdict.OK and one.staleness == 0 for one in ordered]
+    shares = [1 / sum(present) if counts else 0.0 for counts in present]
+    peers = _said(ordered, judged, shares)
+    if not any(present):
+        return Merged(fragment.fragment_id, None, peers, {}, 0.0, 1.0)
+    mean = weighted_mean(fragment, [(one, share) for one, share in zip(ordered, shares, strict=True) if share > 0], rule)
+    size = norm(mean)
+    return Merged(fragment.fragment_id, mean if math.isfinite(size) else None, peers, {}, size, 1.0)
+
+
+def _said(ordered: Sequence[Measured], judged: Mapping[str, Verdict], shares: Sequence[float]) -> tuple[PeerVerdict, ...]:
+    return tuple(
+        PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
+        for one, share in zip(ordered, shares, strict=True)
+    )
 
 
 def merger(config: RunConfig) -> Merger:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from edit.codecs import codec
-from edit.codecs.error_feedback import with_feedback
+from edit.codecs.error_feedback import codec_of, with_feedback
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.groups import fragments_due
-from edit.fragments.schema import Schema
+from edit.fragments.schema import FragmentSpec, Schema
 from edit.merging.heloco import Momentum
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged, MergeRule
@@ -83,8 +83,8 @@ class OuterState:
         self._outer_step = 0
         self._injected: Injected | None = None
         self._fragments = [
-            FragmentState(part, fragment_hash(part), initial_slots(config.outer, part.numel()), None, {})
-            for part in (part.detach().contiguous() for part in theta)
+            FragmentState(part, fragment_hash(part), _slots(config, fragment), None, {})
+            for fragment, part in zip(schema.fragments, (part.detach().contiguous() for part in theta), strict=True)
         ]
 
     @property
@@ -129,6 +129,8 @@ class OuterState:
 
     def _rule(self, fragment_id: int) -> MergeRule:
         outer, spec = self.config.outer, self.schema.fragments[fragment_id]
+        if spec.buffers:
+            return MergeRule()
         momentum = None
         if outer.correct == "heloco":
             vector = self._fragments[fragment_id].slots["momentum"]
@@ -146,9 +148,10 @@ class OuterState:
         statistics = {**before.statistics, **merged.statistics}
         brings = injection.brings if injection is not None else None
         for step, slots, residual in self._steps(merged, before, injection):
-            payload, rest = with_feedback(self._codec, step, residual, fragment)
+            encoder = codec_of(fragment, self._codec)
+            payload, rest = with_feedback(encoder, step, residual, fragment)
             theta = before.theta.clone()
-            self._codec.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)
+            encoder.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)
             if all(_is_finite(tensor) for tensor in (theta, *slots.values())):
                 after = FragmentState(theta, fragment_hash(theta), slots, rest, statistics)
                 return Staged(self._outer_step, merged, after, payload, brings)
@@ -164,7 +167,9 @@ class OuterState:
             yield torch.sub(before.theta, injected), before.slots, None
             return
         if merged.merged is not None:
-            step, slots = outer_step(self.config.outer, before.slots, merged.merged)
+            step, slots = merged.merged, before.slots  # buffers become the mean
+            if not self.schema.fragments[merged.fragment_id].buffers:
+                step, slots = outer_step(self.config.outer, before.slots, merged.merged)
             yield step if injected is None else step - injected, slots, before.residual
         if injected is not None:
             yield torch.neg(injected), before.slots, before.residual
@@ -225,7 +230,7 @@ class OuterState:
             "optimizer": self.config.outer.optimizer,
             "injected": self._injected.to_json() if self._injected is not None else None,
             "statistics": [
-                {peer_id: [s.mean, s.variance, s.count] for peer_id, s in sorted(fragment.statistics.items())}
+                {peer_id: statistics.to_json() for peer_id, statistics in sorted(fragment.statistics.items())}
                 for fragment in self._fragments
             ],
         }
@@ -247,6 +252,11 @@ class OuterState:
         if state.digest != metadata.get("digest"):
             raise StorageError("checkpoint: theta does not match its digest")
         return state
+
+
+def _slots(config: RunConfig, fragment: FragmentSpec) -> Slots:
+    """Buffers have no outer optimizer."""
+    return {} if fragment.buffers else initial_slots(config.outer, fragment.numel)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -276,10 +286,8 @@ def _restored(i: int, fresh: FragmentState, tensors: Mapping[str, Tensor], metad
     slots = {name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in fresh.slots.items()}
     residual = _take(tensors, f"residual.{i}", numel) if f"residual.{i}" in tensors else None
     try:
-        statistics = {
-            peer_id: NormStatistics(float(mean), float(variance), int(count))
-            for peer_id, (mean, variance, count) in metadata["statistics"][i].items()
-        }
+        written = metadata["statistics"][i]
+        statistics = {peer_id: NormStatistics.from_json(of_peer) for peer_id, of_peer in written.items()}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(f"checkpoint: the norm statistics of fragment {i} are damaged ({error})") from error
     return FragmentState(fresh.theta, fresh.theta_hash, slots, residual, statistics)

@@ -1,54 +1,58 @@
 """The EDiT penalty on scalars: whose contribution is anomalous, and how much weight the others have.
 
-The verdicts, the moving statistics behind them and the weights of Cheng et al., arXiv 2412.07210, section 3.3. Pure functions
-of floats.
+The weights of Cheng et al., arXiv 2412.07210, section 3.3, with a cap on each share, and the paper's own detector ("edit"); the
+default one ("level") is in `edit.merging.detector`. Pure functions of floats.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from edit.config.run import PenaltyConfig
+from edit.merging.detector import NormStatistics, by_levels
 from edit.records import Verdict
 
-__all__ = ["NormStatistics", "freshness", "judge", "observe", "verdicts", "weights"]
+__all__ = ["NormStatistics", "capped", "freshness", "judge", "judge_round", "observe", "verdicts", "weights"]
 
 _SIGMA_FLOOR = 1e-3  # of the mean. Equal norms have sigma 0; without a floor their rounding errors would be anomalies
 _IDLE_NEEDS = 3  # finite norms in a round before a median can call one of them idle
 
 
-@dataclass(frozen=True, slots=True)
-class NormStatistics:
-    """Bias-corrected moving mean and variance of one peer's norms in one fragment."""
+def judge_round(
+    norms: Mapping[str, float], inner_steps: Mapping[str, int], before: Mapping[str, NormStatistics], config: PenaltyConfig
+) -> tuple[dict[str, Verdict], dict[str, NormStatistics]]:
+    """Judge one round in one fragment as `config.detector` says; return verdicts, and the statistics after them, by peer_id.
 
-    mean: float = 0.0
-    variance: float = 0.0
-    # Norms behind them: those with verdict OK.
-    count: int = 0
-
-    @property
-    def sigma(self) -> float:
-        """Standard deviation, at least a thousandth of the mean."""
-        return max(math.sqrt(self.variance), _SIGMA_FLOOR * self.mean)
+    before: a peer without a history is left out. With the penalty off only NONFINITE is a verdict, and nothing is learned.
+    """
+    if config.enabled and config.detector == "level":
+        return by_levels(norms, inner_steps, before, config)
+    judged = verdicts(norms, before, config)
+    history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms} if config.enabled else {}
+    after = {
+        peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
+        for peer_id, statistics in history.items()
+    }
+    return judged, after
 
 
 def judge(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> Verdict:
-    """Judge a norm by the statistics from before it. One-sided: a small norm is no anomaly.
+    """Judge a norm by the statistics from before it, as the paper does. One-sided: a small norm is no anomaly.
 
     NONFINITE: NaN or Inf. ANOMALOUS: after W norms, more than delta sigma above the mean. With the penalty off only NONFINITE.
     """
     if not math.isfinite(norm):
         return Verdict.NONFINITE
-    if config.enabled and statistics.count >= config.observations and norm - statistics.mean > config.delta * statistics.sigma:
+    sigma = max(math.sqrt(statistics.variance), _SIGMA_FLOOR * statistics.mean)
+    if config.enabled and statistics.count >= config.observations and norm - statistics.mean > config.delta * sigma:
         return Verdict.ANOMALOUS
     return Verdict.OK
 
 
 def observe(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> NormStatistics:
-    """Return the statistics after a norm with verdict OK.
+    """Return the paper's statistics after a norm with verdict OK.
 
     The EMA with rate alpha, corrected for its start: with rate_n = alpha / (1 - (1 - alpha)^n) the first norm IS the mean.
     mu <- mu + rate_n (G - mu); sigma^2 <- (1 - rate_n) sigma^2 + rate_n (G - mu_new)^2.
@@ -61,7 +65,7 @@ def observe(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> N
 
 
 def verdicts(norms: Mapping[str, float], before: Mapping[str, NormStatistics], config: PenaltyConfig) -> dict[str, Verdict]:
-    """Judge every peer in one fragment of one round, by its own history (`judge`) and by the round.
+    """Judge every peer in one fragment of one round with the detector "edit": by its own history (`judge`) and by the round.
 
     norms, before: by peer_id. IDLE: of at least three finite norms, one below idle_ratio times their median: a free rider.
     """
@@ -89,20 +93,42 @@ def weights(
 
     The weights sum to 1, or are all 0 when no verdict is OK.
 
-    Penalty on: softmax of -G/T over the OK ones, where G is the norm as `config.norm` says. Off: uniform, or by tokens.
+    Penalty on: softmax of -G/T over the OK ones, where G is the norm as `config.norm` says; with the detector "level" no share
+    exceeds max_share / M, M being the number of OK ones. Off: uniform, or by tokens.
     staleness: in outer steps, empty when all are 0: weights are multiplied by `freshness`, then normalised again.
     damped: the exponent is `config.damping` and they are not normalised again, so a contribution that comes alone counts less
-    the older it is (arXiv 1903.03934, algorithm 1).
+    the older it is (arXiv 1903.03934, algorithm 1). Shares of arrivals are not capped.
     """
     good = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.OK]
     raw = _softmax(good, norms, inner_steps, config) if config.enabled else _shares(good, inner_steps, tokens, config)
     exponent = config.damping if damped else config.staleness
     fresh = [freshness(staleness[i], exponent) if staleness else 1.0 for i in good]
     total = sum(raw) if damped else sum(share * factor for share, factor in zip(raw, fresh, strict=True))
+    counted = [share * factor / total for share, factor in zip(raw, fresh, strict=True)]
+    if config.enabled and config.detector == "level" and not damped:
+        counted = capped(counted, config.max_share)
     shares = [0.0] * len(verdicts)
-    for i, share, factor in zip(good, raw, fresh, strict=True):
-        shares[i] = share * factor / total
+    for i, share in zip(good, counted, strict=True):
+        shares[i] = share
     return shares
+
+
+def capped(shares: Sequence[float], most: float) -> list[float]:
+    """Return the shares, which sum to 1, with none above most / M; what is cut is spread over the others, in proportion.
+
+    The result is the one below the cap that is nearest to the shares in relative entropy (Warmuth and Kuzmin 2008, section 3).
+    """
+    limit, full = most / len(shares) if shares else 1.0, set[int]()
+    result = list(shares)
+    while over := {i for i, share in enumerate(result) if share > limit and i not in full}:
+        full |= over
+        others = [i for i in range(len(result)) if i not in full]
+        left, rest = 1 - limit * len(full), math.fsum(shares[i] for i in others)
+        for i in full:
+            result[i] = limit
+        for i in others:  # shares too small for a float get equal parts
+            result[i] = shares[i] * (left / rest) if rest > 1e-12 else left / len(others)
+    return result
 
 
 def freshness(staleness: int, exponent: float) -> float:

@@ -55,7 +55,7 @@ def exchanged(model: nn.Module, buffers: str) -> tuple[Schema, dict[str, Tensor]
     if not floats:
         raise ConfigError(f'buffers = "{buffers}", but the model has no floating-point buffer; remove the setting')
     specs = tuple(TensorSpec(name=name, shape=tuple(buffer.shape)) for name, buffer in floats.items())
-    fragment = FragmentSpec(fragment_id=len(schema.fragments), name="buffers", tensors=specs)
+    fragment = FragmentSpec(fragment_id=len(schema.fragments), name="buffers", tensors=specs, buffers=True)
     return Schema((*schema.fragments, fragment)), tensors | floats
 
 

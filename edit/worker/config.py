@@ -28,13 +28,16 @@ class WorkerConfig:
     # The run's outer optimizer. Only sync.mode = "eager", which estimates its step, uses it.
     outer: OuterConfig = field(default_factory=OuterConfig)
     # "local": each peer keeps its own buffers. "average": the persistent floating-point buffers are exchanged as one more
-    # fragment and merged as the others are (penalty, clip and outer optimizer included). Integer buffers always stay local.
+    # fragment, in fp32, and become the plain mean of the peers': no penalty, no outer optimizer. Integer buffers stay local.
     buffers: str = "local"
 
     def __post_init__(self) -> None:
         check_together(self.sync, self.rounds, self.outer)
         require(self.buffers != "lowest", "buffers", self.buffers, "a merge weighs all peers and cannot take one peer's alone")
         one_of("buffers", self.buffers, ("local", "average"))
+        if self.buffers == "average":
+            rule = 'must be "local" with rounds.merging = "arrivals": one peer\'s buffers alone are no mean'
+            require(self.rounds.merging == "rounds", "buffers", self.buffers, rule)
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

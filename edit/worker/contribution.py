@@ -104,7 +104,8 @@ class ContributionMaker:
 
     def _go_on_from_estimate(self, estimator: Estimator, sent: SentTensors, i: int, delta: Tensor) -> None:
         replica = self._replica
-        estimate = estimator.estimate(i, replica.outer.fragments[i], delta)
+        buffers = replica.layout.schema.fragments[i].buffers  # no outer optimizer moves them
+        estimate = None if buffers else estimator.estimate(i, replica.outer.fragments[i], delta)
         if estimate is not None and replica.layout.ranks.all([bool(torch.isfinite(estimate).all())])[0]:
             replica.load_local(i, estimate)
         sent.deltas[i] = delta

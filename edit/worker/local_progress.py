@@ -6,6 +6,8 @@ Each formula of the local parameters, by verdict, mode and mix:
   arXiv 2501.18512: alpha local + (1 - alpha) theta). An outcome later than planned is always replayed.
 - The peer has contributed nothing to this commit: everything since theta is kept.
 - The contribution was refused: nothing is kept; the local parameters are theta.
+- Buffers are theta's, or stay as they are where the peer has contributed nothing: a running variance moved by the sum of two
+  changes may be negative.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ def kept(
     sent: SentTensors,
 ) -> Tensor | None:
     """Return what to add to the new `theta` of fragment i, None for nothing, after a commit with that verdict."""
+    buffers = replica.layout.schema.fragments[i].buffers
     if pending is None or i in pending.applied or verdict is None:
-        return unmerged(replica, i, sent)
-    if verdict is not Verdict.OK or i not in sent.sent_from:
+        return replica.local_fragment(i).sub_(theta) if buffers else unmerged(replica, i, sent)
+    if verdict is not Verdict.OK or i not in sent.sent_from or buffers:
         return None
     if sync.mode != "delayed" or sync.mix == "replay" or pending.outcome_overdue:
         return replica.progress_since(i, sent.sent_from[i])

@@ -45,7 +45,9 @@ def schema_to_pb(schema: Schema) -> tpb.Schema:
     """Encode all fragments of a model."""
     return tpb.Schema(
         fragments=[
-            tpb.FragmentSpec(name=f.name, tensors=[tpb.TensorSpec(name=t.name, shape=t.shape) for t in f.tensors])
+            tpb.FragmentSpec(
+                name=f.name, tensors=[tpb.TensorSpec(name=t.name, shape=t.shape) for t in f.tensors], buffers=f.buffers
+            )
             for f in schema.fragments
         ]
     )
@@ -75,7 +77,8 @@ def schema_from_pb(message: tpb.Schema, first: int | None = None) -> Schema:
             break
         specs = tuple(_tensor_from_pb(tensor) for tensor in fragment.tensors[:left])
         left -= len(specs)
-        fragments.append(FragmentSpec(fragment_id=i, name=lim.check_name("a fragment's name", fragment.name), tensors=specs))
+        name = lim.check_name("a fragment's name", fragment.name)
+        fragments.append(FragmentSpec(fragment_id=i, name=name, tensors=specs, buffers=fragment.buffers))
     schema = Schema(tuple(fragments))
     within("elements in a schema", schema.numel, 1, lim.MAX_NUMEL)
     return schema

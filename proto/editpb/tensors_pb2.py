@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x64itpb/tensors.proto\x12\x06\x65\x64itpb\")\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\"A\n\x0c\x46ragmentSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x07tensors\x18\x02 \x03(\x0b\x32\x12.editpb.TensorSpec\"1\n\x06Schema\x12\'\n\tfragments\x18\x01 \x03(\x0b\x32\x14.editpb.FragmentSpec\"5\n\x03\x42ox\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0f\n\x07offsets\x18\x02 \x03(\x04\x12\r\n\x05sizes\x18\x03 \x03(\x04\"4\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07*o\n\x07\x43odecId\x12\x18\n\x14\x43ODEC_ID_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_ID_FP32\x10\x01\x12\x11\n\rCODEC_ID_BF16\x10\x02\x12\x11\n\rCODEC_ID_FP16\x10\x03\x12\x11\n\rCODEC_ID_INT8\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x64itpb/tensors.proto\x12\x06\x65\x64itpb\")\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\"R\n\x0c\x46ragmentSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x07tensors\x18\x02 \x03(\x0b\x32\x12.editpb.TensorSpec\x12\x0f\n\x07\x62uffers\x18\x03 \x01(\x08\"1\n\x06Schema\x12\'\n\tfragments\x18\x01 \x03(\x0b\x32\x14.editpb.FragmentSpec\"5\n\x03\x42ox\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0f\n\x07offsets\x18\x02 \x03(\x04\x12\r\n\x05sizes\x18\x03 \x03(\x04\"4\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07*o\n\x07\x43odecId\x12\x18\n\x14\x43ODEC_ID_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_ID_FP32\x10\x01\x12\x11\n\rCODEC_ID_BF16\x10\x02\x12\x11\n\rCODEC_ID_FP16\x10\x03\x12\x11\n\rCODEC_ID_INT8\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'editpb.tensors_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CODECID']._serialized_start=302
-  _globals['_CODECID']._serialized_end=413
+  _globals['_CODECID']._serialized_start=319
+  _globals['_CODECID']._serialized_end=430
   _globals['_TENSORSPEC']._serialized_start=32
   _globals['_TENSORSPEC']._serialized_end=73
   _globals['_FRAGMENTSPEC']._serialized_start=75
-  _globals['_FRAGMENTSPEC']._serialized_end=140
-  _globals['_SCHEMA']._serialized_start=142
-  _globals['_SCHEMA']._serialized_end=191
-  _globals['_BOX']._serialized_start=193
-  _globals['_BOX']._serialized_end=246
-  _globals['_CHUNK']._serialized_start=248
-  _globals['_CHUNK']._serialized_end=300
+  _globals['_FRAGMENTSPEC']._serialized_end=157
+  _globals['_SCHEMA']._serialized_start=159
+  _globals['_SCHEMA']._serialized_end=208
+  _globals['_BOX']._serialized_start=210
+  _globals['_BOX']._serialized_end=263
+  _globals['_CHUNK']._serialized_start=265
+  _globals['_CHUNK']._serialized_end=317
 # @@protoc_insertion_point(module_scope)

@@ -29,12 +29,14 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FragmentSpec(_message.Message):
-    __slots__ = ("name", "tensors")
+    __slots__ = ("name", "tensors", "buffers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    buffers: bool
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: bool = ...) -> None: ...
 
 class Schema(_message.Message):
     __slots__ = ("fragments",)

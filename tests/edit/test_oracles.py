@@ -116,7 +116,7 @@ def test_three_peers_with_the_penalty_off_are_the_references_diloco() -> None:
 
 
 def test_three_peers_with_the_penalty_on_are_the_references_edit() -> None:
-    penalty = PenaltyConfig(norm="raw", idle_ratio=0.0, observations=4, temperature=0.05, clip=0.05)
+    penalty = PenaltyConfig(detector="edit", norm="raw", idle_ratio=0.0, observations=4, temperature=0.05, clip=0.05)
     fragments = [
         reference.Edit(theta, lr=0.7, mu=0.5, observations=4, temperature=0.05, clip=0.05) for theta in flat(small_mlp())
     ]
@@ -137,3 +137,29 @@ def test_three_peers_with_the_penalty_on_are_the_references_edit() -> None:
     assert judged is not None and judged.verdict is Verdict.ANOMALOUS
     assert any(fragment.clip < 1 for commit in commits for fragment in commit.fragments)
     assert any(0.4 < v.weight < 0.9 for commit in commits for fragment in commit.fragments for v in fragment.verdicts)
+
+
+def test_three_peers_with_the_default_detector_are_the_references_edit_by_levels() -> None:
+    penalty = PenaltyConfig(norm="raw", observations=4, temperature=0.01, clip=0.05)
+    fragments = [
+        reference.EditByLevels(theta, lr=0.7, mu=0.5, observations=4, temperature=0.01, clip=0.05)
+        for theta in flat(small_mlp())
+    ]
+    weights: list[list[dict[str, float]]] = []
+    steps = dict.fromkeys(PEERS, EVERY)
+
+    def merge(local: list[dict[str, Tensor]]) -> list[Tensor]:
+        weights.append([fragment.round(peers, steps) for fragment, peers in zip(fragments, local, strict=True)])
+        return [fragment.theta for fragment in fragments]
+
+    expected = naive(flat(small_mlp()), merge)
+    actual, commits = ours(config(penalty=penalty, outer=OuterConfig(lr=0.7, momentum=0.5)))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for commit, round_weights in zip(commits, weights, strict=True):
+        for fragment, by_peer in zip(commit.fragments, round_weights, strict=True):
+            assert {v.peer_id: v.weight for v in fragment.verdicts} == pytest.approx(by_peer, rel=1e-3, abs=1e-6)
+    judged = commits[DAMAGED[0]].fragments[0].verdict_of(DAMAGED[1])
+    assert judged is not None and judged.verdict is Verdict.ANOMALOUS
+    shares = [by_peer for one in weights for by_peer in one if min(by_peer.values()) > 0]
+    assert max(max(by_peer.values()) for by_peer in shares) == pytest.approx(0.5), "of three, 1.5 / 3"

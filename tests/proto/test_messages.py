@@ -547,3 +547,10 @@ def test_requests_survive_and_are_bounded() -> None:
     assert "outer_step" in expect_refusal(lambda m: update_request_from_pb(m, SCHEMA), wrong)
     assert received_from_pb(dpb.ProbeReply(received_bytes=5), 5) == msg.Received(5, False)
     expect_refusal(lambda m: received_from_pb(m, 5), dpb.ContributionReceipt(received_bytes=6))
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_fragment_of_buffers_says_so_on_the_wire(buffers: bool) -> None:
+    tensors = (TensorSpec(name="a.b", shape=(2,)),)
+    schema = Schema((FragmentSpec(fragment_id=0, name="a", tensors=tensors, buffers=buffers),))
+    assert schema_from_pb(parse(tpb.Schema, schema_to_pb(schema).SerializeToString())) == schema  # type: ignore[arg-type]

@@ -112,6 +112,11 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
         ("penalty", "temperature", -1.0),
         ("penalty", "clip", -1.0),
         ("penalty", "norm", "l1"),
+        ("penalty", "detector", "iqr"),
+        ("penalty", "step_power", 1.5),
+        ("penalty", "relearn", 0),
+        ("penalty", "max_ratio", 0.5),
+        ("penalty", "max_share", 0.9),
         ("penalty", "idle_ratio", 0.6),
         ("codec", "up", "zip"),
         ("codec", "down", "INT8"),
@@ -245,6 +250,14 @@ def test_contradicting_bounds_name_both_settings() -> None:
         (
             {"penalty": {"enabled": False, "clip": 1.0}},
             "penalty.clip has no effect with penalty.enabled = false; remove it",
+        ),
+        (
+            {"penalty": {"detector": "edit", "relearn": 5}},
+            'penalty.relearn has no effect with penalty.detector = "edit"; remove it',
+        ),
+        (
+            {"penalty": {"max_share": 2.0}, "rounds": ARRIVALS},
+            'penalty.max_share has no effect with rounds.merging = "arrivals"; remove it',
         ),
         (
             {"penalty": {"weighting": "tokens"}},

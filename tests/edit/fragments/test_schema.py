@@ -133,3 +133,14 @@ def test_the_hash_is_made_once_and_travels_with_the_schema() -> None:
     assert schema.schema_hash is schema.schema_hash
     assert (copied := pickle.loads(pickle.dumps(schema))) == schema and copied.schema_hash == schema.schema_hash  # noqa: S301
     assert hash(schema) == hash(plan({"a.w": (2, 3), "b.w": (4,)})) and "schema_hash" not in repr(schema)
+
+
+def test_buffers_are_part_of_the_schema_and_leave_the_hash_of_a_model_without_any_as_it_was() -> None:
+    tensors = (TensorSpec(name="a.b", shape=(2,)),)
+    plain = Schema((FragmentSpec(fragment_id=0, name="a", tensors=tensors),))
+    buffers = Schema((FragmentSpec(fragment_id=0, name="a", tensors=tensors, buffers=True),))
+    assert plain.to_json() == '[["a",[["a.b",[2]]]]]'
+    assert Schema.from_json(buffers.to_json()) == buffers and Schema.from_json(plain.to_json()) == plain
+    assert plain.schema_hash != buffers.schema_hash and "a (buffers)" in str(plain.first_difference(buffers))
+    with pytest.raises(RemoteProtocolError, match="unknown entry"):
+        Schema.from_json('[["a",[["a.b",[2]]],"parameters"]]')

@@ -97,7 +97,7 @@ def test_penalty_off_is_the_references_diloco_to_the_bit(momentum: float) -> Non
 
 
 def test_penalty_on_is_the_references_edit_with_the_same_verdicts() -> None:
-    config = configured(penalty=PenaltyConfig(norm="raw", idle_ratio=0.0, clip=1.0), lr=0.8, momentum=0.85)
+    config = configured(penalty=PenaltyConfig(detector="edit", norm="raw", idle_ratio=0.0, clip=1.0), lr=0.8, momentum=0.85)
     state = OuterState(SCHEMA, config, initial_theta())
     oracles = [Edit(theta=theta, lr=0.8, mu=0.85, clip=1.0) for theta in initial_theta()]
     flagged = clipped = 0

@@ -1,4 +1,4 @@
-"""The penalty: verdicts, statistics and weights, and the defects T1, T2 and T10 of the EDiT authors' code."""
+"""The penalty: weights; the detector "edit", and the defects T1, T2 and T10 of the EDiT authors' code."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from edit.merging.penalty import NormStatistics, judge, observe, verdicts, weigh
 from edit.records import Verdict
 from edit.reference import stale_weights
 
-CONFIG = PenaltyConfig(norm="raw")
+CONFIG = PenaltyConfig(norm="raw", detector="edit")
 NORMS = st.floats(1e-6, 1e6)
 
 
@@ -50,7 +50,7 @@ def test_t1_an_anomaly_is_not_absorbed_so_the_next_one_is_seen() -> None:
 def test_t2_what_is_not_finite_is_flagged_from_the_first_round_and_weighs_nothing(
     norm: float, history: int, enabled: bool
 ) -> None:
-    config = PenaltyConfig(enabled=enabled)
+    config = PenaltyConfig(enabled=enabled, detector="edit")
     judged = verdicts({"a": norm, "b": 2.0}, {"a": after(noisy(history))}, config)
     assert judged == {"a": Verdict.NONFINITE, "b": Verdict.OK}
     assert share([judged["a"], judged["b"]], [norm, 2.0], config) == [0.0, 1.0]
@@ -83,7 +83,7 @@ def test_nothing_is_anomalous_before_w_observations_and_small_norms_never_are() 
 
 def test_the_verdict_uses_the_statistics_from_before_the_norm() -> None:
     """With alpha 1 the statistics are the last norm alone: had the new one been absorbed first, its z-score would be 0."""
-    config = PenaltyConfig(alpha=1.0, observations=1)
+    config = PenaltyConfig(alpha=1.0, observations=1, detector="edit")
     assert judge(5.0, after([1.0], config), config) is Verdict.ANOMALOUS
 
 
@@ -111,7 +111,7 @@ def test_idle_is_a_norm_far_below_the_rounds_median_among_at_least_three() -> No
     assert verdicts({"a": 0.0, "b": 1.0, "c": math.nan}, {}, CONFIG)["a"] is ok
     assert verdicts({"a": 0.011, "b": 1.0, "c": 1.2}, {}, CONFIG)["a"] is ok
     assert verdicts({"a": 0.0, "b": 0.0, "c": 0.0}, {}, CONFIG) == {"a": ok, "b": ok, "c": ok}
-    assert verdicts({"a": 0.0, "b": 1.0, "c": 1.2}, {}, PenaltyConfig(idle_ratio=0.0))["a"] is ok
+    assert verdicts({"a": 0.0, "b": 1.0, "c": 1.2}, {}, PenaltyConfig(idle_ratio=0.0, detector="edit"))["a"] is ok
     assert verdicts({"a": 0.0, "b": 1.0, "c": 1.2}, {}, PenaltyConfig(enabled=False))["a"] is ok
 
 
@@ -143,7 +143,7 @@ def test_weights_are_shares_of_the_good_ones_only(
 def test_raw_weights_are_the_papers() -> None:
     """exp(-G) / sum exp(-G): G 3 against 1 gives the slow peer 0.88 (arXiv 2412.07210)."""
     assert share([Verdict.OK] * 2, [3.0, 1.0], CONFIG)[1] == pytest.approx(1 / (1 + math.exp(-2)))
-    warm = share([Verdict.OK] * 2, [3.0, 1.0], PenaltyConfig(norm="raw", temperature=4.0))
+    warm = share([Verdict.OK] * 2, [3.0, 1.0], PenaltyConfig(norm="raw", temperature=4.0, detector="edit"))
     assert warm[1] == pytest.approx(1 / (1 + math.exp(-0.5)))
 
 
@@ -154,7 +154,7 @@ def test_per_sqrt_step_lets_a_slow_peer_weigh_the_same() -> None:
 
 
 def test_relative_does_not_depend_on_the_models_scale() -> None:
-    config = PenaltyConfig(norm="relative")
+    config = PenaltyConfig(norm="relative", detector="edit")
     small = share([Verdict.OK] * 3, [1.0, 2.0, 3.0], config)
     assert share([Verdict.OK] * 3, [1e3, 2e3, 3e3], config) == pytest.approx(small)
     assert small[0] == pytest.approx(math.exp(-0.5) / (math.exp(-0.5) + math.exp(-1) + math.exp(-1.5)))
@@ -186,7 +186,12 @@ def test_tokens2_per_step_is_tokens_times_tokens_per_step() -> None:
     assert weights(ok, [9.0, 1.0], [0, 0], [0, 0], config) == [0.5, 0.5]
 
 
-CONFIGS = [CONFIG, PenaltyConfig(), PenaltyConfig(enabled=False), PenaltyConfig(enabled=False, weighting="tokens")]
+CONFIGS = [
+    CONFIG,
+    PenaltyConfig(detector="edit"),
+    PenaltyConfig(enabled=False),
+    PenaltyConfig(enabled=False, weighting="tokens"),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -208,5 +213,5 @@ def test_nothing_stale_changes_no_bit(config: PenaltyConfig, damped: bool) -> No
 
 
 def test_the_extremes_of_staleness_still_leave_shares() -> None:
-    config = PenaltyConfig(norm="raw", staleness=10.0)
+    config = PenaltyConfig(norm="raw", staleness=10.0, detector="edit")
     assert weights([Verdict.OK] * 2, [1.0, 1e9], [1, 1], [1, 1], config, [1 << 20, 0]) == [1.0, 0.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig
 from edit.errors import ConfigError, RefusedError
 from edit.local import LocalRun
 from edit.records import Commit
@@ -210,6 +211,38 @@ def test_t16_averaged_buffers_are_a_fragment_of_their_own(mode: str) -> None:
         assert torch.equal(models[0][1].running_mean, models[1][1].running_mean)
         assert torch.equal(torch.cat([models[0][1].running_mean, models[0][1].running_var]), run.state.theta[-1])
     assert float(models[0][1].running_mean.abs().max()) > 0
+
+
+def test_a_running_variance_never_goes_negative_at_the_first_outer_step_with_nesterov() -> None:
+    """Both peers' variance falls from 1 to almost 0: momentum and a learning rate would take theta beyond the mean."""
+    outer = OuterConfig(optimizer="nesterov", lr=0.8, momentum=0.85)
+    run_config = config(outer=outer, codec=CodecConfig(up="int8", down="int8"), penalty=PenaltyConfig(clip=0.1))
+    run = LocalRun(run_config, ["a", "b"])
+    models = [normed() for _ in "ab"]
+    with ExitStack() as stack:
+        peers = []
+        for name, model in zip("ab", models, strict=True):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            worker = EditWorker(model, optimizer, run.collective(name), worker_config(every=2, buffers="average"))
+            peers.append((model, optimizer, stack.enter_context(worker), regression_batches(0)))
+        for step in range(2):
+            for model, optimizer, _, stream in peers:
+                train_step(model, optimizer, next(stream))
+                if step == 0:
+                    model[1].running_var.copy_(torch.tensor([1e-6, 1e-5, 1e-4, 0.5, 2.0, 100.0]))
+        contributed = [torch.cat([model[1].running_mean, model[1].running_var]).clone() for model in models]
+        for _, _, worker, _ in peers:
+            worker.synchronize()
+    mean = torch.stack(contributed).mean(dim=0)
+    torch.testing.assert_close(run.state.theta[-1], mean, rtol=1e-6, atol=1e-6)
+    assert all(bool((model[1].running_var >= 0).all()) for model in models)
+    assert f"outer.{len(run.state.theta) - 1}.momentum" not in run.state.to_tensors()
+
+
+def test_averaged_buffers_and_arrivals_do_not_go_together() -> None:
+    rounds = RoundsConfig(merging="arrivals", max_staleness=4)
+    with pytest.raises(ConfigError, match=r"buffers = 'average': must be \"local\" with rounds.merging"):
+        WorkerConfig(rounds=rounds, buffers="average")
 
 
 def test_averaging_the_buffers_of_a_model_without_any_is_refused() -> None:

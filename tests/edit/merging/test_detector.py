@@ -1,0 +1,266 @@
+"""The detector "level": what the paper's rule gets wrong and this one does not; equal to the naive rule of edit.reference."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edit.config.run import PenaltyConfig
+from edit.merging.detector import NormStatistics, by_levels
+from edit.merging.penalty import capped, judge_round, weights
+from edit.records import Verdict
+from edit.reference import EditByLevels
+
+LEVEL, EDIT = PenaltyConfig(), PenaltyConfig(detector="edit")
+OK, ANOMALOUS, IDLE, NONFINITE = Verdict.OK, Verdict.ANOMALOUS, Verdict.IDLE, Verdict.NONFINITE
+Norms = Callable[[int, random.Random], Mapping[str, float]]
+
+
+class Rounds:
+    """A run of one fragment, judged round by round."""
+
+    def __init__(self, config: PenaltyConfig, seed: int = 0) -> None:
+        self.config, self.chance, self.number = config, random.Random(seed), 0
+        self.history: dict[str, NormStatistics] = {}
+        self.shares: dict[str, float] = {}
+
+    def judge(self, norms: Mapping[str, float], steps: Mapping[str, int] | None = None) -> dict[str, Verdict]:
+        counts = steps or dict.fromkeys(norms, 20)
+        verdicts, after = judge_round(norms, counts, self.history, self.config)
+        self.history |= after
+        order = list(norms)
+        shares = weights(
+            [verdicts[p] for p in order], [norms[p] for p in order], [counts[p] for p in order], [1] * len(order), self.config
+        )
+        self.shares = dict(zip(order, shares, strict=True))
+        return verdicts
+
+    def noisy(self, usual: Mapping[str, float], spread: float = 0.05) -> dict[str, float]:
+        return {peer: norm * math.exp(spread * self.chance.gauss(0, 1)) for peer, norm in usual.items()}
+
+    def usual(self, usual: Mapping[str, float], rounds: int = 40) -> "Rounds":
+        for _ in range(rounds):
+            self.judge(self.noisy(usual))
+        return self
+
+
+def rejections(run: Rounds, norms: Mapping[str, float], rounds: int, steps: Mapping[str, int] | None = None) -> list[list[str]]:
+    """By round, who was anomalous."""
+    found = []
+    for _ in range(rounds):
+        verdicts = run.judge(run.noisy(norms), steps)
+        found.append([peer for peer, verdict in verdicts.items() if verdict is ANOMALOUS])
+    return found
+
+
+def ever_after(found: Sequence[Sequence[str]]) -> bool:
+    """Whether somebody is still rejected after `relearn` rounds, more than 1 time in 20."""
+    late = found[LEVEL.relearn :]
+    return sum(map(bool, late)) > len(late) / 20
+
+
+@pytest.mark.parametrize("peers", [2, 3, 5])
+@pytest.mark.parametrize("growth", [0.5, 1.0])
+def test_a_peer_that_makes_more_inner_steps_recovers_within_relearn_rounds(peers: int, growth: float) -> None:
+    names = "abcdef"[:peers]
+    usual = dict.fromkeys(names, 1.0)
+    more = {**usual, "a": (15 / 4) ** growth}
+    recovered: dict[str, bool] = {}
+    for config in (LEVEL, EDIT):
+        run = Rounds(config)
+        for _ in range(40):
+            run.judge(run.noisy(usual), dict.fromkeys(names, 4))
+        recovered[config.detector] = not ever_after(rejections(run, more, 40, {**dict.fromkeys(names, 4), "a": 15}))
+    assert recovered == {"level": True, "edit": False}
+
+
+@pytest.mark.parametrize(("peers", "rejected"), [(2, 3), (3, 0), (5, 0)])
+def test_a_warm_restart_never_stops_the_run(peers: int, rejected: int) -> None:
+    usual = dict.fromkeys("abcde"[:peers], 0.3)
+    raised = dict.fromkeys(usual, 3.0)
+    ours = rejections(Rounds(LEVEL).usual(usual), raised, 40)
+    assert sum(map(len, ours[:rejected])) == rejected * peers, "two cannot know that it was the learning rate"
+    assert not ever_after(ours) and (rejected > 0 or not any(ours[: LEVEL.relearn]))
+    papers = rejections(Rounds(EDIT).usual(usual), raised, 40)
+    assert all(len(anomalous) == peers for anomalous in papers), "the paper's rule rolls back every round, for ever"
+
+
+def test_a_repeated_spike_above_max_ratio_is_never_accepted_and_never_learned() -> None:
+    usual = {"a": 1.0, "b": 1.0, "c": 1.0}
+    run = Rounds(LEVEL)
+    for _ in range(60):  # from the first round on
+        assert run.judge(run.noisy({**usual, "c": 15.0}))["c"] is ANOMALOUS
+    assert run.history["c"] == NormStatistics()
+    papers = Rounds(EDIT)
+    assert papers.judge({**usual, "c": 15.0})["c"] is OK, "the paper's rule learns it before W"
+
+
+def test_a_lower_spike_that_is_held_is_learned_at_a_capped_share() -> None:
+    usual = {"a": 1.0, "b": 1.0, "c": 1.0}
+    run = Rounds(LEVEL).usual(usual)
+    raised = {**usual, "c": 6.0}
+    found = rejections(run, raised, 4)
+    assert found == [["c"], ["c"], ["c"], []], "the third was still judged by what was known before it"
+    assert 0 < run.shares["c"] <= LEVEL.max_share / 3
+    papers = Rounds(EDIT).usual(usual)
+    assert rejections(papers, raised, 30) == [["c"]] * 30
+
+
+def test_rejections_that_do_not_agree_are_not_learned() -> None:
+    usual = {"a": 1.0, "b": 1.0}
+    run = Rounds(LEVEL).usual(usual)
+    for norm in (3.0, 30.0, 300.0, 3.0, 30.0, 300.0):
+        assert run.judge({**usual, "a": norm})["a"] is ANOMALOUS
+    assert run.history["a"].mean == pytest.approx(-0.5 * math.log(20), abs=0.05)
+
+
+def test_rejections_must_follow_one_another() -> None:
+    usual = {"a": 1.0, "b": 1.0}
+    run = Rounds(LEVEL).usual(usual)
+    for _ in range(5):
+        for norm, verdict in ((3.0, ANOMALOUS), (3.0, ANOMALOUS), (1.0, OK)):
+            assert run.judge({**usual, "a": norm})["a"] is verdict
+
+
+@pytest.mark.parametrize("others", [1, 2, 4])
+def test_a_single_spike_is_caught_and_leaves_no_trace(others: int) -> None:
+    usual = dict.fromkeys("abcde"[: others + 1], 1.0)
+    run = Rounds(LEVEL).usual(usual)
+    before = run.history["a"]
+    assert run.judge({**usual, "a": 3.0})["a"] is ANOMALOUS
+    after = run.history["a"]
+    assert (after.mean, after.variance, after.count) == (before.mean, before.variance, before.count)
+    assert run.judge(usual)["a"] is OK and run.history["a"].rejected == ()
+
+
+def test_the_number_of_contributors_may_change() -> None:
+    """Both histories are kept: after rounds of three, rounds of two judge at once, and the other way round."""
+    usual = {"a": 1.0, "b": 1.0, "c": 2.0}
+    run = Rounds(LEVEL).usual(usual)
+    assert run.judge({"a": 3.0, "c": 2.0}) == {"a": ANOMALOUS, "c": OK}
+    assert run.judge({"a": 1.0, "c": 2.0}) == {"a": OK, "c": OK}
+    assert run.judge({"a": 1.0, "b": 1.0, "c": 6.0}) == {"a": OK, "b": OK, "c": ANOMALOUS}
+    two = Rounds(LEVEL).usual({"a": 1.0, "b": 1.0})
+    assert two.judge({"a": 3.0, "b": 1.0, "c": 1.0})["a"] is ANOMALOUS, "no relative history yet: by its own"
+
+
+def test_claimed_steps_excuse_a_norm_only_so_far() -> None:
+    usual = {"a": 1.0, "b": 1.0, "c": 1.0}
+    run = Rounds(LEVEL).usual(usual)
+    verdicts = run.judge({**usual, "c": 40.0}, {"a": 20, "b": 20, "c": 1 << 40})
+    assert verdicts["c"] is ANOMALOUS, "the most that steps can excuse is the square root of max_ratio"
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_zeros_are_idle_beside_any_number_of_others(others: int) -> None:
+    norms = {"zero": 0.0, **dict.fromkeys("abc"[:others], 1.0)}
+    run = Rounds(LEVEL)
+    assert run.judge(norms) == {"zero": IDLE, **dict.fromkeys("abc"[:others], OK)}
+    assert run.shares["zero"] == 0.0 and sum(run.shares.values()) == pytest.approx(1.0)
+    assert Rounds(EDIT).judge({"zero": 0.0, "a": 1.0})["zero"] is OK
+
+
+def test_nobody_is_idle_when_all_are() -> None:
+    assert set(Rounds(LEVEL).judge({"a": 0.0, "b": 0.0}).values()) == {OK}
+    assert Rounds(LEVEL).judge({"a": 0.0}) == {"a": OK}
+    assert Rounds(LEVEL).judge({"a": 0.0, "b": math.nan}) == {"a": OK, "b": NONFINITE}
+    assert Rounds(PenaltyConfig(idle_ratio=0.0)).judge({"a": 0.0, "b": 1.0})["a"] is OK
+
+
+def test_of_two_one_huge_norm_does_not_make_the_honest_other_idle() -> None:
+    run = Rounds(LEVEL)
+    assert run.judge({"a": 1.0, "huge": 1e6})["a"] is OK, "nobody knows yet which one is odd"
+    known = Rounds(LEVEL).usual({"a": 1.0, "b": 1.0})
+    assert known.judge({"a": 1.0, "b": 1e6}) == {"a": OK, "b": ANOMALOUS}
+
+
+def test_of_two_a_tiny_norm_is_idle_by_its_own_history_or_beside_one_that_is_known() -> None:
+    run = Rounds(LEVEL).usual({"a": 1.0, "b": 1.0})
+    assert run.judge({"a": 0.001, "b": 1.0}) == {"a": IDLE, "b": OK}
+    assert run.judge({"new": 0.001, "b": 1.0}) == {"new": IDLE, "b": OK}, "the larger one is known"
+    assert run.judge({"a": 0.001, "new": 1.0}) == {"a": IDLE, "new": OK}, "the smaller one is far below its own history"
+    fresh = Rounds(LEVEL)
+    assert fresh.judge({"a": 0.001, "b": 1.0}) == {"a": OK, "b": OK}
+
+
+def test_what_is_not_finite_is_not_learned_and_no_part_of_the_median() -> None:
+    run = Rounds(LEVEL)
+    assert run.judge({"a": 1.0, "b": 100.0, "c": math.inf})["b"] is OK
+    assert run.history["c"] == NormStatistics()
+
+
+@given(shares=st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=9), most=st.floats(1.0, 3.0))
+@settings(deadline=None, max_examples=200)
+def test_no_share_exceeds_the_cap_and_the_order_stays(shares: list[float], most: float) -> None:
+    shares = [share / sum(shares) for share in shares]
+    result = capped(shares, most)
+    assert sum(result) == pytest.approx(1.0)
+    assert max(result) <= max(most / len(shares), 1 / len(shares)) * (1 + 1e-9) or len(shares) == 1
+    for i in range(len(shares)):
+        for j in range(len(shares)):
+            assert shares[i] <= shares[j] or result[i] >= result[j] * (1 - 1e-9)
+
+
+def test_shares_below_the_cap_keep_their_bits_and_what_is_cut_is_spread() -> None:
+    assert capped([0.3, 0.3, 0.4], 1.5) == [0.3, 0.3, 0.4]
+    assert capped([0.9, 0.06, 0.04], 1.5) == pytest.approx([0.5, 0.3, 0.2])
+    assert capped([0.88, 0.12], 1.5) == pytest.approx([0.75, 0.25])
+    assert capped([1.0, 0.0, 0.0], 1.5) == pytest.approx([0.5, 0.25, 0.25])
+    assert capped([1.0], 1.5) == [1.0] and capped([], 1.5) == []
+
+
+def test_statistics_survive_json_to_the_bit() -> None:
+    inner = NormStatistics(math.pi, 1e-300, 3)
+    for statistics in (NormStatistics(), NormStatistics(-0.1, math.inf, 7, (1.5, 2.5), inner)):
+        assert NormStatistics.from_json(json.loads(json.dumps(statistics.to_json(), allow_nan=False))) == statistics
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_verdicts_and_weights_are_the_naive_rules(seed: int) -> None:
+    """Random rounds of one to five peers, with spikes, rises, zeros, NaN and changing steps."""
+    chance, config = random.Random(seed), PenaltyConfig(norm="raw", observations=4, alpha=0.1, temperature=30.0)
+    oracle = EditByLevels(torch.zeros(1), observations=4, alpha=0.1, temperature=30.0, lr=0.0)
+    run, seen = Rounds(config), set[Verdict]()
+    factor = dict.fromkeys("abcde", 1.0)
+    for number in range(150):
+        there = sorted(chance.sample("abcde", 2 + seed % 4 if chance.random() < 0.8 else chance.randint(1, 5)))
+        if number % 30 == 29:
+            factor[chance.choice("abcde")] *= chance.choice((0.001, 3.0, 5.0))
+        odd = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 20.0, 0.0, 1e-4, math.nan)
+        norms = {p: factor[p] * math.exp(0.1 * chance.gauss(0, 1)) * chance.choice(odd) for p in there}
+        norms = {p: torch.tensor(norm).item() for p, norm in norms.items()}  # fp32, as theta is
+        steps = {p: chance.choice((10, 10, 20, 5000)) for p in there}
+        verdicts = run.judge(norms, steps)
+        expected = oracle.round({p: torch.tensor([-norm]) for p, norm in norms.items()}, steps)
+        seen.update(verdicts.values())
+        assert {p for p, verdict in verdicts.items() if verdict is OK} == set(oracle.accepted), (number, norms)
+        assert run.shares == pytest.approx(expected, abs=1e-9)
+    assert seen == {OK, ANOMALOUS, IDLE, NONFINITE}
+
+
+def test_the_rates_asked_for() -> None:
+    """At most 0.5 % of honest contributions rejected, x3 caught at least 90 % of the time, at a spread of 0.15."""
+    judged = rejected = caught = 0
+    for seed in range(60):
+        run = Rounds(LEVEL, seed)
+        for number in range(80):
+            norms = run.noisy(dict.fromkeys("abcd", 1.0), 0.15)
+            if number >= LEVEL.observations:
+                tried = by_levels({**norms, "a": 3 * norms["a"]}, dict.fromkeys(norms, 20), run.history, LEVEL)[0]
+                caught += tried["a"] is ANOMALOUS
+                judged += 1
+            rejected += sum(verdict is ANOMALOUS for verdict in run.judge(norms).values())
+    assert rejected / (4 * judged) <= 0.005 and caught / judged >= 0.9
+
+
+def test_the_cap_comes_after_staleness_and_arrivals_are_exempt() -> None:
+    arguments = [OK] * 2, [1.0, 1.0], [20, 20], [1, 1], PenaltyConfig(staleness=2.0)
+    assert weights(*arguments, [0, 3]) == pytest.approx([0.75, 0.25])
+    uncapped = weights([OK] * 2, [0.1, 9.0], [20, 20], [1, 1], PenaltyConfig(norm="raw"), [1, 1], damped=True)
+    assert uncapped[0] > 0.99
+    assert weights([OK, ANOMALOUS], [1.0, 9.0], [20, 20], [1, 1], LEVEL) == [1.0, 0.0]
