@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,12 +40,14 @@ from editpb.channel_options import server_options
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
 
-__all__ = ["Coordinator", "serve_run"]
+__all__ = ["Coordinator", "raise_file_limit", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENROLMENTS = 64  # at a time
+_MAX_STRANGERS = 256  # connections at a time to the port of the invitations
+_RESERVED_FILES = 256  # descriptors for the store, the logs and the libraries
 
 
 @dataclass(slots=True)
@@ -100,8 +104,10 @@ class Coordinator:
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
         authorizer = Authorizer(folder.run_id, run.members)
-        main = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_CALLS)
-        enrol = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
+        connections, strangers = _connections()
+        main = grpc.aio.server(options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS)
+        options = server_options(max_connections=strangers)
+        enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
         coordinator = cls(folder, config, run, authority, main, enrol, background, (worker, files))
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(run, authorizer), coordinator._main)
@@ -158,6 +164,23 @@ def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority 
     return authority
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # where the system has a lower limit than it says, the present one stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _connections() -> tuple[int, int]:
+    """Return how many connections members and strangers may have, so that descriptors are left for the disk."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        files = 1 << 20
+    free = max(2, files - _RESERVED_FILES if files > 2 * _RESERVED_FILES else files // 2)
+    strangers = min(_MAX_STRANGERS, free // 4 or 1)
+    return min(free - strangers, 1 << 20), strangers
+
+
 def _same_port(configured: str, before: str | None) -> str:
     """Return the address to bind: port 0 is chosen once and kept over restarts, so that peers find the coordinator again."""
     host, _, port = configured.rpartition(":")
@@ -182,6 +205,7 @@ async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: b
     """
     folder.lock()
     torch.set_num_threads(threads)
+    raise_file_limit()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

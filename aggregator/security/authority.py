@@ -59,6 +59,7 @@ class Authority:
     def __init__(self, path: Path, run_id: str, issuer: Issuer, members: Members) -> None:
         self.run_id, self.members = run_id, members
         self._path, self.issuer, self._invitations = path, issuer, path / "invitations"
+        self._used: set[str] | None = None  # hashes of the tokens that were redeemed, once they have been read
 
     @classmethod
     def create(cls, path: Path, run_id: str, advertise: Sequence[str], *, now: float) -> Authority:
@@ -153,8 +154,10 @@ class Authority:
         """
         if not TOKEN.fullmatch(token):
             raise RefusedError(_UNKNOWN)
-        public_key = public_key_of(csr_der)
         pending = self._invitations / f"{_hash(token.encode())}.json"
+        if not pending.exists() and pending.stem not in self._redeemed():  # before the request, which costs a signature
+            raise RefusedError(_UNKNOWN)
+        public_key = public_key_of(csr_der)
         used = pending.with_suffix(f".{_hash(public_der(public_key))}.used")
         if not used.exists() and not pending.exists():
             raise RefusedError(self._why_gone(pending))
@@ -177,16 +180,24 @@ class Authority:
 
     def _claim(self, pending: Path, used: Path) -> None:
         try:
+            redeemed = self._redeemed()
             pending.rename(used)
+            redeemed.add(pending.stem)
         except FileNotFoundError:
             raise RefusedError(self._why_gone(pending)) from None
         except OSError as error:
             raise StorageError(f"{pending}: cannot be renamed ({error.strerror})") from error
 
     def _why_gone(self, pending: Path) -> str:
-        if any(self._invitations.glob(f"{pending.stem}.*.used")):
+        if pending.stem in self._redeemed():
             return "this invitation was used already, by another key; ask the run's operator for a new one"
         return _UNKNOWN
+
+    def _redeemed(self) -> set[str]:
+        """Return the hashes of the tokens that were redeemed. The folder is read once: only this process adds to them."""
+        if self._used is None:
+            self._used = {path.name.partition(".")[0] for path in self._invitations.glob("*.used")}
+        return self._used
 
     def _check_invitable(self, identity: Identity) -> None:
         if identity.role not in ROLES or identity.role == "coordinator" or identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):

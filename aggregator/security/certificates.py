@@ -53,8 +53,10 @@ def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:
     try:
         request = x509.load_der_x509_csr(csr_der)
         key, signed = request.public_key(), request.is_signature_valid
+    except x509.InvalidVersion as error:
+        raise RemoteProtocolError("the certificate request is of another version than 1") from error
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
-        raise RemoteProtocolError("the certificate request is damaged") from error
+        raise RemoteProtocolError("the certificate request is damaged, or its key is not P-256") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise RemoteProtocolError("the certificate request's key is not P-256")
     if not signed:

@@ -6,6 +6,7 @@ Who calls has no certificate yet, so TLS authenticates the server only.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -19,7 +20,33 @@ from editpb.status import to_status
 __all__ = ["EnrolmentService"]
 
 MAX_TOKEN_CHARS = 64
+_LINE_S = 1.0
+_SOURCES = 1000  # remembered for the next line
 _log = logging.getLogger(__name__)
+
+
+class Refusals:
+    """Logs refused enrolments: at most one line a second for each source, with how many there were since its last line."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}  # source -> unix seconds of its last line, refusals since
+
+    def log(self, source: str, reason: str, now: float) -> None:
+        """Count a refusal, and log it unless this source had a line in the last second."""
+        at, since = self._last.pop(source, (-math.inf, 0))
+        if abs(now - at) < _LINE_S:  # also when the clock was set back
+            self._last[source] = (at, since + 1)
+            return
+        more = f" ({since} more since the last line)" if since else ""
+        _log.warning("enrolment from %s refused: %s%s", source, reason, more)
+        self._last[source] = (now, 0)
+        while len(self._last) > _SOURCES:  # the one that was heard of longest ago
+            del self._last[next(iter(self._last))]
+
+
+def _source(peer: str) -> str:
+    """Return the host of what gRPC calls a peer (ipv4:HOST:PORT, ipv6:[HOST]:PORT): each connection has another port."""
+    return peer.rpartition(":")[0] or peer
 
 
 class EnrolmentService:
@@ -34,6 +61,7 @@ class EnrolmentService:
         self, authority: Authority, clock: Callable[[], float], endpoints: Callable[[], Sequence[str]], feed: RunFeed
     ) -> None:
         self._authority, self._clock, self._endpoints, self._feed = authority, clock, endpoints, feed
+        self._refusals = Refusals()
 
     async def Enrol(
         self, request: pb.EnrolRequest, context: grpc.aio.ServicerContext[pb.EnrolRequest, pb.EnrolReply]
@@ -42,7 +70,7 @@ class EnrolmentService:
         try:
             return self._redeem(request)
         except EditError as error:
-            _log.warning("enrolment from %s refused: %s", context.peer(), error)
+            self._refusals.log(_source(context.peer()), str(error), self._clock())
             await context.abort(*to_status(error))
 
     def _redeem(self, request: pb.EnrolRequest) -> pb.EnrolReply:

@@ -10,6 +10,7 @@ __all__ = ["MAX_STREAMS", "MESSAGE_BYTES", "Options", "channel_options", "server
 Options = tuple[tuple[str, int | str], ...]
 
 MESSAGE_BYTES = 8 << 20  # the largest message of either side; a chunk is at most 1 MiB
+HANDSHAKE_MS = 10_000  # a connection whose TLS handshake takes longer is closed
 MAX_STREAMS = 32  # calls at a time on one connection; further ones wait at the caller
 _KEEPALIVE: Options = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -40,12 +41,14 @@ def channel_options(max_receive_bytes: int = MESSAGE_BYTES, *, server_name: str 
     )
 
 
-def server_options(max_receive_bytes: int = MESSAGE_BYTES) -> Options:
+def server_options(max_receive_bytes: int = MESSAGE_BYTES, *, max_connections: int = 0) -> Options:
     """Return the options of a server; a port that another process listens on is refused instead of shared.
 
     Args:
         max_receive_bytes: limit of one received message.
+        max_connections: further ones are closed at once, those in their handshake counted; 0: no limit.
     """
+    limit: Options = (("grpc.max_allowed_incoming_connections", max_connections),) if max_connections else ()
     return (
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_receive_bytes),
@@ -54,4 +57,6 @@ def server_options(max_receive_bytes: int = MESSAGE_BYTES) -> Options:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        *limit,
     )

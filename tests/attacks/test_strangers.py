@@ -1,0 +1,164 @@
+"""Who has no certificate: what connections, tokens and requests of strangers cost, and that members are served beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from aggregator import server
+from aggregator.resources import Clock
+from aggregator.security.authority import Authority
+from aggregator.security.certificates import new_key
+from aggregator.services.enrolment import Refusals
+from edit.errors import RefusedError, RemoteProtocolError
+from editpb import channel_options, enrolment_pb2, enrolment_pb2_grpc
+from tests.support.loops import WAIT_S, on_a_loop
+from tests.support.served import found_run, new_folder, served
+
+TOKEN = "A" * 43  # well-formed, and nobody's
+
+
+def request(key: ec.EllipticCurvePrivateKey) -> bytes:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")])
+    csr = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
+    return csr.public_bytes(serialization.Encoding.DER)
+
+
+def of_version_2(csr: bytes) -> bytes:
+    at = csr.index(b"\x02\x01\x00")
+    return csr[: at + 2] + b"\x01" + csr[at + 3 :]
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.create(tmp_path, "run", ["127.0.0.1"], now=time.time())
+
+
+@pytest.mark.parametrize(
+    "csr",
+    [
+        of_version_2(request(new_key())),
+        request(ec.generate_private_key(ec.SECP384R1())),
+        request(ec.generate_private_key(ec.BrainpoolP256R1())),
+        request(new_key()).replace(bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2a8648ce3d030163")),
+    ],
+    ids=["version 2", "P-384", "brainpool", "no known curve"],
+)
+def test_a_request_of_another_kind_is_refused_and_uses_nothing_up(authority: Authority, csr: bytes) -> None:
+    now = time.time()
+    token = authority.invite("a", role="peer", enrol=["127.0.0.1:1"], lifetime_s=60, now=now).token
+    with pytest.raises(RemoteProtocolError, match="the certificate request"):
+        authority.redeem(token, csr, now=now)
+    assert authority.redeem(token, request(new_key()), now=now)[1].peer_id == "a"
+
+
+def test_an_unknown_token_costs_no_look_at_every_invitation(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is listed once, however many ask, and nothing of their requests is verified."""
+    listed, glob = list[str](), Path.glob
+
+    def counted(path: Path, pattern: str) -> Iterator[Path]:
+        listed.append(pattern)
+        yield from glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    for _ in range(20):
+        with pytest.raises(RefusedError, match="not known here"):
+            authority.redeem(TOKEN, b"no request at all", now=time.time())
+    assert len(listed) == 1
+
+
+def test_refused_enrolments_are_one_line_a_second_and_source(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    for i in range(2000):
+        refusals.log("ipv4:10.0.0.1", "unknown", 100 + i / 1000)
+    refusals.log("ipv4:10.0.0.2", "unknown", 101)
+    refusals.log("ipv4:10.0.0.1", "unknown", 102)
+    assert [record.getMessage() for record in caplog.records] == [
+        "enrolment from ipv4:10.0.0.1 refused: unknown",
+        "enrolment from ipv4:10.0.0.1 refused: unknown (999 more since the last line)",
+        "enrolment from ipv4:10.0.0.2 refused: unknown",
+        "enrolment from ipv4:10.0.0.1 refused: unknown (999 more since the last line)",
+    ]
+    for i in range(5000):
+        refusals.log(f"ipv4:{i}", "unknown", 103)
+    assert len(refusals._last) <= 1000
+
+
+@on_a_loop
+async def test_unknown_tokens_over_the_wire_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: 1e9)) as run:
+        credentials = grpc.ssl_channel_credentials(run.ca)
+        async with grpc.aio.secure_channel(run.coordinator.enrol_listen, credentials) as channel:
+            stub = enrolment_pb2_grpc.EnrolmentStub(channel)
+            for _ in range(100):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Enrol(enrolment_pb2.EnrolRequest(token=TOKEN, csr_der=b"x"), timeout=WAIT_S)
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert sum("refused" in record.getMessage() for record in caplog.records) == 1
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+
+
+@on_a_loop
+async def test_a_connection_without_a_handshake_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_options, "HANDSHAKE_MS", 300)
+    async with served(new_folder(tmp_path / "run")) as run:
+        for address in (run.coordinator.listen, run.coordinator.enrol_listen):
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            async with asyncio.timeout(WAIT_S):
+                await _until_closed(reader)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+@on_a_loop
+async def test_strangers_leave_descriptors_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than are allowed, none of which says anything: the surplus is closed, and a run is founded."""
+    monkeypatch.setattr(server, "_connections", lambda: (8, 8))
+    monkeypatch.setattr(channel_options, "HANDSHAKE_MS", 600_000)  # so that it is not the handshake that ends them
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as peer:
+        host, _, port = run.coordinator.enrol_listen.rpartition(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(40)]
+        try:
+            closed = [asyncio.ensure_future(_until_closed(reader)) for reader, _ in opened]
+            surplus = asyncio.as_completed(closed, timeout=WAIT_S)
+            for _ in range(32):
+                await next(surplus)
+            await found_run(peer)
+        finally:
+            for one in closed:
+                one.cancel()
+            await asyncio.gather(*closed, return_exceptions=True)
+            for _, writer in opened:
+                writer.close()
+            await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)
+
+
+def test_the_limit_of_open_files_is_raised_and_some_are_kept_back() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        members, strangers = server._connections()
+        assert members > strangers > 0 and members + strangers <= min(1024, hard) - 256
+        server.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
