@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-import edit  # edit
+from edit import EditWorker, LocalRun, OuterConfig, RunConfig, SyncConfig, WorkerConfig  # edit
 
 STEPS, BATCH = 300, 16
 
@@ -29,12 +29,11 @@ def network() -> nn.Sequential:
     return nn.Sequential(base.requires_grad_(False), head)
 
 
-def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn.Module]:
+def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Module]:
     """One peer's whole training, a step per `next()`; at the end yields the model with the outer parameters in it."""
     model = network()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    config = edit.WorkerConfig(sync=edit.SyncConfig(every=10))  # edit
-    with edit.EditWorker(model, optimizer, run.collective(name), config) as worker:  # edit
+    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))) as worker:  # edit
         for step in range(STEPS):
             inputs, targets = data(low, high, BATCH, seed=step)
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -49,7 +48,7 @@ def train(name: str, low: float, high: float, run: edit.LocalRun) -> Iterator[nn
 
 def main() -> None:
     """Train both peers in turn and evaluate the outer parameters on the whole curve."""
-    run = edit.LocalRun(edit.RunConfig(outer=edit.OuterConfig(lr=0.7, momentum=0.6)), peers=["ada", "grace"])  # edit
+    run = LocalRun(RunConfig(outer=OuterConfig(lr=0.7, momentum=0.6)), peers=["ada", "grace"])  # edit
     held_out, targets = data(-math.pi, math.pi, 500, seed=-1)
     ada, grace = train("ada", -math.pi, 0, run), train("grace", 0, math.pi, run)
     for turn, models in enumerate(zip(ada, grace, strict=True), start=1):

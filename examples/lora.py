@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import edit  # edit
+from edit import EditWorker, LocalRun, OuterConfig, RunConfig, SyncConfig, WorkerConfig  # edit
 
 STEPS, VOCABULARY, LENGTH = 60, 29, 16
 
@@ -32,12 +32,11 @@ def adapted() -> PeftModel:
     return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def train(name: str, step: int, run: edit.LocalRun) -> Iterator[PeftModel]:
+def train(name: str, step: int, run: LocalRun) -> Iterator[PeftModel]:
     """One peer's whole training, a step per `next()`; at the end yields the model with the outer adapters in it."""
     model = adapted()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    config = edit.WorkerConfig(sync=edit.SyncConfig(every=10))  # edit
-    with edit.EditWorker(model, optimizer, run.collective(name), config) as worker:  # edit
+    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))) as worker:  # edit
         for seed in range(STEPS):
             tokens = sequences(step, 16, seed)
             model(input_ids=tokens, labels=tokens).loss.backward()
@@ -52,7 +51,7 @@ def train(name: str, step: int, run: edit.LocalRun) -> Iterator[PeftModel]:
 def main() -> None:
     """Train both peers in turn and evaluate their common adapters on the text of both."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    run = edit.LocalRun(edit.RunConfig(outer=edit.OuterConfig(lr=0.7, momentum=0.5)), peers=["ada", "grace"])  # edit
+    run = LocalRun(RunConfig(outer=OuterConfig(lr=0.7, momentum=0.5)), peers=["ada", "grace"])  # edit
     held_out = torch.cat([sequences(1, 64, -1), sequences(2, 64, -1)])
     for turn, models in enumerate(zip(train("ada", 1, run), train("grace", 2, run), strict=True), start=1):
         if turn in (1, STEPS + 1):
