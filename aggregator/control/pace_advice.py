@@ -1,15 +1,17 @@
 """What the members' measured speeds and the settings mean together.
 
 How many inner steps each member is to take, which member is too slow for the settings, and why no round can ever commit. The
-functions are pure. `PaceAdvice` keeps the fastest member's speed, and of which members was said already that they are too slow.
+functions are pure. `PaceAdvice` keeps the speed that sets the pace, and of which members was said that they are too slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from aggregator.control.membership import Member
 from edit.config.run import RoundsConfig, RunConfig
+
+_FASTER = 4.0  # a member claims to be so many times faster than was measured here at most: the measurement has waits in it
 
 __all__ = ["PaceAdvice", "dylu_steps", "fastest", "impossible", "too_slow"]
 
@@ -22,9 +24,17 @@ class PaceAdvice:
         self._too_slow: set[str] = set()  # members that were reported as too slow
         self._fastest_s = 0.0
 
-    def update(self, members: Iterable[Member]) -> None:
-        """Take the members' reports: the fastest live one sets the pace of DyLU."""
-        self._fastest_s = fastest(one.heartbeat.step_s for one in members if one.live and one.heartbeat is not None)
+    def update(self, members: Iterable[Member], measured_s: Callable[[str], float]) -> None:
+        """Take the members' reports: the fast ones among the live ones set the pace of DyLU.
+
+        measured_s: a member's seconds per inner step as they were measured here; 0 before any measurement: a member that never
+        contributed sets nobody's pace.
+        """
+        self._fastest_s = fastest(
+            max(one.heartbeat.step_s, measured_s(one.peer_id) / _FASTER)
+            for one in members
+            if one.live and one.heartbeat is not None and one.heartbeat.step_s > 0 and measured_s(one.peer_id) > 0
+        )
 
     def inner_steps(self, member: Member | None) -> int:
         """Return how many inner steps this member is to take until its next contribution (DyLU); 0: as configured."""
@@ -43,8 +53,14 @@ class PaceAdvice:
 
 
 def fastest(step_s: Iterable[float]) -> float:
-    """Return the smallest measured time of an inner step, in seconds; 0 when none is measured (above 0)."""
-    return min((seconds for seconds in step_s if seconds > 0), default=0.0)
+    """Return the time of an inner step, in seconds, of those that set the pace; 0 when none is known (above 0).
+
+    A low quantile (a quarter), from three members on not the smallest: a single claim sets nobody's pace.
+    """
+    known = sorted(seconds for seconds in step_s if seconds > 0)
+    if not known:
+        return 0.0
+    return known[max(1, len(known) // 4)] if len(known) > 2 else known[0]
 
 
 def dylu_steps(interval: int, step_s: float, fastest_s: float) -> int:
@@ -54,7 +70,7 @@ def dylu_steps(interval: int, step_s: float, fastest_s: float) -> int:
 
     Args:
         interval: H, the configured number of inner steps.
-        step_s, fastest_s: seconds per inner step of this member and of the fastest one.
+        step_s, fastest_s: seconds per inner step of this member and of those that set the pace (`fastest`).
     """
     if not step_s > 0 or not fastest_s > 0:
         return 0
@@ -75,13 +91,14 @@ def impossible(config: RoundsConfig, outer_step: int, members: int) -> str:
 def too_slow(config: RunConfig, step_s: float) -> str:
     """Return why a member whose inner step takes `step_s` seconds cannot keep the longest deadline, or ''.
 
-    A member that cannot do even one step in that time is given one step: a shorter deadline could never be met.
+    That of a single step that takes longer is believed only once it was measured here (`edit.rounds.deadlines`).
     """
     rounds, sync = config.rounds, config.sync
     if rounds.merging == "arrivals":
         return ""
     if step_s > rounds.ceiling_s:
-        return f"one inner step takes {step_s:.3g} s, but rounds.ceiling_s = {rounds.ceiling_s:.3g} s: it is given one step"
+        limit = f"rounds.ceiling_s = {rounds.ceiling_s:.3g} s"
+        return f"one inner step takes {step_s:.3g} s, but {limit}: no round waits so long for a claim; raise it"
     by_time = sync.schedule == "time"
     phase_s = sync.interval_s if by_time else sync.interval * step_s
     if sync.dylu or phase_s < rounds.ceiling_s:  # DyLU gives it fewer steps

@@ -141,7 +141,9 @@ class Run:
 
     def _show_change(self) -> None:
         """Send every rank the run as it stands now."""
-        self._advice.update(self.attendances.membership.members.values())
+        if self._rounds is not None:
+            measured_s = self._rounds.machine.deadlines.measured_step_s
+            self._advice.update(self.attendances.membership.members.values(), measured_s)
         reason = self.held_up()
         if reason and reason not in (self._held_up, _PAUSED):
             self.feed.publish(Advised("", reason))

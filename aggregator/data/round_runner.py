@@ -112,7 +112,9 @@ class RoundRunner:
         """
         if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
-        refused = self.feed(events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id))
+        refused = self.feed(
+            events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id, header.inner_steps)
+        )
         if refused is not None:
             raise StaleError(refused.reason) if refused.stale else RemoteProtocolError(refused.reason)
         return self._contributions.declare(header, self._due(header.outer_step))

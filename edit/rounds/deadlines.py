@@ -2,7 +2,11 @@
 
     allowed(phase) = median + spread * max(MAD, median / 10)            of the last 16 measurements of that phase
     expected_s(peer) = clamp(allowed(download) + allowed(compute) + allowed(upload), floor, ceiling)
-                     = ceiling before 3 measurements of compute and upload; never less than one inner step
+                     = ceiling before 3 measurements of compute and upload; never less than one inner step (step_s)
+    step_s(peer)     = what the peer claims; above the ceiling only as far as was measured here
+
+What a peer claims of its inner steps may not hold a round up: what was measured here is the time from the peer's last sign of
+a finished exchange to its next contribution, divided by the inner steps that it says are behind that contribution.
 
 MAD is the median absolute deviation from the median. A download that was never measured counts as 0: then it is part of what
 was measured as compute. Constant times have a MAD of 0; the tenth of the median keeps a margin for them.
@@ -46,7 +50,8 @@ class Deadlines:
     def __init__(self, config: RoundsConfig) -> None:
         self._config = config
         self._windows = _no_measurements()
-        self._step_s: dict[str, float] = {}
+        self._claimed_s: dict[str, float] = {}  # seconds per inner step, as each peer says
+        self._steps_s: defaultdict[str, deque[float]] = _windows()  # the same, as measured here
 
     def record(self, peer_id: str, phase: PeerPhase, seconds: float) -> None:
         """Add one measurement; seconds: finite and not negative, or LocalProtocolError."""
@@ -54,13 +59,24 @@ class Deadlines:
             raise LocalProtocolError(f"measured {phase.value} time of {peer_id} is {seconds} s")
         self._windows[phase][peer_id].append(seconds)
 
-    def at_least(self, peer_id: str, step_s: float) -> None:
-        """Set the seconds per inner step of this peer: no deadline is shorter, whatever the ceiling."""
-        self._step_s[peer_id] = step_s
+    def claim(self, peer_id: str, step_s: float) -> None:
+        """Take the seconds per inner step that this peer claims; 0: it does not know them."""
+        self._claimed_s[peer_id] = step_s
+
+    def record_step(self, peer_id: str, step_s: float) -> None:
+        """Add one measurement of the peer's seconds per inner step; step_s: finite and not negative, or LocalProtocolError."""
+        if not 0 <= step_s < math.inf:
+            raise LocalProtocolError(f"measured step of {peer_id} is {step_s} s")
+        self._steps_s[peer_id].append(step_s)
+
+    def measured_step_s(self, peer_id: str) -> float:
+        """Return the seconds per inner step as they were measured here (the median); 0 before any measurement."""
+        return median(self._steps_s[peer_id]) if peer_id in self._steps_s else 0.0
 
     def step_s(self, peer_id: str) -> float:
-        """Return the seconds per inner step as the peer says; 0 before it does."""
-        return self._step_s.get(peer_id, 0.0)
+        """Return the seconds per inner step that are believed: the claim, above the ceiling only as far as it was measured."""
+        claimed, ceiling = self._claimed_s.get(peer_id, 0.0), self._config.ceiling_s
+        return claimed if claimed <= ceiling else max(ceiling, min(claimed, self.measured_step_s(peer_id)))
 
     def measured(self, peer_id: str) -> bool:
         """Return whether the peer's own times count already."""
@@ -103,4 +119,8 @@ class Deadlines:
 
 
 def _no_measurements() -> _Windows:
-    return {phase: defaultdict(partial(deque, maxlen=WINDOW)) for phase in PeerPhase}
+    return {phase: _windows() for phase in PeerPhase}
+
+
+def _windows() -> defaultdict[str, deque[float]]:
+    return defaultdict(partial(deque, maxlen=WINDOW))

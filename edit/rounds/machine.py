@@ -30,7 +30,9 @@ Waiting
     own times and then grace_s is over, or (d) the shell says Close. With wait = "slack", (c) is: grace_s is over and the
     complete peers would have to wait for the outcome (they train `overlap` inner steps meanwhile). Fragments of missing
     peers that are in and not reduced yet are used: those peers are in the commit in part.
- 8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `edit.rounds.deadlines`). A
+ 8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `edit.rounds.deadlines`): at
+    most ceiling_s, and above it only for a peer whose inner step was measured here to take so long; what it claims does not
+    suffice. A
     transfer that moves extends it, if at its rate it ends before ceiling_s. With fewer than a quorum complete at the
     deadline, the round is aborted. With no ready peer there is nobody to give up on: the round stays, the phase is
     GATHERING, and the deadline counts from the first peer that is ready again.
@@ -245,7 +247,7 @@ class RoundMachine:
         """
         match event:
             case Offered():
-                refused = self._offered(event.peer_id, event.round_id, event.outer_step, event.fragment_id, now)
+                refused = self._offered(event, now)
                 return [refused] if refused else []
             case Arrived():
                 if refused := self._arrived(event, now):
@@ -281,10 +283,12 @@ class RoundMachine:
 
     def _reported(self, event: MemberReady, now: float) -> list[Effect]:
         peer_id, current = event.peer_id, self._round
-        self.deadlines.at_least(peer_id, event.step_s)
+        self.deadlines.claim(peer_id, event.step_s)
         abandoned = current is not None and self._abandoned(current)
         if event.outer_step == self._outer_step and self._peers.reported(peer_id) == self._outer_step - 1:
             self._timer.applied(peer_id, now)
+        if self._peers.reported(peer_id) is None:
+            self._timer.appeared(peer_id, now)
         self._peers.report(peer_id, event.outer_step)
         if current is None:
             return self._open(now, assembling=True)
@@ -354,15 +358,17 @@ class RoundMachine:
 
     # -- contributions ----------------------------------------------------------------------------------------------------
 
-    def _offered(self, peer_id: str, round_id: int, outer_step: int, fragment_id: int, now: float) -> Refused | None:
+    def _offered(self, offer: Offered, now: float) -> Refused | None:
         """Begin a contribution, unless it is refused or held already."""
-        if refused := self._refusal(peer_id, round_id, outer_step, fragment_id):
+        peer_id, round_id, outer_step = offer.peer_id, offer.round_id, offer.outer_step
+        if refused := self._refusal(peer_id, round_id, outer_step, offer.fragment_id):
             return refused
         older, current = self._book.get(peer_id), self._collection
-        if self._book.begin(peer_id, round_id, outer_step, now) is not None and current is not None:
-            if older is not None:
+        if self._book.begin(peer_id, round_id, outer_step, now) is not None:
+            self._timer.computed(peer_id, offer.inner_steps, now)
+            if current is not None and older is not None:
                 current.withdraw(peer_id)
-            if round_id == current.round_id:
+            if current is not None and round_id == current.round_id:
                 self._timer.began(peer_id, current, now)
         self._peers.contributes(peer_id, outer_step)
         return None
@@ -379,7 +385,7 @@ class RoundMachine:
         if contribution is None and self._book.carries:
             return Refused(peer_id, f"the contribution to round {round_id} is no longer held", stale=True)
         outer_step = contribution.outer_step if contribution is not None else self._outer_step
-        if refused := self._offered(peer_id, round_id, outer_step, fragment_id, now):
+        if refused := self._offered(Offered(peer_id, round_id, outer_step, fragment_id), now):
             return refused
         contribution = self._book.get(peer_id)
         if contribution is not None and not contribution.whole:

@@ -21,6 +21,7 @@ class PeerTimer:
         self._deadlines, self._contributions, self._overlap = deadlines, contributions, overlap
         self._published_at: float | None = None  # the last commit
         self._at_step: dict[str, float] = {}  # when each peer first reported the newest outer step
+        self._computes_from: dict[str, float] = {}  # when each peer last ended an exchange, however many rounds ago
 
     def phase_of(self, peer_id: str, reported: int, outer_step: int) -> PeerPhase:
         """Return what the peer does; reported: the outer step that it reported last; outer_step: the run's."""
@@ -33,11 +34,23 @@ class PeerTimer:
         self._published_at = now
         self._at_step.clear()
 
+    def appeared(self, peer_id: str, now: float) -> None:
+        """The peer is live and was not before: what it computes it computes from now on, as far as is known here."""
+        self._computes_from[peer_id] = now
+
     def applied(self, peer_id: str, now: float) -> None:
         """The peer was one outer step behind and reports the newest one: its download ends."""
+        if not self._overlap:
+            self._computes_from[peer_id] = now
         if self._published_at is not None and peer_id not in self._at_step:
             self._at_step[peer_id] = now
             self._deadlines.record(peer_id, PeerPhase.DOWNLOAD, now - self._published_at)
+
+    def computed(self, peer_id: str, inner_steps: int, now: float) -> None:
+        """A contribution begins, with so many inner steps behind it as the peer says: measure the time of one of them."""
+        since, self._computes_from[peer_id] = self._computes_from.get(peer_id), now
+        if since is not None and inner_steps > 0:
+            self._deadlines.record_step(peer_id, (now - since) / inner_steps)
 
     def began(self, peer_id: str, current: OpenRound, now: float) -> None:
         """The first byte of its contribution to the open collection is here: its compute ends."""

@@ -78,7 +78,9 @@ def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
 
 
 def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
-    """Decode a peer's report. The loss may be NaN or infinite (a diverged peer still reports), the rates may not."""
+    """Decode a peer's report. The loss may be NaN or infinite (a diverged peer still reports), the rates may not:
+    each is 0 before it is measured, else within what a machine can have.
+    """
     return msg.Heartbeat(
         state=msg.PeerState(_enum_word(cpb.PeerState, "PEER_STATE_", message.state)),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
@@ -86,8 +88,8 @@ def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
         inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
         round_inner_steps=within("round_inner_steps", message.round_inner_steps, 0, lim.MAX_STEP),
         loss=message.loss,
-        tokens_per_s=lim.check_real("tokens_per_s", message.tokens_per_s),
-        step_s=lim.check_real("step_s", message.step_s),
+        tokens_per_s=lim.check_measured("tokens_per_s", message.tokens_per_s, lim.MIN_RATE, lim.MAX_TOKENS_PER_S),
+        step_s=lim.check_measured("step_s", message.step_s, lim.MIN_STEP_S, lim.MAX_STEP_S),
         bytes_sent=within("bytes_sent", message.bytes_sent, 0, lim.MAX_COUNT),
         bytes_received=within("bytes_received", message.bytes_received, 0, lim.MAX_COUNT),
         serving=serving_from_pb(message.serving) if message.HasField("serving") else None,

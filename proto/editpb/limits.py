@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sized
 from typing import NoReturn
@@ -23,14 +22,18 @@ __all__ = [
     "MAX_NUMEL",
     "MAX_RANKS",
     "MAX_STEP",
+    "MAX_STEP_S",
     "MAX_TENSORS",
     "MAX_TEXT_CHARS",
+    "MAX_TOKENS_PER_S",
     "MAX_VERDICTS",
+    "MIN_RATE",
+    "MIN_STEP_S",
     "at_most",
     "check_digest",
     "check_id",
+    "check_measured",
     "check_name",
-    "check_real",
     "check_share",
     "check_text",
     "fail",
@@ -55,6 +58,8 @@ MAX_DONORS = 8  # named for one snapshot
 MAX_VERDICTS = 1 << 16  # peers in one round
 MAX_STEP = 1 << 48  # outer and inner steps
 MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens
+MIN_STEP_S, MAX_STEP_S = 1e-6, 1e6  # seconds of an inner step, where they are known
+MIN_RATE, MAX_TOKENS_PER_S = 1e-6, 1e12  # tokens per second, where they are known
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -118,10 +123,10 @@ def at_most(field: str, values: Sized, limit: int) -> None:
         fail(f"{len(values)} {field}, more than {limit}")
 
 
-def check_real(field: str, value: float) -> float:
-    """Return `value` when it is finite and not negative."""
-    if not (math.isfinite(value) and value >= 0):
-        fail(f"{field} is {value}, not a finite number of at least 0")
+def check_measured(field: str, value: float, low: float, high: float) -> float:
+    """Return `value` when it is 0 (not measured yet) or low <= value <= high."""
+    if not (value == 0 or low <= value <= high):
+        fail(f"{field} is {value}, neither 0 (not measured) nor {low:g} to {high:g}")
     return value
 
 

@@ -325,7 +325,7 @@ async def _until(run: Served, condition: Callable[[], bool]) -> None:
 
 
 def test_dylu_gives_every_peer_at_least_one_step_and_the_fastest_all() -> None:
-    assert fastest([0.0, 0.4, 0.1]) == 0.1 and fastest([0.0]) == fastest([]) == 0.0
+    assert fastest([0.0, 0.4, 0.1]) == 0.1 and fastest([1e-6, 0.1, 0.4, 0.4]) == 0.1 and fastest([0.0]) == fastest([]) == 0.0
     assert [dylu_steps(30, step_s, 0.1) for step_s in (0.1, 0.2, 0.35, 1e9)] == [30, 15, 8, 1]
     assert dylu_steps(30, 0.05, 0.1) == 30  # its report is newer than the fastest known
     assert dylu_steps(30, 0.0, 0.1) == dylu_steps(30, 0.1, 0.0) == 0
@@ -354,7 +354,9 @@ def test_start_peers_matter_before_the_first_outer_step_only() -> None:
     assert impossible(RoundsConfig(merging="arrivals", max_staleness=1, quorum=9), 0, 1) == ""
 
 
-def test_a_deadline_below_one_inner_step_is_one_inner_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_claimed_inner_step_above_the_ceiling_is_told_and_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         toml = TOML.replace("floor_s = 1000.0\nceiling_s = 1000.0", "floor_s = 0.5\nceiling_s = 1.0")
         clock = Clock(monotonic=lambda: 7.0)
@@ -367,8 +369,8 @@ def test_a_deadline_below_one_inner_step_is_one_inner_step(tmp_path: Path, caplo
                 await a._call.write(peer_message_to_pb(beat))
             await a.view(lambda view: view.round_id > 0)
             machine = run.coordinator.run.rounds.machine
-            assert machine.deadline == 47.0
-            words = "a: one inner step takes 40 s, but rounds.ceiling_s = 1 s: it is given one step"
+            assert machine.deadline == 8.0
+            words = "a: one inner step takes 40 s, but rounds.ceiling_s = 1 s: no round waits so long for a claim; raise it"
             await _until(run, lambda: words in caplog.text)
             assert caplog.text.count(words) == 1
 
@@ -382,7 +384,7 @@ def test_a_deadline_below_what_is_computed_between_two_exchanges_names_the_field
     words = "it computes {} s from one exchange to the next, but rounds.ceiling_s = 20 s: no round waits so long; raise it, or "
     assert warning(2.0) == words.format(80) + "lower sync.every"
     assert warning(0.5, schedule="time", time_s=60.0, groups=2) == words.format(30) + "lower sync.time_s"
-    assert "it is given one step" in warning(21.0)
+    assert "no round waits so long for a claim" in warning(21.0)
     assert warning(0.0) == warning(0.4) == warning(2.0, groups=8) == warning(2.0, dylu=True) == ""
 
 

@@ -99,12 +99,24 @@ def test_uploads_must_have_been_measured_too() -> None:
     assert deadlines.expected_s("a") == 100.0
 
 
-def test_no_deadline_is_shorter_than_one_inner_step() -> None:
-    deadlines = measured(50.0, 60.0, 70.0)
-    deadlines.at_least("a", 250.0)
-    assert deadlines.expected_s("a") == 250.0
-    deadlines.at_least("a", 1.0)
+def test_no_deadline_is_shorter_than_one_inner_step_and_a_claim_above_the_ceiling_counts_as_far_as_it_was_measured() -> None:
+    deadlines = measured(10.0, 10.0, 10.0)
+    deadlines.claim("a", 50.0)
+    assert deadlines.expected_s("a") == 50.0
+    deadlines.claim("a", 250.0)
     assert deadlines.expected_s("a") == 100.0
+    deadlines.record_step("a", 180.0)
+    assert deadlines.expected_s("a") == 180.0
+    deadlines.record_step("a", 1000.0)
+    deadlines.record_step("a", 1000.0)
+    assert deadlines.expected_s("a") == 250.0
+    deadlines.claim("a", 1.0)
+    assert deadlines.expected_s("a") == 16.0
+
+
+def test_an_impossible_measured_step_is_our_own_bug() -> None:
+    with pytest.raises(LocalProtocolError, match="measured step of a"):
+        Deadlines(CONFIG).record_step("a", float("inf"))
 
 
 def test_measurements_survive_a_restart() -> None:

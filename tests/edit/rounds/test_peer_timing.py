@@ -87,7 +87,7 @@ def test_a_peer_is_free_while_it_trains_behind_its_exchange() -> None:
     timed = Timed(overlap=5)
     assert timed.timer.free_until("a") == -math.inf
     timed.book.begin("a", 1, 1, 100.0)
-    timed.deadlines.at_least("a", 2.0)
+    timed.deadlines.claim("a", 2.0)
     assert timed.timer.free_until("a") == 110.0
     timed.timer.published(0.0)
     timed.timer.applied("a", 1.0)  # and must have fetched the update by then
