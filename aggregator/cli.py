@@ -229,7 +229,7 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
             row.role,
             row.state,
             row.reason,
-            row.phase,
+            f"{row.phase}, optional" if row.optional else row.phase,
             _uploaded(row),
             str(row.outer_step),
             str(row.inner_steps),

@@ -110,4 +110,5 @@ def _with_pace(status: MemberStatus, rounds: RoundRunner) -> MemberStatus:
         download_s=download_s,
         compute_s=compute_s,
         upload_s=upload_s,
+        optional=machine.is_optional(status.peer_id),
     )

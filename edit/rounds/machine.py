@@ -62,6 +62,14 @@ Arrivals
 15. merging = "arrivals": a round expects nobody and closes with the first complete contribution, and all others that are
     complete then. There is no deadline. Bad bytes abort the round, so that their sender may start again in the next one.
 
+Absent peers
+16. A round that waited for a live peer until it was overdue, of which nothing came, is an ABSENCE of that peer; a transfer that
+    moves is no absence. The next round gives it ceiling_s, for it may have become slower. After two absences in a row it is
+    OPTIONAL (rule 3) until it contributes, so that a peer that only reports costs two deadlines, not one in every round. It is
+    tried again, once each, after 8, 16, 32, ... rounds: a peer that is a little slower than the others would never fit in
+    otherwise. Where the others cannot make a quorum it is waited for like any other: nothing is lost by that. A peer that is
+    lost and returns has its absences still.
+
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
 GATHERING   MemberReady, Resume               enough are ready               RoundOpened                  COLLECTING
@@ -73,6 +81,7 @@ COLLECTING  Close                             a quorum is complete           Red
 COLLECTING  any                               deadline without quorum        RoundClosed (aborted)        opens
 COLLECTING  Faulted, MemberLost               faults leave no quorum         RoundClosed (aborted)        opens
 COLLECTING  MemberLost                        none ready, no quorum                                       GATHERING
+COLLECTING  any                               ends, somebody is overdue      an absence of each (rule 16)  as above
 COLLECTING  Withdrawn                                                                                     COLLECTING
 COMMITTING  Reduced                           it was the last fragment       Commit                       COMMITTING
 COMMITTING  CommitSucceeded                   S > 0: some are too stale now  Refused ..., RoundClosed     opens
@@ -97,6 +106,7 @@ from collections.abc import Callable
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
+from edit.rounds.absences import Absences
 from edit.rounds.contributions import ContributionBook
 from edit.rounds.deadlines import Deadlines, PeerPhase
 from edit.rounds.events import (
@@ -169,6 +179,7 @@ class RoundMachine:
         self._waits = config.merging == "rounds"  # whether a round waits for anybody (rule 15)
         self._book = ContributionBook(config.max_staleness, first_round_id)
         self._peers = ReadyPeers(outer_step, 1 + config.max_staleness)
+        self._absences = Absences()
         self.deadlines = Deadlines(config)
         self._timer = PeerTimer(self.deadlines, self._book, overlap)
 
@@ -225,6 +236,10 @@ class RoundMachine:
     def expected_s(self, peer_id: str) -> float | None:
         """Return how long a round waits for this peer, in seconds from its opening; None before measurements."""
         return self.deadlines.expected_s(peer_id) if self.deadlines.measured(peer_id) else None
+
+    def is_optional(self, peer_id: str) -> bool:
+        """Return whether rounds do not wait for this live peer, because nothing came of it twice in a row (rule 16)."""
+        return self._waits and self._peers.reported(peer_id) is not None and self._absences.optional(peer_id)
 
     def peer_phase(self, peer_id: str) -> PeerPhase | None:
         """Return what this peer does; None when it is not live."""
@@ -299,9 +314,9 @@ class RoundMachine:
             current.expect_no_more(peer_id)
         elif self._waits and abandoned:
             current.counted_from, current.welcome_until, current.deadline = now, now + self._config.floor_s, now
-            current.expect(peer_id, self.deadlines.expected_s(peer_id))
-        elif self._waits and (now <= current.welcome_until or under_way):
-            current.expect(peer_id, self.deadlines.expected_s(peer_id))
+            current.expect(peer_id, self._allowed_s(peer_id))
+        elif self._waits and (under_way or (now <= current.welcome_until and self._is_awaited(peer_id, current))):
+            current.expect(peer_id, self._allowed_s(peer_id))
         return self._settle(now)
 
     def _lost(self, event: MemberLost) -> None:
@@ -365,6 +380,7 @@ class RoundMachine:
             return refused
         older, current = self._book.get(peer_id), self._collection
         if self._book.begin(peer_id, round_id, outer_step, now) is not None:
+            self._absences.contributed(peer_id)
             self._timer.computed(peer_id, offer.inner_steps, now)
             if current is not None and older is not None:
                 current.withdraw(peer_id)
@@ -487,9 +503,10 @@ class RoundMachine:
         )
         self._next_round_id += 1
         if self._waits:
-            for peer_id in ready:
-                current.expect(peer_id, self.deadlines.expected_s(peer_id))
-            current.punctual.update(ready)
+            awaited = self._absences.awaited(ready, current.quorum)
+            for peer_id in awaited:
+                current.expect(peer_id, self._allowed_s(peer_id))
+            current.punctual.update(awaited)
         opened = RoundOpened(current.round_id, current.outer_step, frozenset(current.expected), current.deadline)
         for peer_id, fragment_id in self._book.arrived():
             self._deliver(current, peer_id, fragment_id)
@@ -504,7 +521,7 @@ class RoundMachine:
         if reason := _closing_reason(current, self._config, now):
             return self._close_collection(reason, now)
         if reason := _giving_up_reason(current, self._config, self._peers, now):
-            self._timer.left_out(current, now)
+            self._left_out(current, now)
             return self._end_round(current, now, committed=False, reason=reason)
         return [*current.reduce_early()]
 
@@ -512,8 +529,13 @@ class RoundMachine:
         current = self._collection
         if current is None or len(current.complete) < current.quorum:
             return []
-        self._timer.left_out(current, now)
+        self._left_out(current, now)
         return [*current.close(reason), *self._commit_if_reduced(current)]
+
+    def _left_out(self, current: OpenRound, now: float) -> None:
+        """The round stops waiting: measure the peers that are overdue, and count the absences (rules 9 and 16)."""
+        self._timer.left_out(current, now)
+        self._absences.missed(peer_id for peer_id in current.overdue(now) if self._book.get(peer_id) is None)
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):
@@ -549,6 +571,15 @@ class RoundMachine:
     def _collection(self) -> OpenRound | None:
         """The round that takes contributions, or None."""
         return self._round if self._round is not None and not self._round.close_reason else None
+
+    def _allowed_s(self, peer_id: str) -> float:
+        """How long a round waits for this peer; after an absence at least ceiling_s."""
+        expected = self.deadlines.expected_s(peer_id)
+        return max(expected, self._config.ceiling_s) if peer_id in self._absences else expected
+
+    def _is_awaited(self, peer_id: str, current: OpenRound) -> bool:
+        """Whether a round waits for this peer, once it is ready."""
+        return not self._absences.optional(peer_id) or len(current.expected) < current.quorum
 
     def _abandoned(self, current: OpenRound) -> bool:
         """Whether nobody can contribute and what is in does not suffice (rule 8)."""

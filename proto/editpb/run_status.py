@@ -73,6 +73,7 @@ class MemberStatus:
     download_s: float = 0.0  # what each phase may take, from measurements; 0 before any
     compute_s: float = 0.0
     upload_s: float = 0.0
+    optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
 
     def as_json(self) -> dict[str, object]:
         """Return one row of `members --json`; a loss that is not finite is null."""
@@ -99,6 +100,7 @@ class MemberStatus:
             "download_s": self.download_s,
             "compute_s": self.compute_s,
             "upload_s": self.upload_s,
+            "optional": self.optional,
         }
 
 

@@ -93,6 +93,7 @@ def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
         download_s=member.download_s,
         compute_s=member.compute_s,
         upload_s=member.upload_s,
+        optional=member.optional,
     )
 
 
@@ -121,6 +122,7 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         download_s=row.download_s,
         compute_s=row.compute_s,
         upload_s=row.upload_s,
+        optional=row.optional,
     )
 
 

@@ -110,3 +110,29 @@ def test_a_claimed_speed_does_not_make_every_other_peer_take_one_step(tmp_path: 
             assert (await b.view(lambda view: view.outer_step == 1)).inner_steps == 100
 
     asyncio.run(scenario())
+
+
+def test_a_peer_that_only_reports_costs_two_deadlines_and_is_shown_as_optional(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        hands, toml = Hands(), TOML.replace("floor_s = 1000.0\nceiling_s = 1000.0", "floor_s = 1.0\nceiling_s = 60.0")
+        folder = new_folder(tmp_path / "run", toml=toml, start=2)
+        async with served(folder, hands.clock()) as at, at.peer("a") as honest, at.peer("idle") as idle:
+            await honest.attend()
+            await honest.view(lambda view: view.found)
+            await honest.found(theta())
+            await idle.attend()
+            for step in range(4):
+                await honest.report(step)
+                await idle.report(step)
+                view = await honest.view(lambda view, step=step: view.outer_step == step and view.round_id > 0)
+                if step < 2:
+                    machine = at.coordinator.run.rounds.machine
+                    await until(at, lambda machine=machine: machine.expected == {"a", "idle"})
+                await honest.contribute(view.round_id, step, theta(1))
+                hands.now += 61.0 if step < 2 else 0.0
+                await honest.view(lambda view, step=step: view.outer_step == step + 1)
+            members = {member.peer_id: member for member in (await status(at)).members}
+            assert members["idle"].optional and not members["a"].optional
+            assert members["idle"].absences == 2
+
+    asyncio.run(scenario())

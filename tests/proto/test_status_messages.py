@@ -54,6 +54,7 @@ MEMBER = MemberStatus(
     download_s=1.0,
     compute_s=2.0,
     upload_s=3.0,
+    optional=True,
 )
 STATUS = RunStatus(
     run_id="run",
