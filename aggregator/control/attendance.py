@@ -56,6 +56,7 @@ class Attendances:
         self.membership = Membership(config)
         self._feed, self._now = feed, now
         self._open: dict[tuple[str, int], Attendance] = {}  # by peer_id and rank
+        self._ranks: dict[str, int] = {}  # of each peer's replica, as the last Hello of one of them said
 
     def __iter__(self) -> Iterator[Attendance]:
         return iter(list(self._open.values()))
@@ -63,6 +64,10 @@ class Attendances:
     def get(self, peer_id: str, rank: int = 0) -> Attendance | None:
         """Return the open stream of this rank, or None."""
         return self._open.get((peer_id, rank))
+
+    def ranks(self, peer_id: str) -> int:
+        """Return how many ranks the peer's replica has, as it said on attending; 1 before it did."""
+        return self._ranks.get(peer_id, 1)
 
     def members(self) -> list[str]:
         """Return the peers whose rank 0 attends."""
@@ -87,6 +92,7 @@ class Attendances:
                 if stale.rank >= ranks:
                     stale.expel(RefusedError(f"the replica has {ranks} ranks now; rank {stale.rank} is none of them"))
         self._open[peer_id, rank] = attendance
+        self._ranks[peer_id] = ranks
         self._publish(changes)
         return attendance
 

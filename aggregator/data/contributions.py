@@ -20,7 +20,7 @@ from aggregator.storage.upload_buffer import Upload, UploadBuffer
 from edit.codecs import codec
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec, Schema
-from edit.fragments.shards import Shard, partition_fault
+from edit.fragments.shards import Cover, Shard
 from edit.merging.merge import Measured, ShardPayload
 from edit.merging.norms import whole_norm
 from edit.records import EncodedTensor
@@ -50,7 +50,7 @@ class ShardedFragment:
         self._fragment, self._uploads = fragment, uploads
         self._attempt = -1
         self._shards: dict[int, ShardUpload] = {}  # by rank
-        self._covered = 0  # elements of the declared shards
+        self._cover = Cover(fragment)  # of the declared shards
         self._awaited = 0  # declared shards that are not measured yet
         self._whole: Measured | None = None
 
@@ -68,7 +68,7 @@ class ShardedFragment:
             if self._whole is not None:
                 return None
             self.drop("a newer attempt of this replica has come")
-            self._covered, self._awaited, self._attempt = 0, 0, header.attempt
+            self._cover, self._awaited, self._attempt = Cover(self._fragment), 0, header.attempt
         elif header.attempt < self._attempt:
             raise StaleError(f"{_who(header)}: a newer attempt of this replica has come")
         known = self._shards.get(header.rank)
@@ -76,7 +76,7 @@ class ShardedFragment:
             shard = Shard(self._fragment, header.boxes)
             self._check_fits(header, shard)
             known = self._shards[header.rank] = self._open(header, shard)
-            self._covered += shard.numel
+            self._cover.add(shard.boxes)
             self._awaited += 1
         elif known.header != header:
             raise RemoteProtocolError(f"{_who(header)} was declared with another {_difference(known.header, header)} before")
@@ -96,7 +96,7 @@ class ShardedFragment:
             return False
         shard.norm = norm
         self._awaited -= 1
-        if self._awaited or self._covered < self._fragment.numel:
+        if self._awaited or self._cover.numel < self._fragment.numel:
             return False
         ordered = [self._shards[rank] for rank in sorted(self._shards)]
         norms = [one.norm for one in ordered if one.norm is not None]
@@ -130,14 +130,16 @@ class ShardedFragment:
                 mine, theirs = getattr(header, field), getattr(other, field)
                 if mine != theirs:
                     raise RemoteProtocolError(f"{_who(header)} says {field} = {mine}, rank {other.rank} says {theirs}")
-        covered = self._covered + shard.numel
+        covered = self._cover.numel + shard.numel
         if covered > self._fragment.numel:
             raise RemoteProtocolError(
                 f"{_who(header)}: the ranks' shards overlap: {covered} elements, the fragment has {self._fragment.numel}"
             )
         if covered == self._fragment.numel:
-            boxes = [*(known.shard.boxes for known in self._shards.values()), shard.boxes]
-            if fault := partition_fault(self._fragment, boxes):
+            self._cover.add(shard.boxes)
+            fault = self._cover.fault()
+            self._cover.remove(shard.boxes)
+            if fault:
                 raise RemoteProtocolError(f"{_who(header)}: {fault}")
 
 

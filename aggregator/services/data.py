@@ -74,6 +74,8 @@ class DataService:
         self._run.check_run_id(header.run_id)
         if header.peer_id != identity.peer_id:
             raise RefusedError(f"the certificate is {identity.peer_id}'s, the contribution says {header.peer_id}")
+        if header.rank >= (ranks := self._run.attendances.ranks(identity.peer_id)):
+            raise RemoteProtocolError(f"rank is {header.rank}, but Hello announced ranks = {ranks}: attend with all of them")
         return header
 
     async def _receive(self, header: ContributionHeader, parts: AsyncIterator[dpb.ContributePart]) -> dpb.ContributionReceipt:

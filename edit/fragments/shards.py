@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from typing import TYPE_CHECKING
 
 from edit.errors import LocalProtocolError, RemoteProtocolError
@@ -19,7 +19,7 @@ from edit.fragments.schema import FragmentSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Box", "Shard", "StridedRun", "partition_fault"]
+__all__ = ["Box", "Cover", "Shard", "StridedRun", "partition_fault"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +169,66 @@ def _copy_part(box: Tensor, start: int, part: Tensor) -> None:
 
 def partition_fault(fragment: FragmentSpec, by_rank: Sequence[Sequence[Box]]) -> str | None:
     """Say in one line why the boxes of all ranks do not cover every element of the fragment exactly once, or return None."""
-    boxes = [box for held in by_rank for box in held]
-    if fault := _outside(boxes, fragment) or _overlap(boxes, fragment):
-        return fault
-    covered = [0] * len(fragment.tensors)
-    for box in boxes:
-        covered[box.tensor] += box.numel
-    for tensor, count in zip(fragment.tensors, covered, strict=True):
-        if count != tensor.numel:
-            return f"tensor {tensor.name}: the shards cover {count} of {tensor.numel} elements"
+    cover = Cover(fragment)
+    for boxes in by_rank:
+        if fault := _outside(boxes, fragment):
+            return fault
+        cover.add(boxes)
+    if fault := cover.fault():  # an overlap explains more than the gap that it leaves
+        return _overlap([box for boxes in by_rank for box in boxes], fragment) or fault
     return None
+
+
+class Cover:
+    """How often boxes, given a few at a time, cover each element of a fragment; linear in their number.
+
+    The boxes of a tensor cover each element once exactly when the sum of their indicator functions is the tensor's. Two such
+    sums are equal exactly when their mixed differences are: each box leaves +1 or -1 at each of its corners (a minus for each
+    dimension in which the corner is the end), and the corners where the signs do not cancel are kept.
+    """
+
+    def __init__(self, fragment: FragmentSpec) -> None:
+        self._fragment = fragment
+        self._covered = [0] * len(fragment.tensors)
+        self._corners: list[dict[tuple[int, ...], int]] = [{} for _ in fragment.tensors]  # less those of the whole tensor
+        for i, tensor in enumerate(fragment.tensors):
+            self._count(Box(i, (0,) * len(tensor.shape), tensor.shape), -1)
+
+    @property
+    def numel(self) -> int:
+        """The elements of all boxes."""
+        return sum(self._covered)
+
+    def add(self, boxes: Sequence[Box]) -> None:
+        """Count these boxes; each lies inside its tensor."""
+        for box in boxes:
+            self._covered[box.tensor] += box.numel
+            self._count(box, 1)
+
+    def remove(self, boxes: Sequence[Box]) -> None:
+        """Take back an `add`."""
+        for box in boxes:
+            self._covered[box.tensor] -= box.numel
+            self._count(box, -1)
+
+    def fault(self) -> str | None:
+        """Say in one line why the boxes do not cover every element exactly once, or return None."""
+        for tensor, covered, corners in zip(self._fragment.tensors, self._covered, self._corners, strict=True):
+            if covered < tensor.numel:
+                return f"tensor {tensor.name}: the shards cover {covered} of {tensor.numel} elements"
+            if corners:
+                return f"tensor {tensor.name}: two shards overlap"
+        return None
+
+    def _count(self, box: Box, sign: int) -> None:
+        corners = self._corners[box.tensor]
+        sides = [((start, 1), (start + size, -1)) for start, size in zip(box.offsets, box.sizes, strict=True)]
+        for corner in product(*sides):
+            at = tuple(position for position, _ in corner)
+            if total := corners.get(at, 0) + sign * math.prod(each for _, each in corner):
+                corners[at] = total
+            else:
+                del corners[at]
 
 
 def _strided_run(box: Box, shape: tuple[int, ...], origin: int) -> StridedRun:
@@ -218,7 +268,9 @@ def _overlap(boxes: Sequence[Box], fragment: FragmentSpec) -> str | None:
 def _any_overlap(boxes: list[Box]) -> bool:
     """Return whether two boxes of one tensor overlap.
 
-    Groups are split at gaps along any dimension, so that a grid of boxes costs n log n, not n^2.
+    Groups are split at gaps along any dimension, so that a grid of boxes costs n log n. Only for the boxes of one rank, which
+    are few (from the wire: `editpb.limits.MAX_BOXES_PER_TENSOR`); those of all ranks are a `Cover`,
+    and come here only for the words of a fault of our own.
     """
     groups = [boxes]
     while groups:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
-from edit.fragments.shards import Box, Shard, StridedRun, partition_fault
+from edit.fragments.shards import Box, Cover, Shard, StridedRun, partition_fault
 from tests.support.layouts import fragment, naive, numbered, partitions, rows, whole
 
 Layout = tuple[FragmentSpec, list[list[Box]]]
@@ -97,6 +97,33 @@ def test_overlap_is_found_as_by_counting(data: st.DataObject) -> None:
             Shard(spec, boxes)
     else:
         assert (fault is None) == (int(counts.min()) == 1)
+
+
+@given(layout=partitions(), data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_cover_counted_box_by_box_is_exact(layout: Layout, data: st.DataObject) -> None:
+    spec, shares = layout
+    boxes = data.draw(st.permutations([box for held in shares for box in held]))
+    cover = Cover(spec)
+    for box in boxes[:-1]:
+        cover.add([box])
+    assert cover.numel < spec.numel and "cover" in str(cover.fault())
+    cover.add(boxes[-1:])
+    assert cover.fault() is None
+    cover.add(boxes[:1])
+    assert cover.fault() == f"tensor {spec.tensors[boxes[0].tensor].name}: two shards overlap"
+    cover.remove(boxes[:1])
+    assert cover.fault() is None
+
+
+def test_the_cover_of_boxes_that_no_straight_cut_separates_compares_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a stair, each meeting the next in both dimensions: 2,049 of them took two million comparisons."""
+    compared: list[Box] = []
+    monkeypatch.setattr(Box, "overlaps", lambda self, other: bool(compared.append(other)))
+    cover = Cover(fragment((2050, 2050)))
+    cover.add([Box(0, (i, i), (2, 1)) for i in range(2049)])
+    cover.add([Box(0, (i, 0), (2, 1)) for i in range(1, 2049, 2)])
+    assert "cover" in str(cover.fault()) and not compared
 
 
 def test_a_pinwheel_is_a_partition() -> None:
