@@ -20,7 +20,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragmen
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.replica.ranks import Ranks
 
-__all__ = ["Layout", "clean_name", "exchanged", "is_sharded", "local_of"]
+__all__ = ["Layout", "clean_name", "exchanged", "held_box", "is_sharded", "local_of"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 _Boxes = list[tuple[Box, ...]]  # by fragment
@@ -152,15 +152,15 @@ def _held(schema: Schema, tensors: Sequence[Sequence[Tensor]], ranks: Ranks) -> 
     def find() -> _Boxes:
         held: _Boxes = []
         for fragment, parts in zip(schema.fragments, tensors, strict=True):
-            boxes = [_box(i, tensor, fragment.tensors[i].name, ranks.rank) for i, tensor in enumerate(parts)]
+            boxes = [held_box(i, tensor, fragment.tensors[i].name, ranks.rank) for i, tensor in enumerate(parts)]
             held.append(tuple(box for box in boxes if box is not None))
         return held
 
     return ranks.together(find)
 
 
-def _box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:
-    """Return the box of a tensor that this rank holds; None for nothing."""
+def held_box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:
+    """Return the box of a tensor, the `position`-th of its fragment, that this rank holds; None for nothing."""
     if not isinstance(tensor, DTensor):
         return Box(position, (0,) * tensor.ndim, tuple(tensor.shape))
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -14,9 +14,10 @@ Threads
 
     main      torch: model, optimizer, EditWorker, checkpoints. It calls the carrier, and blocks only in `IoThread.wait`,
               `IoThread.call`, `IoThread.change`, `RankAgreement` and torch.distributed. The signal handler runs here.
-    peer-io   the asyncio loop (`IoThread`): every gRPC call and server, every asyncio task. gRPC's and
-              torch.distributed.checkpoint's own threads never call into this code, but for the end of a save
-              (`peers.training.checkpoint_files`).
+    peer-io   the asyncio loop (`IoThread`): every gRPC call and server, every asyncio task. gRPC's own threads
+              never call into this code.
+
+    Beside them, while a checkpoint is being written, there is one thread for it (`peers.training.checkpoint_files`).
 
     What may be changed where:
 

@@ -3,17 +3,18 @@
 Owns: the training loop and everything that it needs on this machine. Must not know: how a carrier sends, what a round computes.
 In reading order:
 
-loop              the training loop of one rank
-trainer           AdamW, learning rate, clipping, accumulation
-data              text or tokens to batches
-sharding          FSDP2 and tensor parallelism over the ranks of a replica
-torchrun          what torchrun says of this process
-checkpoint        what a checkpoint holds, and when one is written
-checkpoint_files  checkpoints on disk
-throughput        loss and speed of the last steps
-metrics           the peer's metrics file
-options           what the peer's operator sets
-fault_injection   damage on purpose, for tests
-alone             training without exchange, the baseline
-sample            text from a byte-level model
+loop                 the training loop of one rank
+trainer              AdamW, learning rate, clipping, accumulation
+data                 text or tokens to batches
+sharding             FSDP2 and tensor parallelism over the ranks of a replica
+torchrun             what torchrun says of this process
+checkpoint           what a checkpoint holds, and when one is written
+checkpoint_files     checkpoints on disk
+checkpoint_manifest  their metadata, checked
+throughput           loss and speed of the last steps
+metrics              the peer's metrics file
+options              what the peer's operator sets
+fault_injection      damage on purpose, for tests
+alone                training without exchange, the baseline
+sample               text from a byte-level model
 """

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from edit.errors import ConfigError
+from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import Ranks
+from edit.worker.checkpoint import KINDS
 from peers.training.checkpoint_files import Checkpoints, Saved
 from peers.training.data import Batches
 from peers.training.trainer import Trainer
 
 __all__ = ["PeriodicCheckpoints", "Resumable", "Stateful"]
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 SPACING = 10.0  # a save of w seconds is followed by the next after SPACING * w seconds at the earliest
 _log = logging.getLogger("peers")
 
@@ -69,6 +71,7 @@ class Resumable:
         run_step: an outer step that the run has reached. Where the worker will begin with the run's parameters because of it,
         those that were saved are not read.
         """
+        _check_scalars(saved)
         rank = self.ranks.rank
         if saved.ranks != self.ranks.size:
             rank = 0
@@ -83,6 +86,7 @@ class Resumable:
         forward = self.worker.goes_forward(saved.scalars["worker"], run_step)
         own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}
         sections: dict[str, dict[str, Tensor]] = {}
+        unknown: list[str] = []
 
         def target(key: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
             kind, _, name = key.partition("/")
@@ -91,22 +95,41 @@ class Resumable:
                     return own.get(key)
                 case "model" | "worker" if forward:
                     return None
-                case "model":
+                case "model" if name in parameters:
                     return parameters[name].detach()
                 case "worker":
                     section, _, name = name.partition("/")
-                    if section not in sections:
+                    if section in KINDS and section not in sections:
                         sections.update(self.worker.empty_state([section]))
-                    return sections[section][name]
-            return _like(parameters[name.rpartition("/")[0]], size, dtype)
+                    if name in sections.get(section, {}):
+                        return sections[section][name]
+                case "optimizer":
+                    name, _, part = name.rpartition("/")
+                    if name in parameters and part in _MOMENTS and size in (parameters[name].shape, torch.Size()):
+                        return _like(parameters[name], size, dtype)
+            unknown.append(key)
+            return None
 
         tensors = checkpoints.load(saved, target)
+        missing = [key for key in own if not key.endswith("/random.cuda") and key not in tensors]
+        if not forward:
+            missing += [f"model/{name}" for name in parameters if f"model/{name}" not in tensors]
+        for name in parameters:
+            keys = [f"optimizer/{name}/{part}" for part in _MOMENTS]
+            if any(key in tensors for key in keys):
+                missing += [key for key in keys if key not in tensors]
+        if unknown or missing:
+            what = f"tensor {unknown[0]} is not this training's" if unknown else f"tensor {missing[0]} is missing"
+            raise StorageError(f"{saved.path}: damaged ({what})")
         self.trainer.steps = saved.scalars["steps"]
         self._put_moments(tensors, parameters)
         self.worker.load_state_dict({**sections, "scalars": saved.scalars["worker"]})
-        torch.set_rng_state(own[f"rank/{rank}/random"])
-        if (random := own.get(f"rank/{rank}/random.cuda")) is not None:
-            torch.cuda.set_rng_state(random)
+        try:
+            torch.set_rng_state(own[f"rank/{rank}/random"])
+            if (random := own.get(f"rank/{rank}/random.cuda")) is not None:
+                torch.cuda.set_rng_state(random)
+        except RuntimeError as error:
+            raise StorageError(f"{saved.path}: damaged (no state of random numbers)") from error
 
     def _put_moments(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         state = self.trainer.optimizer.state
@@ -218,6 +241,17 @@ def _sections(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
         if section != "scalars":
             for name, tensor in tensors.items():
                 yield section, name, tensor
+
+
+def _check_scalars(saved: Saved) -> None:
+    """Raise StorageError unless the scalars are of the kinds that `Resumable.save` wrote."""
+    steps, data = saved.scalars.get("steps"), saved.scalars.get("data")
+    if type(steps) is not int or not 0 <= steps < 1 << 60:
+        raise StorageError(f"{saved.path}: damaged (scalars.steps is no number of steps)")
+    if not isinstance(data, dict) or not all(type(value) is int for value in data.values()):
+        raise StorageError(f"{saved.path}: damaged (scalars.data is no data position)")
+    if not isinstance(saved.scalars.get("worker"), dict):
+        raise StorageError(f"{saved.path}: damaged (scalars.worker is no worker's state)")
 
 
 def _like(parameter: nn.Parameter, size: torch.Size, dtype: torch.dtype) -> Tensor:

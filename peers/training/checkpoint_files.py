@@ -1,46 +1,56 @@
 """A peer's checkpoints on disk: written in the background while training continues, complete or absent, the last few kept.
 
-Each checkpoint is a folder with the files of torch.distributed.checkpoint and `peer.json`, which names every file with its
-length and BLAKE3. It is written as `.partial-N`, made durable, then renamed to `checkpoint-N`; N only grows. All ranks of a
-replica write into the same folder, so on several machines it must be a shared one.
+Each checkpoint is a folder with one safetensors file of each rank, its boxes of the tensors by name, and `peer.json`
+(`peers.training.checkpoint_manifest`), which says what lies where and names every file with its length and BLAKE3. It is
+written as `.partial-N`, made durable, then renamed to `checkpoint-N`; N only grows. All ranks of a replica write into the same
+folder, so on several machines it must be a shared one. Any number of ranks reads it; each reads only the boxes that it holds.
+
+Folders are 0700 and files 0600; what others can write, or what belongs to another user, is refused. Nothing in it is code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from stat import S_ISREG
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
 
-from edit.durable_files import read_json, rename, write_json
+from edit.durable_files import rename, write_atomic_with, write_json
 from edit.errors import ConfigError, StorageError
+from edit.fragments.shards import Box
+from edit.replica.layout import held_box, local_of
 from edit.replica.ranks import ALONE, Ranks
+from peers.training.checkpoint_manifest import (
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    StoredTensor,
+    parse,
+    read,
+    refuse_shared,
+    shard_name,
+)
 from peers.training.sharding import COLLECTIVE_TIMEOUT
 
 __all__ = ["Checkpoints", "Owner", "Saved"]
 
-FORMAT = 1
-_MANIFEST = "peer.json"
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _log = logging.getLogger("peers")
 
@@ -67,19 +77,21 @@ class Checkpoints:
     """One replica's checkpoints in `folder`; every rank makes one, with the same arguments, and calls the same methods.
 
     keep: how many whole ones stay; clock: monotonic seconds. Making it removes what an earlier life left unfinished. Raises
-    ConfigError when the folder cannot be used.
+    ConfigError when the folder cannot be used, StorageError when it belongs to another user or others can write to it.
     """
 
     def __init__(
         self, folder: Path, owner: Owner, keep: int, ranks: Ranks = ALONE, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # said by torch at each save of a single process, from its own thread
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._folder = folder
         self._owner = owner
         self._keep = keep
         self._ranks = ranks
-        self._group = None if ranks.size == 1 else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        # what the saving threads of the ranks agree on, while the main threads talk over the other group
+        self._writers = ranks
+        if ranks.size > 1:
+            group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+            self._writers = Ranks(ranks.rank, ranks.size, group)
         self._next = ranks.lead(self._tidy)
         self._saved = threading.Event()
         self._saved.set()
@@ -104,21 +116,15 @@ class Checkpoints:
         self.wait()
         self._began = self._clock()
         number, self._next = self._next, self._next + 1
-        partial = self._folder / f".partial-{number:08d}"
         text = json.dumps({"ranks": self._ranks.size, "scalars": scalars})
+        held = [_held(name, tensor, self._ranks.rank) for name, tensor in tensors.items()]
         self._saved.clear()
         try:
-            written = async_save(
-                dict(tensors),
-                storage_writer=FileSystemWriter(partial),
-                process_group=self._group,
-                async_stager=_Copies(),
-                no_dist=self._group is None,
-            )
+            # not a daemon: a save that has begun is completed, also when the process ends
+            threading.Thread(target=self._write, args=(held, number, text), name="checkpoint").start()
         except BaseException:
             self._saved.set()
             raise
-        cast("Future[Metadata]", written).add_done_callback(lambda done: self._finish_save(done, partial, number, text))
 
     def set_aside(self) -> None:
         """Rename all checkpoints so that they are never loaded; they are not removed."""
@@ -127,27 +133,24 @@ class Checkpoints:
     def newest(self) -> Saved | None:
         """Return the newest complete checkpoint, which rank 0 looks for, or None. Damaged ones are skipped and logged.
 
-        Raises ConfigError when it belongs to another run, peer or model.
+        Raises ConfigError when it belongs to another run, peer or model, StorageError when others can write to it, FormatError
+        when it is of another format.
         """
         return self._ranks.lead(self._newest)
 
     def load(self, saved: Saved, target: Callable[[str, torch.Size, torch.dtype], Tensor | None]) -> dict[str, Tensor]:
         """Return the tensors by name. target: gives a tensor to load into (a DTensor: this rank's shard), or None to skip.
 
-        Raises StorageError when the files do not hold what they should.
+        A tensor may lie on any device and in any layout; only what overlaps its own box is read. Shape and dtype must be those
+        that were saved. Raises StorageError, at every rank, when the files do not hold what they should.
         """
-        reader = FileSystemReader(saved.path)
-        known = reader.read_metadata().state_dict_metadata
+        stored = self._ranks.together(lambda: read(saved.path)).tensors
         tensors: dict[str, Tensor] = {}
-        for name, kept in known.items():
-            assert isinstance(kept, TensorStorageMetadata)  # only tensors are saved
-            into = target(name, kept.size, kept.properties.dtype)
+        for name, kept in stored.items():
+            into = target(name, torch.Size(kept.shape), DTYPES[kept.dtype])
             if into is not None:
                 tensors[name] = into
-        try:
-            load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-        except (CheckpointException, ValueError, RuntimeError) as error:
-            raise StorageError(f"{saved.path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+        self._ranks.together(lambda: _fill(saved.path, stored, tensors, self._ranks.rank))
         return tensors
 
     # ---- at rank 0 -------------------------------------------------------------------------------------------------------
@@ -155,7 +158,8 @@ class Checkpoints:
     def _tidy(self) -> int:
         """Create the folder, remove unfinished checkpoints, return the next number."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_shared(self._folder)
             for partial in self._folder.glob(".partial-*"):
                 _log.info("%s: unfinished, removed", partial)
                 shutil.rmtree(partial)
@@ -180,13 +184,14 @@ class Checkpoints:
     def _newest(self) -> Saved | None:
         for number in self._numbers():
             path = self._path(number)
+            _refuse_foreign(path)
             try:
                 manifest = _verified(path)
             except StorageError as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 continue
-            self._check_owner(path, manifest["owner"])
-            return Saved(path, manifest["ranks"], manifest["scalars"])
+            self._check_owner(path, manifest.owner)
+            return Saved(path, manifest.ranks, manifest.scalars)
         return None
 
     def _check_owner(self, path: Path, theirs: Mapping[str, str]) -> None:
@@ -199,74 +204,180 @@ class Checkpoints:
 
     # ---- on the saving thread --------------------------------------------------------------------------------------------
 
-    def _finish_save(self, written: Future[Metadata], partial: Path, number: int, text: str) -> None:
-        """Called when all ranks have written, or one failed: rank 0 completes the checkpoint."""
+    def _write(self, held: list[_Held], number: int, text: str) -> None:
+        """Write this rank's file; when all ranks have, rank 0 completes the checkpoint."""
+        partial = self._folder / f".partial-{number:08d}"
         try:
-            written.result()
+            plans = self._writers.collect([part.plan for part in held])
+            shares, rank = _shares(plans), self._ranks.rank
+            table = _table(plans, shares)
+            mine = {
+                part.plan.name: part.local
+                for part in held
+                if part.plan.box is not None and shares[part.plan.name][part.plan.box] == rank
+            }
+            files = self._writers.collect(self._writers.together(lambda: self._write_shard(partial, mine)))
             if self._ranks.leads:
-                self._publish(partial, number, json.loads(text))
-        except (Exception, CheckpointException) as error:  # training continues with the checkpoints there are
-            why = str(error).strip().splitlines()  # torch's is a traceback: its last line says what
-            _log.warning("checkpoint %d was not written: %s", number, why[-1] if why else type(error).__name__)
+                self._publish(partial, number, {**json.loads(text), "files": dict(files), "tensors": table})
+        except Exception as error:  # training continues with the checkpoints there are
+            why = str(error).strip().splitlines()
+            _log.warning("checkpoint %d was not written: %s", number, why[0] if why else type(error).__name__)
             if self._ranks.leads:
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             self.seconds = self._clock() - self._began
             self._saved.set()
 
+    def _write_shard(self, partial: Path, tensors: dict[str, Tensor]) -> tuple[str, tuple[int, str]]:
+        """Write a file, durably; return its name, length and digest. Raises StorageError."""
+        path = partial / shard_name(self._ranks.rank)
+        try:
+            partial.mkdir(mode=0o700, exist_ok=True)
+            write_atomic_with(path, lambda new: save_file(tensors, new), mode=0o600, failures=(SafetensorError, ValueError))
+            return path.name, _measure(path)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
     def _publish(self, partial: Path, number: int, values: Mapping[str, Any]) -> None:
-        files = {path.name: _measure(path) for path in sorted(partial.iterdir())}
-        write_json(partial / _MANIFEST, {"owner": asdict(self._owner), **values, "files": files}, version=FORMAT)
+        values = {"owner": asdict(self._owner), **values}
+        parse(json.loads(json.dumps(values)))  # what cannot be read must not replace what can
+        write_json(partial / MANIFEST, values, version=FORMAT, mode=0o600)
         rename(partial, self._path(number))
         for old in self._numbers()[self._keep :]:
             shutil.rmtree(self._path(old))
 
 
-class _Copies(AsyncStager):
-    """Gives `async_save` copies on the CPU, made before it returns, so that training can continue."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a rank holds of a tensor."""
 
-    _synchronize_after_execute = False
-
-    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _copied(tensor) for name, tensor in state_dict.items()}
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: `stage` is synchronous."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    name: str
+    # A key of DTYPES, or torch's name of what cannot be saved.
+    dtype: str
+    # Of the full tensor.
+    shape: tuple[int, ...]
+    # None: nothing of it.
+    box: Box | None
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU. A DTensor keeps its mesh and placements."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A copy on the CPU of what this rank holds of a tensor."""
+
+    plan: _Plan
+    local: Tensor
+
+
+def _held(name: str, tensor: Tensor, rank: int) -> _Held:
+    with torch.no_grad():
+        local, box = local_of(tensor).detach(), held_box(0, tensor, name, rank)
+        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    code = _CODES.get(tensor.dtype, str(tensor.dtype))
+    return _Held(_Plan(name, code, tuple(tensor.shape), box if copy.numel() else None), copy)
+
+
+def _shares(plans: list[list[_Plan]]) -> dict[str, dict[Box, int]]:
+    """Return by tensor which rank writes which box: of equal boxes the lowest rank that holds one. plans: by rank."""
+    shares: dict[str, dict[Box, int]] = {}
+    for rank, held in enumerate(plans):
+        for plan in held:
+            boxes = shares.setdefault(plan.name, {})
+            if plan.box is not None:
+                boxes.setdefault(plan.box, rank)
+    return shares
+
+
+def _table(plans: list[list[_Plan]], shares: Mapping[str, Mapping[Box, int]]) -> dict[str, Any]:
+    """Return the metadata's entry of each tensor. plans: by rank. Raises StorageError when one cannot be saved."""
+    table: dict[str, Any] = {}
+    for plan in (plan for held in plans for plan in held):
+        if plan.dtype not in DTYPES:
+            raise StorageError(f"tensor {plan.name}: {plan.dtype} cannot be saved")
+        entry = {
+            "dtype": plan.dtype,
+            "shape": list(plan.shape),
+            "boxes": [[shard_name(rank), list(box.offsets), list(box.sizes)] for box, rank in shares[plan.name].items()],
+        }
+        if table.setdefault(plan.name, entry) != entry:
+            raise StorageError(f"tensor {plan.name}: the ranks of this replica have it in different shapes or dtypes")
+    return table
 
 
 _WORDS = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
 
 
-def _verified(path: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest after checking every file. Raises StorageError that names what is missing or damaged."""
+def _refuse_foreign(path: Path) -> None:
+    """Raise StorageError if a checkpoint is not a folder of our own, or others can write to it or to a file in it."""
+    if path.is_symlink():
+        raise StorageError(f"{path}: is a link, not a checkpoint; remove it")
     try:
-        manifest = read_json(path / _MANIFEST, version=FORMAT)
-        if not all(isinstance(manifest[key], dict) for key in ("owner", "scalars", "files")):
-            raise ValueError("not what `_publish` wrote")
-        for name, expected in manifest["files"].items():
-            size, digest = _measure(path / name)
-            if size != expected[0]:
-                raise StorageError(f"{path / name}: {size} bytes of {expected[0]}; truncated")
-            if digest != expected[1]:
+        refuse_shared(path)
+        for file in path.iterdir():
+            if not file.is_symlink():
+                refuse_shared(file)
+    except OSError as error:
+        raise StorageError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def _verified(path: Path) -> Manifest:
+    """Return the checkpoint's metadata after checking every file. Raises StorageError that names what is missing or damaged."""
+    manifest = read(path)
+    try:
+        for name, (length, digest) in manifest.files.items():
+            if not S_ISREG((path / name).lstat().st_mode):
+                raise StorageError(f"{path / name}: not a regular file")
+            size, found = _measure(path / name)
+            if size != length:
+                raise StorageError(f"{path / name}: {size} bytes of {length}; truncated")
+            if found != digest:
                 raise StorageError(f"{path / name}: damaged")
     except OSError as error:
         raise StorageError(f"{error.filename}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise StorageError(f"{path / _MANIFEST}: damaged") from error
     return manifest
 
 
 def _measure(path: Path) -> tuple[int, str]:
     """Return length in bytes and BLAKE3 of a file."""
-    size = path.stat().st_size
-    return size, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() if size else ""
+    return path.stat().st_size, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def _fill(folder: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Read into each tensor what this rank holds of it. Raises StorageError that names the file."""
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        opened: dict[str, Any] = {}
+        for name, into in tensors.items():
+            kept = stored[name]
+            if (tuple(into.shape), into.dtype) != (kept.shape, DTYPES[kept.dtype]):
+                raise StorageError(
+                    f"{folder / MANIFEST}: tensor {name} is {list(kept.shape)} {DTYPES[kept.dtype]}, "
+                    f"here it is {list(into.shape)} {into.dtype}"
+                )
+            own, local = held_box(0, into, name, rank), local_of(into)
+            if own is None or local.numel() == 0:
+                continue
+            for file, box in kept.boxes:
+                if not box.overlaps(own):
+                    continue
+                try:
+                    if file not in opened:
+                        opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+                    _copy(opened[file], name, kept.dtype, box, own, local)
+                except OSError as error:
+                    raise StorageError(f"{folder / file}: cannot be read ({error.strerror or error})") from error
+                except (SafetensorError, ValueError) as error:
+                    raise StorageError(f"{folder / file}: damaged ({str(error).splitlines()[0]})") from error
+
+
+def _copy(file: Any, name: str, dtype: str, box: Box, own: Box, local: Tensor) -> None:
+    """Copy the overlap of a stored box and this rank's own into `local`. Raises SafetensorError, ValueError."""
+    part = file.get_slice(name)
+    found = tuple(part.get_shape()), part.get_dtype()
+    if found != (box.sizes, dtype):
+        raise ValueError(f"tensor {name} is {list(found[0])} {found[1]}, not {list(box.sizes)} {dtype}")
+    inside: list[slice] = []  # the overlap in the stored box
+    for dimension, (theirs, size, mine, width) in enumerate(zip(box.offsets, box.sizes, own.offsets, own.sizes, strict=True)):
+        start, end = max(theirs, mine), min(theirs + size, mine + width)
+        inside.append(slice(start - theirs, end - theirs))
+        local = local.narrow(dimension, start - mine, end - start)
+    whole = all(each == slice(0, size) for each, size in zip(inside, box.sizes, strict=True))
+    local.copy_(file.get_tensor(name) if whole else part[tuple(inside)])

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ class TestTheFolder:
 
     def test_half_written_ones_are_removed(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / ".partial-00000007").mkdir()
-        (tmp_path / ".partial-00000007" / "__0_0.distcp").write_bytes(b"half")
+        (tmp_path / ".partial-00000007" / "rank-00000.safetensors").write_bytes(b"half")
         with caplog.at_level(logging.INFO):
             peer = Peer(tmp_path)
         assert "unfinished" in caplog.text
@@ -235,7 +235,7 @@ class TestTheFolder:
         expected = {name: tensor.clone() for name, tensor in peer.state().items()}
         peer.train(1).save().wait()
         newest = tmp_path / "checkpoint-00000002"
-        tensors, manifest = newest / "__0_0.distcp", newest / "peer.json"
+        tensors, manifest = newest / "rank-00000.safetensors", newest / "peer.json"
         match damage:
             case "truncated":
                 tensors.write_bytes(tensors.read_bytes()[:-1])
@@ -250,7 +250,7 @@ class TestTheFolder:
             case "torn manifest":
                 manifest.write_bytes(manifest.read_bytes()[:50])
             case "not a manifest":
-                manifest.write_text('{"format": 1}')
+                manifest.write_text('{"format": 2}')
         Peer(tmp_path).resume().check_state(expected)
         (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert "checkpoint-00000002" in line and "trying the checkpoint before it" in line and "\n" not in line
@@ -258,8 +258,8 @@ class TestTheFolder:
     def test_one_of_another_format_is_refused_not_passed_over(self, tmp_path: Path) -> None:
         Peer(tmp_path).save().wait()
         manifest = tmp_path / "checkpoint-00000001" / "peer.json"
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
-        with pytest.raises(FormatError, match=r"checkpoint-00000001/peer.json: format 2, this software reads format 1$"):
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
+        with pytest.raises(FormatError, match=r"checkpoint-00000001/peer.json: format 3, this software reads format 2$"):
             Peer(tmp_path).checkpoints.newest()
 
     @pytest.mark.parametrize(
@@ -301,6 +301,40 @@ class TestTheFolder:
         assert saved is not None
         with pytest.raises(StorageError, match="checkpoint-00000001"):
             peer.checkpoints.load(saved, lambda name, size, dtype: torch.zeros(3))
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda values: values["scalars"].update(steps=-1), "scalars.steps"),
+            (lambda values: values["scalars"].update(steps="3"), "scalars.steps"),
+            (lambda values: values["scalars"].update(data=[]), "scalars.data"),
+            (lambda values: values["scalars"]["data"].update(index="1"), "scalars.data"),
+            (lambda values: values["scalars"].pop("worker"), "scalars.worker"),
+            (lambda values: values["tensors"].pop("model/unused.bias"), "model/unused.bias is missing"),
+            (lambda values: values["tensors"].pop("rank/0/random"), "rank/0/random is missing"),
+            (lambda values: values["tensors"].pop("optimizer/embedding.weight/exp_avg"), "exp_avg is missing"),
+            (lambda values: values["tensors"].update({"model/x": values["tensors"]["model/unused.bias"]}), "model/x is not"),
+            (
+                lambda values: values["tensors"].update({"worker/what/x": values["tensors"]["model/unused.bias"]}),
+                "worker/what/x",
+            ),
+            (
+                lambda values: values["tensors"].update({"optimizer/x/y": values["tensors"]["model/unused.bias"]}),
+                "optimizer/x/y",
+            ),
+        ],
+    )
+    def test_edited_metadata_is_an_error_of_one_line(
+        self, tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+    ) -> None:
+        Peer(tmp_path).train(1).save().wait()
+        manifest = tmp_path / "checkpoint-00000001" / "peer.json"
+        values = json.loads(manifest.read_text())
+        change(values)
+        manifest.write_text(json.dumps(values))
+        with pytest.raises(StorageError) as caught:
+            Peer(tmp_path).resume()
+        assert words in str(caught.value) and "checkpoint-00000001" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def save_on_ranks(rank: int, folder: str, expected: str) -> None:
