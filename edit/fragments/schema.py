@@ -145,12 +145,20 @@ def plan_fragments(named_parameters: Iterable[tuple[str, nn.Parameter | Tensor]]
     Tensors under a numbered block (`blocks.3.attn.weight`) form the fragment of that block (`blocks.3`); the others form one
     fragment per top-level module. Tied weights appear once, as in `named_parameters()`. Frozen parameters are left out.
 
-    Raises ConfigError when nothing is trainable.
+    Raises ConfigError when nothing is trainable, or a trainable parameter is complex or empty.
     """
     groups: dict[str, list[TensorSpec]] = {}
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
+        if parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name}: {parameter.dtype} is complex and cannot be exchanged; freeze it, or train real parts"
+            )
+        if parameter.numel() == 0:
+            raise ConfigError(
+                f"parameter {name}: shape {list(parameter.shape)} is empty, nothing to exchange; freeze or remove it"
+            )
         block = _BLOCK.match(name)
         group = block["block"] if block else name.partition(".")[0]
         groups.setdefault(group, []).append(TensorSpec(name=name, shape=tuple(parameter.shape)))

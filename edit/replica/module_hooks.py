@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from edit.errors import ConfigError
+from edit.replica.layout import clean_name
 
 __all__ = ["ParameterModules", "reshard"]
 
@@ -25,6 +26,7 @@ class ParameterModules:
         self._groups = _groups(self._modules)
         owners = _owners(self._modules)
         self._owners = [[name for tensor in fragment for name in owners.get(id(tensor), [])] for fragment in tensors]
+        self._trainable = _trainable(model)
         self._sharding = [list(dict.fromkeys(self._sharding_modules(names))) for names in self._owners]
 
     def before_write(self, fragment_id: int) -> None:
@@ -52,6 +54,15 @@ class ParameterModules:
                     f'mode = "forward": module {name or "(root)"} prefetches the parameters of later modules, which are not '
                     "updated yet; leave out set_modules_to_forward_prefetch, or choose another mode"
                 )
+
+    def refuse_unfrozen(self) -> None:
+        """Raise ConfigError when a parameter is trainable that was frozen, or not there, before."""
+        if unfrozen := [name for name in _trainable(self._root) if name not in self._trainable]:
+            more = f" and {len(unfrozen) - 3} more" if len(unfrozen) > 3 else ""
+            raise ConfigError(
+                f"trainable, but frozen when the EditWorker was entered, so not exchanged: {', '.join(unfrozen[:3])}{more}; "
+                "unfreeze parameters before entering, or leave and enter again"
+            )
 
     def _modules_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
         free = []
@@ -88,6 +99,10 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _trainable(model: nn.Module) -> dict[str, None]:
+    return {clean_name(name): None for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _groups(modules: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:

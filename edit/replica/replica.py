@@ -111,6 +111,10 @@ class Replica:
 
     # Checking.
 
+    def refuse_unfrozen(self) -> None:
+        """Raise ConfigError, at every rank, for a parameter that became trainable after this was made."""
+        self.layout.ranks.together(self.modules.refuse_unfrozen)
+
     def verified(self, snapshot: Snapshot) -> Outer:
         """Return the snapshot, as it is, if it fits this model and its digest. Raises RemoteProtocolError, at every rank."""
         self.layout.ranks.together(lambda: self._check_fits(snapshot))

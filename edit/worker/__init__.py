@@ -7,6 +7,7 @@ computes, files or processes; it reads only the clock it is given.
 Reading order:
 
 - worker: `EditWorker`, the hooks on the user's optimizer and model.
+- hooks: a hook that a copy of the model does not take along.
 - config: `WorkerConfig`, the sections of the run's configuration that a worker needs.
 - exchange: what a peer decides, as a table and a class without tensors. Sans-IO; the simulator runs it, too.
 - apply: carries the decisions out on a model and a collective.

@@ -98,10 +98,20 @@ class AggregatorShares:
         for each in self.entered:
             each.settle()
 
+    def before_other_step(self) -> None:
+        """Another optimizer is about to change the parameters: keep them as they were sent, so that its change is not lost."""
+        for each in self.entered:
+            each.keep_local()
+
     def after_step(self) -> None:
-        """An optimizer step was taken: look for outcomes; contribute once every share is ready."""
+        """An optimizer step was taken: look for outcomes; contribute once every share is ready.
+
+        Raises ConfigError, at every rank, for a parameter that was unfrozen after entering.
+        """
         ready = [each.run(each.exchange.stepped()) for each in self.entered]
         if all(ready):
+            if not self.finished:
+                self.entered[0].replica.refuse_unfrozen()
             contributed = [each.run(each.exchange.contribute_if_due()) for each in self.entered]
             if any(contributed):
                 self._reset_finished()

@@ -92,6 +92,11 @@ class ShareExchange:
         """Training begins, from theta or from a checkpoint."""
         self.run(self.exchange.begin(self.replica.outer.outer_step))
 
+    def keep_local(self) -> None:
+        """Keep the local parameters as they were sent, while a contribution is pending: what follows is then kept with them."""
+        if self.exchange.pending is not None:
+            self._maker.keep_local(self.exchange.pending, self.sent)
+
     def settle(self) -> None:
         """An optimizer step is about to be taken: apply what waits for a forward."""
         self.run(self.exchange.take())

@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from edit.codecs.error_feedback import ErrorFeedback
@@ -36,6 +37,7 @@ from edit.worker.aggregator_shares import AggregatorShare, AggregatorShares, ref
 from edit.worker.apply import ShareExchange
 from edit.worker.checkpoint import Checkpoint, goes_forward, skeleton
 from edit.worker.config import WorkerConfig
+from edit.worker.hooks import Hook
 
 __all__ = ["EditWorker", "WorkerConfig"]
 
@@ -46,8 +48,11 @@ class EditWorker:
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
     hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. After leaving, the
-    model holds the local parameters. Frozen parameters are not exchanged, buffers as the configuration says. A compiled model
-    takes the outcome before its next optimizer step.
+    model holds the local parameters. Frozen parameters are not exchanged, buffers as the configuration says; to unfreeze one
+    after entering is a ConfigError at the next contribution. A compiled model takes the outcome before its next optimizer step.
+
+    A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A second torch optimizer of the model
+    is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next contribution.
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls. ranks: of this replica; None: all of torch.distributed's when the model is sharded, else alone.
@@ -78,6 +83,7 @@ class EditWorker:
         self._hooks: list[RemovableHandle] = []
         self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
         self._swapped = False
+        self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -92,13 +98,16 @@ class EditWorker:
             )
             checkpoints, self._checkpoints = self._checkpoints, ()
             self._shares.join(self._collectives, checkpoints)
+        tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
+        self._exchanged = frozenset(map(id, tensors))
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
         self._hooks = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-            *(module.register_forward_pre_hook(self._before_forward, prepend=True) for module in modules),
+            register_optimizer_step_pre_hook(Hook(self._before_any_step)),
+            self._optimizer.register_step_pre_hook(Hook(self._before_step)),
+            self._optimizer.register_step_post_hook(Hook(self._after_step)),
+            *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
         ]
         return self
 
@@ -267,6 +276,16 @@ class EditWorker:
         needed = [update_points.get(module, ()) for update_points in self._update_points]
         with _outside_autograd():
             self._shares.before_forward(needed, lazily=self._config.sync.mode == "forward")
+
+    def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called for every optimizer in this process: another one of the same parameters is about to change them."""
+        if optimizer is self._optimizer or not any(
+            id(parameter) in self._exchanged for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            return
+        self._require_local("optimizer.step()")
+        with _outside_autograd():
+            self._shares.before_other_step()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")

@@ -1,0 +1,170 @@
+"""What a user does with a hooked model beside the loop: copies, a second optimizer, unfreezing, unusual parameters."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+from torch.optim.swa_utils import AveragedModel
+
+from edit.codecs import decode
+from edit.errors import ConfigError, LocalProtocolError
+from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.models import regression_batches, small_mlp, train_step
+from tests.support.scripted import ScriptedCollective
+from tests.support.scripted_peer import Peer, commit_next, flat, same
+from tests.support.settings import worker_config
+
+
+class Locked(ScriptedCollective):
+    """As a real carrier: it has a lock and a thread, which nothing can copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.thread = threading.Lock(), threading.current_thread()
+
+
+def entered(model: nn.Module | None = None, mode: str = "blocking", every: int = 1) -> Peer:
+    model = small_mlp() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    collective = Locked()
+    worker = EditWorker(model, optimizer, collective, worker_config(every=every, codec="fp32", mode=mode))
+    worker.__enter__()
+    return Peer(model, optimizer, collective, worker, regression_batches(0))
+
+
+def saved(model: nn.Module, path: Path) -> nn.Module:
+    torch.save(model, path)
+    copied = torch.load(path, weights_only=False)
+    assert isinstance(copied, nn.Module)
+    return copied
+
+
+class TestACopy:
+    @pytest.mark.parametrize("mode", ["blocking", "forward"])
+    @pytest.mark.parametrize("way", ["deepcopy", "averaged", "saved"])
+    def test_a_hooked_model_can_be_copied_and_the_copy_has_no_effect(self, tmp_path: Path, way: str, mode: str) -> None:
+        p = entered(mode=mode)
+        p.step()  # a contribution is pending: a forward of the model itself would now wait for its outcome
+        match way:
+            case "deepcopy":
+                copied: nn.Module = copy.deepcopy(p.model)
+            case "averaged":
+                averaged = AveragedModel(p.model)
+                averaged.update_parameters(p.model)
+                copied = averaged.module
+            case _:
+                copied = saved(p.model, tmp_path / "model.pt")
+        assert same(flat(copied), flat(p.model))
+        asked, contributed = list(p.collective.asked), list(p.collective.contributed)
+        train_step(copied, torch.optim.SGD(copied.parameters(), lr=1.0), next(p.batches))
+        assert (p.collective.asked, p.collective.contributed) == (asked, contributed) and p.worker.pending
+        assert p.worker.inner_steps == 1 and not same(flat(copied), flat(p.model))
+        after = commit_next(p)
+        p.forward()
+        assert same(flat(p.model), list(after.fragments))
+
+    def test_a_copy_of_a_copy(self) -> None:
+        p = entered()
+        p.step()
+        copy.deepcopy(copy.deepcopy(p.model))(next(p.batches)[0])
+        assert p.worker.pending
+
+
+class TestParametersThatCannotBeExchanged:
+    @pytest.mark.parametrize(
+        ("tensor", "words"),
+        [
+            (torch.zeros(3, dtype=torch.complex64), r"^parameter odd\.weight: .*complex64"),
+            (torch.zeros(0, 4), r"^parameter odd\.weight: .*\[0, 4\].*empty"),
+        ],
+    )
+    def test_they_are_named_on_entering(self, tensor: Tensor, words: str) -> None:
+        model = nn.Module()
+        model.usual = nn.Linear(2, 2)
+        model.odd = nn.Module()
+        model.odd.register_parameter("weight", nn.Parameter(tensor))
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match=words) as caught:
+            worker.__enter__()
+        assert "\n" not in str(caught.value)
+        model.odd.requires_grad_(False)  # what is frozen is not exchanged
+        worker.__enter__()
+
+
+class TestUnfreezing:
+    def test_a_parameter_unfrozen_after_entering_is_an_error_at_the_next_contribution(self) -> None:
+        model = small_mlp()
+        model[0].requires_grad_(False)
+        p = entered(model, every=2)
+        model[0].requires_grad_(True)
+        p.step()
+        with pytest.raises(ConfigError, match=r"0\.weight, 0\.bias.*enter again") as caught:
+            p.step()
+        assert "\n" not in str(caught.value) and not p.worker.pending and not p.collective.contributed
+
+    def test_freezing_is_not(self) -> None:
+        p = entered()
+        p.model[0].requires_grad_(False)  # type: ignore[index]
+        p.step()
+        assert len(p.collective.rounds()) == 1
+
+
+class TestASecondOptimizer:
+    @pytest.mark.parametrize("mode", ["blocking", "forward"])
+    def test_what_it_does_after_the_contribution_is_not_lost(self, mode: str) -> None:
+        p = entered(mode=mode)
+        second = torch.optim.SGD(p.model[2].parameters(), lr=0.5)  # type: ignore[index]
+        p.step()  # contributes
+        sent = flat(p.model)
+        second.step()
+        change = [now - before for now, before in zip(flat(p.model), sent, strict=True)]
+        assert not change[0].any() and change[1].any()
+        after = commit_next(p)
+        p.forward()
+        found = flat(p.model)
+        assert torch.equal(found[0], after.fragments[0])
+        assert torch.equal(found[1], after.fragments[1] + change[1])
+
+    def test_it_is_part_of_the_next_contribution(self) -> None:
+        p = entered()
+        second = torch.optim.SGD(p.model.parameters(), lr=0.5)
+        p.step()
+        sent = flat(p.model)
+        second.step()
+        change = [now - before for now, before in zip(flat(p.model), sent, strict=True)]
+        after = commit_next(p)
+        with torch.no_grad():
+            p.forward()
+        for group in p.optimizer.param_groups:
+            group["lr"] = 0.0
+        p.optimizer.step()  # changes nothing, contributes
+        for part, moved, theta in zip(p.collective.rounds()[1], change, after.fragments, strict=True):
+            assert torch.equal(-decode(part.payload), (theta + moved) - theta)
+
+    def test_one_of_another_model_costs_nothing(self) -> None:
+        p = entered()
+        other = small_mlp(seed=3)
+        p.step()
+        train_step(other, torch.optim.SGD(other.parameters(), lr=0.1), next(p.batches))
+        assert not p.worker._shares.entered[0].sent.sent_from
+
+    def test_after_leaving_nothing_looks_on(self) -> None:
+        hooks = optimizers._global_optimizer_pre_hooks
+        before = len(hooks)
+        p = entered()
+        assert len(hooks) == before + 1
+        p.worker.__exit__(KeyboardInterrupt, None, None)
+        assert len(hooks) == before
+
+    def test_inside_outer_parameters_it_is_refused(self) -> None:
+        p = entered(every=9)
+        second = torch.optim.SGD(p.model.parameters(), lr=0.5)
+        p.step()
+        with p.worker.outer_parameters(), pytest.raises(LocalProtocolError, match="inside outer_parameters"):
+            second.step()
