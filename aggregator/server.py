@@ -60,6 +60,7 @@ class Coordinator:
     folder: StateFolder
     config: RunConfig
     run: Run
+    authorizer: Authorizer  # who may call, and the calls under way
     authority: Authority | None  # None at a further aggregator, where nobody is enrolled
     _main: grpc.aio.Server  # control and data
     _enrol: grpc.aio.Server | None  # enrolment; None at a further aggregator
@@ -103,12 +104,13 @@ class Coordinator:
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
-        authorizer = Authorizer(folder.run_id, run.members)
+        authorizer = Authorizer(folder.run_id, run.members, clock.unix)
+        feed.subscribe(authorizer.on_event)
         connections, strangers = _connections()
         main = grpc.aio.server(options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS)
         options = server_options(max_connections=strangers)
         enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
-        coordinator = cls(folder, config, run, authority, main, enrol, background, (worker, files))
+        coordinator = cls(folder, config, run, authorizer, authority, main, enrol, background, (worker, files))
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         data_pb2_grpc.add_DataServicer_to_server(DataService(run, authorizer), coordinator._main)
         if authority and enrol:

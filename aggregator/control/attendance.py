@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from aggregator.control.membership import REPLACED, Change, Membership, digest_mismatch
 from aggregator.run_feed import MemberChanged, PeerReported, RankLost, ResyncChanged, RunFeed
 from edit.config.run import MembershipConfig
-from edit.errors import EvictedError, RefusedError
+from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.schema import Schema
 from edit.records import Commit
 from editpb.messages import Heartbeat
@@ -32,14 +32,15 @@ class Attendance:
     peer_id: str
     rank: int
     schema: Schema
+    expires: float = math.inf  # when the certificate of its connection ends, in seconds since 1970
     number: int = 0  # of the membership's attendance; 0 for ranks other than 0, which are no members
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set when this rank is to be sent something
-    expelled: EvictedError | RefusedError | None = None  # the stream ends with this
+    expelled: EvictedError | RefusedError | TransportError | None = None  # the stream ends with this
     over: bool = False  # the coordinator stops; the peer connects again
     resync: str = ""  # why this peer must take a snapshot, or empty
     reported_at: float = -math.inf  # when PeerReported was last published
 
-    def expel(self, error: EvictedError | RefusedError) -> None:
+    def expel(self, error: EvictedError | RefusedError | TransportError) -> None:
         """End the stream with this error."""
         self.expelled = error
         self.changed.set()
@@ -77,14 +78,14 @@ class Attendances:
         """Return the open streams of all ranks of a peer."""
         return [attendance for attendance in self._open.values() if attendance.peer_id == peer_id]
 
-    def open(self, peer_id: str, schema: Schema, rank: int, ranks: int) -> Attendance:
+    def open(self, peer_id: str, schema: Schema, rank: int, ranks: int, expires: float = math.inf) -> Attendance:
         """Add a rank's stream; it replaces an older one of the same rank. Raises EvictedError.
 
         A new rank 0 also expels the ranks that its replica no longer has.
         """
         if (older := self.get(peer_id, rank)) is not None:
             older.expel(RefusedError(REPLACED))
-        attendance = Attendance(peer_id, rank, schema)
+        attendance = Attendance(peer_id, rank, schema, expires)
         changes: Iterable[Change] = ()
         if rank == 0:
             attendance.number, changes = self.membership.attended(peer_id, self._now())
@@ -137,6 +138,12 @@ class Attendances:
     def tick(self) -> None:
         """Look at the leases."""
         self._publish(self.membership.tick(self._now()))
+
+    def end_expired(self, unix: float) -> None:
+        """End the streams whose certificate is over. The peer connects again, and is let in with a new one."""
+        for attendance in self._open.values():
+            if attendance.expires <= unix and attendance.expelled is None:
+                attendance.expel(TransportError(f"the certificate of {attendance.peer_id} has expired; renew it"))
 
     def count(self, commit: Commit, missing: Iterable[str]) -> None:
         """Count what each member had in a commit; missing: who was expected and is not part of it."""

@@ -108,6 +108,7 @@ class Run:
     async def _watch_the_clock(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
+            self.attendances.end_expired(self.clock.unix())
             self.attendances.tick()
             self._tell_rounds(events.Tick())
 
@@ -153,11 +154,14 @@ class Run:
 
     # ---- attendance ----------------------------------------------------------------------------------------------------
 
-    def attend(self, peer_id: str, schema: Schema, rank: int = 0, ranks: int = 1) -> Attendance:
-        """Take a rank's stream that opened. Raises EvictedError, and RefusedError with a reason for the peer's operator."""
+    def attend(self, peer_id: str, schema: Schema, rank: int, ranks: int, expires: float) -> Attendance:
+        """Take a rank's stream that opened. Raises EvictedError, and RefusedError with a reason for the peer's operator.
+
+        expires: when the certificate of its connection ends, in seconds since 1970.
+        """
         if self._rounds is not None and schema.schema_hash != self._rounds.outer.schema.schema_hash:
             raise RefusedError("another model: its schema_hash differs")  # the run was founded while the schema was learned
-        attendance = self.attendances.open(peer_id, schema, rank, ranks)
+        attendance = self.attendances.open(peer_id, schema, rank, ranks, expires)
         if rank == 0 and self._rounds is None:
             self.founding.attended(peer_id)
         self._show_change()
@@ -225,6 +229,8 @@ class Run:
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut this identity out for good, with all its ranks. Raises RefusedError for an unknown one, StorageError."""
         self.members.evict(peer_id, reason)
+        if self._rounds is not None:
+            self._rounds.evict(peer_id, reason)  # first: its loss alone could close the round with what it delivered
         self.attendances.evict(peer_id, reason)
         self.feed.publish(OrderGiven("evicted", peer_id, reason))
 

@@ -156,6 +156,12 @@ class RoundRunner:
         self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.Faulted(peer_id, round_id, reason))
 
+    def evict(self, peer_id: str, reason: str) -> None:
+        """Exclude an evicted peer from the open round, with all that it delivered and that is not being merged yet."""
+        held = self._contributions.of_peer(peer_id)
+        round_id = held.round_id if held is not None else self.machine.round_id
+        self.feed(events.Faulted(peer_id, round_id, f"evicted: {reason}"))
+
     def upload(self, peer_id: str) -> tuple[int, int]:
         """Return (bytes so far, bytes in all) of the contribution that is held of this peer; (0, 0): none is."""
         contribution = self._contributions.of_peer(peer_id)

@@ -1,12 +1,18 @@
-"""Who may call: the certificate of the connection decides, never a field of a message."""
+"""Who may call: the certificate of the connection decides, never a field of a message. An eviction ends the calls under way."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 
+from aggregator.run_feed import OrderGiven, RunEvent
 from aggregator.security.members import Members
 from edit.errors import EvictedError, RefusedError
 from editpb.identity import Identity, admitted
@@ -21,22 +27,82 @@ __all__ = ["Authorizer"]
 _PARSED_CERTIFICATES = 1024  # kept, so that a peer's certificate is parsed once and not at each call
 
 
-class Authorizer:
-    """Decides who may call one run."""
+@dataclass(slots=True, eq=False)
+class _Call:
+    task: asyncio.Task[object]
+    error: EvictedError | None = None  # why it was ended
 
-    def __init__(self, run_id: str, members: Members) -> None:
-        self._run_id, self._members = run_id, members
+
+class Authorizer:
+    """Decides who may call one run, and ends the calls of a member that is evicted.
+
+    Subscribe `on_event` to the run's feed.
+
+    Args:
+        unix: seconds since 1970. A connection outlives the certificate that opened it, so each call looks at the certificate.
+    """
+
+    def __init__(self, run_id: str, members: Members, unix: Callable[[], float]) -> None:
+        self._run_id, self._members, self._unix = run_id, members, unix
+        self._calls: dict[str, set[_Call]] = {}  # under way, by peer_id
         self._parse = lru_cache(_PARSED_CERTIFICATES)(x509.load_pem_x509_certificate)
 
     def authorize(self, context: Context, *roles: str) -> Identity:
         """Return who calls: a member of this run in one of these roles. Call this before anything else of the request is read.
 
-        Raises EvictedError, RefusedError (another run, another role, not a member, a certificate that was replaced).
+        Raises EvictedError, RefusedError (another run, another role, not a member, a certificate that was replaced or has
+        expired).
         """
-        facts = context.auth_context()
-        identity = admitted(facts, self._run_id, roles)
-        certificate = self._parse(next(iter(facts["x509_pem_cert"])))
+        identity = admitted(context.auth_context(), self._run_id, roles)
+        certificate = self._certificate(context)
+        if (expired := certificate.not_valid_after_utc.timestamp()) <= self._unix():
+            when = datetime.fromtimestamp(expired, UTC)
+            raise RefusedError(f"the certificate of {identity.peer_id} expired on {when:%Y-%m-%d %H:%M} UTC; renew it")
         self._members.add_caller(identity, certificate)
         if (reason := self._members.why_refused(identity, certificate.serial_number)) is not None:
             raise EvictedError(reason) if self._members.evicted(identity.peer_id) else RefusedError(reason)
         return identity
+
+    def expires(self, context: Context) -> float:
+        """Return when the caller's certificate ends, in seconds since 1970."""
+        return self._certificate(context).not_valid_after_utc.timestamp()
+
+    @contextlib.contextmanager
+    def admit(self, context: Context, *roles: str) -> Iterator[Identity]:
+        """Authorize a call that receives, and keep hold of it: an eviction raises EvictedError inside at once.
+
+        A call that sends authorizes again before each chunk instead: while gRPC sends one, no status can be sent.
+        Raises as `authorize`.
+        """
+        identity = self.authorize(context, *roles)
+        task = asyncio.current_task()
+        assert task is not None
+        call = _Call(task)
+        self._calls.setdefault(identity.peer_id, set()).add(call)
+        try:
+            yield identity
+        except asyncio.CancelledError:
+            if call.error is None:  # the caller went away, or the coordinator stops
+                raise
+            task.uncancel()
+            raise call.error from None
+        finally:
+            calls = self._calls[identity.peer_id]
+            calls.discard(call)
+            if not calls:
+                del self._calls[identity.peer_id]
+
+    def calls_of(self, peer_id: str) -> int:
+        """Return how many calls of this member are under way."""
+        return len(self._calls.get(peer_id, ()))
+
+    def on_event(self, event: RunEvent, unix: float) -> None:
+        """End the calls of a member that was evicted."""
+        match event:
+            case OrderGiven("evicted", peer_id, reason):
+                for call in self._calls.get(peer_id, ()):
+                    call.error = EvictedError(reason)
+                    call.task.cancel()
+
+    def _certificate(self, context: Context) -> x509.Certificate:
+        return self._parse(next(iter(context.auth_context()["x509_pem_cert"])))

@@ -11,7 +11,7 @@ from aggregator.control.attendance import Attendance
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from aggregator.services.authorization import Authorizer
-from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError
+from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as cpb
 from editpb.abort_on_error import abort_on_error
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
@@ -58,7 +58,8 @@ class ControlService:
                         yield coordinator_message_to_pb(SchemaRequest())
                         answer = (await _next(messages, "the answer to SchemaRequest must be a schema")).schema
                         schema = await self._run.schemas.learn(identity.peer_id, hello.schema_hash, answer)
-                    attendance = self._run.attend(identity.peer_id, schema, hello.rank, hello.ranks)
+                    expires = self._authorizer.expires(context)
+                    attendance = self._run.attend(identity.peer_id, schema, hello.rank, hello.ranks, expires)
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
                 return
@@ -91,6 +92,8 @@ class ControlService:
                 attendance.changed.clear()
                 yield coordinator_message_to_pb(self._run.view(attendance))
                 await attendance.changed.wait()
+            if isinstance(attendance.expelled, TransportError):
+                raise attendance.expelled
             if attendance.expelled is not None:
                 yield _expel(attendance.expelled)
         finally:

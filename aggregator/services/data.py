@@ -60,13 +60,13 @@ class DataService:
         Bad bytes are that peer's fault: it is out of the round, and nothing else is touched.
         """
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "peer")
-            header = self._header(identity, (await _first(parts, "a contribution")).header)
-            try:
-                return await self._receive(header, parts)
-            except RemoteProtocolError as error:
-                self._run.rounds.fault(header.peer_id, header.round_id, str(error))
-                raise
+            with self._authorizer.admit(context, "peer") as identity:
+                header = self._header(identity, (await _first(parts, "a contribution")).header)
+                try:
+                    return await self._receive(header, parts)
+                except RemoteProtocolError as error:
+                    self._run.rounds.fault(header.peer_id, header.round_id, str(error))
+                    raise
         raise AssertionError("unreachable: abort raises")
 
     def _header(self, identity: Identity, message: dpb.ContributionHeader) -> ContributionHeader:
@@ -118,6 +118,7 @@ class DataService:
             yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
             async for fragment_id, payload in published.payloads(commit, wanted):
                 for chunk in make_chunks(payload.data, CHUNK_BYTES):
+                    self._authorizer.authorize(context, "peer")
                     yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment_id, chunk=chunk))
 
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
@@ -136,39 +137,44 @@ class DataService:
         A request for none of its bytes keeps the snapshot for longer, and takes no reader's place.
         """
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "peer", "region", "observer", "operator")
+            readers = ("peer", "region", "observer", "operator")
+            identity = self._authorizer.authorize(context, *readers)
             published = self._run.rounds.published
             wanted = snapshot_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
             chunks = published.snapshot_chunks(wanted)
             if (chunk := next(chunks, None)) is not None:
                 with self._readers.place(identity.peer_id, identity.role) as place:
-                    await place.write(context.write, itertools.chain([chunk], chunks))
+                    every = itertools.chain([chunk], chunks)
+                    admitted = (each for each in every if self._authorizer.authorize(context, *readers))
+                    await place.write(context.write, admitted)
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """Receive the founder's initial parameters."""
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "peer")
-            header = found_header_from_pb((await _first(parts, "founding")).header)
-            schema = self._run.check_founder(identity.peer_id, header)
-            theta = await _receive_fragments(schema.fragments, parts, lambda: self._run.attendances.progress(identity.peer_id))
-            await self._run.found(identity.peer_id, schema, list(theta.values()), header.digest)
+            with self._authorizer.admit(context, "peer") as identity:
+                header = found_header_from_pb((await _first(parts, "founding")).header)
+                schema = self._run.check_founder(identity.peer_id, header)
+                theta = await _receive_fragments(
+                    schema.fragments, parts, lambda: self._run.attendances.progress(identity.peer_id)
+                )
+                await self._run.found(identity.peer_id, schema, list(theta.values()), header.digest)
         return dpb.FoundReply()
 
     async def Inject(self, parts: AsyncIterator[dpb.InjectPart], context: Context) -> dpb.InjectReply:
         """Receive what the run above has decided; the regional aggregator alone may send it."""
         async with abort_on_error(context):
-            self._authorizer.authorize(context, "region")
-            async with _drained_on_error(parts):
-                rounds, schema = self._run.rounds, self._run.rounds.published.schema
-                header = inject_header_from_pb((await _first(parts, "an injection")).header, schema)
-                self._run.check_run_id(header.run_id)
-                if header.schema_hash != schema.schema_hash:
-                    raise RefusedError("another model: the injection's schema_hash is not the run's")
-                rounds.check_injection(header.brings, header.base, header.replaces)
-                tensors = await _receive_fragments([schema.fragments[i] for i in header.fragments], parts)
-                injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
-                await rounds.inject(injection, header.digest)
+            with self._authorizer.admit(context, "region"):
+                async with _drained_on_error(parts):
+                    rounds, schema = self._run.rounds, self._run.rounds.published.schema
+                    header = inject_header_from_pb((await _first(parts, "an injection")).header, schema)
+                    self._run.check_run_id(header.run_id)
+                    if header.schema_hash != schema.schema_hash:
+                        raise RefusedError("another model: the injection's schema_hash is not the run's")
+                    rounds.check_injection(header.brings, header.base, header.replaces)
+                    tensors = await _receive_fragments([schema.fragments[i] for i in header.fragments], parts)
+                    injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
+                    await rounds.inject(injection, header.digest)
         return dpb.InjectReply()
 
     async def DescribeInjection(self, request: dpb.InjectionStateRequest, context: Context) -> dpb.InjectionState:

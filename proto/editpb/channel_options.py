@@ -5,13 +5,14 @@ They share a module because both ends must agree on how often a client may ping 
 
 from __future__ import annotations
 
-__all__ = ["MAX_STREAMS", "MESSAGE_BYTES", "Options", "channel_options", "server_options"]
+__all__ = ["CONNECTION_AGE_S", "MAX_STREAMS", "MESSAGE_BYTES", "Options", "channel_options", "server_options"]
 
 Options = tuple[tuple[str, int | str], ...]
 
 MESSAGE_BYTES = 8 << 20  # the largest message of either side; a chunk is at most 1 MiB
 HANDSHAKE_MS = 10_000  # a connection whose TLS handshake takes longer is closed
 MAX_STREAMS = 32  # calls at a time on one connection; further ones wait at the caller
+CONNECTION_AGE_S = 3600.0
 _KEEPALIVE: Options = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -41,17 +42,22 @@ def channel_options(max_receive_bytes: int = MESSAGE_BYTES, *, server_name: str 
     )
 
 
-def server_options(max_receive_bytes: int = MESSAGE_BYTES, *, max_connections: int = 0) -> Options:
+def server_options(
+    max_receive_bytes: int = MESSAGE_BYTES, *, max_connections: int = 0, connection_age_s: float = CONNECTION_AGE_S
+) -> Options:
     """Return the options of a server; a port that another process listens on is refused instead of shared.
 
     Args:
         max_receive_bytes: limit of one received message.
         max_connections: further ones are closed at once, those in their handshake counted; 0: no limit.
+        connection_age_s: an older connection takes no new calls, so that the client's certificate is checked again. The calls
+            under way end by themselves: an Attend stream lives as long as its certificate.
     """
     limit: Options = (("grpc.max_allowed_incoming_connections", max_connections),) if max_connections else ()
     return (
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_connection_age_ms", int(connection_age_s * 1000)),
         *_KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
