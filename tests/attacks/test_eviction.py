@@ -21,7 +21,7 @@ from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb, found_header_to_pb, snapshot_request_to_pb
 from editpb.messages import FoundHeader, SnapshotRequest
 from tests.support.encoded import encode
-from tests.support.served import SCHEMA, WAIT_S, found_run, new_folder, served, theta
+from tests.support.served import LIFETIME_S, SCHEMA, WAIT_S, found_run, new_folder, served, theta
 
 LARGE = Schema((FragmentSpec(fragment_id=0, name="w", tensors=(TensorSpec(name="w", shape=(1 << 23,)),)),))  # 32 MiB
 
@@ -122,7 +122,7 @@ def test_a_certificate_that_is_over_counts_no_more_on_a_warm_connection(tmp_path
         nonlocal ahead
         async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: time.time() + ahead)) as run, run.peer("a") as a:
             await found_run(a)
-            ahead = 7200.0
+            ahead = 2 * LIFETIME_S
             with pytest.raises(grpc.aio.AioRpcError, match=r"the certificate of a expired on .* UTC; renew it") as refused:
                 await a.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=a.run_id))
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED

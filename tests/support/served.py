@@ -86,6 +86,7 @@ SCHEMA = Schema(
     )
 )
 WAIT_S = 30.0
+LIFETIME_S = 100 * 365 * 86_400.0  # of a certificate: clocks of tests may jump by years
 Layout = Sequence[Sequence[Shard]]  # by rank, by fragment: what each rank owns
 
 
@@ -148,7 +149,7 @@ class Served:
         """(key, certificate) in PEM. Each one replaces the member's last."""
         own = self.coordinator.authority
         identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
-        certificate = (authority or own).issuer.issue(identity, key.public_key(), lifetime_s=3600, now=time.time())
+        certificate = (authority or own).issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
         if authority is None:
             own.members.add(identity, certificate, time.time())
         return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
