@@ -166,6 +166,7 @@ class Training:
         cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
             worker.synchronize()
+            self._tell(worker)  # the last outer step, which no further inner step would tell of
         return all(part.finished or cut for part, cut in zip(worker.parts, cut_off, strict=True))
 
     def _ending(self) -> str:

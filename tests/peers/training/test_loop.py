@@ -103,10 +103,7 @@ def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, confi
     assert beats[0].state is PeerState.TRAINING and beats[0].digest
     assert {outer.outer_step for _, outer in connection.shown} == {0, 1, 2} and not connection.pauses
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert (kinds.count("snapshot"), kinds.count("outer")) == (
-        1,
-        ROUNDS - 1,
-    )  # the last outer step is told when the run has finished
+    assert (kinds.count("snapshot"), kinds.count("outer")) == (1, ROUNDS)  # the last one, too, although no step follows it
 
 
 def test_told_to_stop_it_saves_and_goes_on_from_there(
