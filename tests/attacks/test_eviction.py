@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,15 +20,10 @@ from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb, found_header_to_pb, snapshot_request_to_pb
 from editpb.messages import FoundHeader, SnapshotRequest
 from tests.support.encoded import encode
+from tests.support.loops import until
 from tests.support.served import LIFETIME_S, SCHEMA, WAIT_S, found_run, new_folder, served, theta
 
 LARGE = Schema((FragmentSpec(fragment_id=0, name="w", tensors=(TensorSpec(name="w", shape=(1 << 23,)),)),))  # 32 MiB
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 (of the coordinator's state there is no event)
-            await asyncio.sleep(0.001)
 
 
 async def ended(call: grpc.aio.Call) -> tuple[grpc.StatusCode, str]:
