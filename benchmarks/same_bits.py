@@ -233,7 +233,7 @@ def region() -> str:
                     peer.step()
             site.moved(state())
         for run, _, _, site in sites:
-            site.settle()
+            site.catch_up()
             if (injection := site.injection()) is not None:
                 run.inject(injection)
     return "/".join([fingerprint([upper], []), *(fingerprint([run], peers) for run, peers, _, _ in sites)])

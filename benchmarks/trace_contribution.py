@@ -3,7 +3,7 @@
     python benchmarks/trace_contribution.py            # the table
     python benchmarks/trace_contribution.py --files    # and every file with its functions
 
-Starts a coordinator and two peers as real processes with a profiler in every thread, lets them settle, and records what they
+Starts a coordinator and two peers as real processes with a profiler in every thread, lets them run, and records what they
 call during exactly one outer step: from one commit being applied at a peer to the next. Functions are counted once per kind of
 process, by file and qualified name; comprehensions, lambdas and generated stubs are not counted, nor is the training itself
 (peers/training, peers/models). Heartbeats are set to come once a minute.

@@ -105,9 +105,8 @@ class RegionalPeer:
     """One region's peer of the run above. A context manager: entering joins that run, leaving waits for its last outcome.
 
     schema, below: of the run below as it stands; collective: of the run above; upper, lower: their configurations; run_id: of
-    the run above; memory: of earlier lives of this peer. Call `moved` when the run below has committed, `settle` now and then;
-    bring what `injection` gives below.
-    Raises ConfigError, RefusedError when the two runs do not fit together.
+    the run above; memory: of earlier lives of this peer. Call `moved` when the run below has committed, `catch_up` now
+    and then; bring what `injection` gives below. Raises ConfigError, RefusedError when the two runs do not fit together.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class RegionalPeer:
         if below.outer_step <= self._below.outer_step:
             raise RefusedError(f"the run below went from outer step {self._below.outer_step} back to {below.outer_step}")
         applied = self._applied(below.injected)
-        self.settle()  # before P moves, so that what is on its way is told from what comes after it
+        self.catch_up()  # before P moves, so that what is on its way is told from what comes after it
         before, self._below = self._below, below
         if self._fresh and applied is None:
             self._remaining = self._beyond(below.theta)
@@ -196,7 +195,7 @@ class RegionalPeer:
         self._sent.clear()
         return applied
 
-    def settle(self) -> bool:
+    def catch_up(self) -> bool:
         """Apply what is known of the run above, without waiting. False while an outcome is open, or the carrier is cut off."""
         done = self.worker.synchronize(block=False)
         self._look()

@@ -23,16 +23,16 @@ class Transfers:
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self.pinned = device is not None
         self._stream = torch.cuda.Stream(device) if device is not None else None  # type: ignore[no-untyped-call]
-        self._settled: torch.cuda.Event | None = None
+        self._unchanged_since: torch.cuda.Event | None = None
 
-    def settled(self) -> None:
-        """Note that what is queued now leaves the parameters as they stay: until `unsettled`, copies wait for no later work."""
+    def mark_unchanged(self) -> None:
+        """Note that what is queued after this leaves the parameters alone: until `mark_changing`, copies do not wait for it."""
         if self._stream is not None:
-            self._settled = torch.cuda.current_stream(self._stream.device).record_event()
+            self._unchanged_since = torch.cuda.current_stream(self._stream.device).record_event()
 
-    def unsettled(self) -> None:
+    def mark_changing(self) -> None:
         """Note that the parameters may be written again: copies wait for all that is queued."""
-        self._settled = None
+        self._unchanged_since = None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -40,10 +40,10 @@ class Transfers:
         if self._stream is None:
             yield
             return
-        if self._settled is None:
+        if self._unchanged_since is None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         else:
-            self._stream.wait_event(self._settled)
+            self._stream.wait_event(self._unchanged_since)
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()

@@ -96,7 +96,7 @@ class AggregatorShares:
     def before_step(self) -> None:
         """An optimizer step is about to be taken: apply what waits for a forward."""
         for each in self.entered:
-            each.settle()
+            each.before_step()
 
     def before_other_step(self) -> None:
         """Another optimizer is about to change the parameters: keep them as they were sent, so that its change is not lost."""
@@ -205,7 +205,7 @@ class AggregatorShares:
             return states[0]
         kinds = dict.fromkeys(kind for state in states for kind in state if kind != "scalars")
         tensors = {kind: {n: t for state in states for n, t in state.get(kind, {}).items()} for kind in kinds}
-        return {**tensors, "scalars": {"parts": [state["scalars"] for state in states]}}
+        return {**tensors, "scalars": {"shares": [state["scalars"] for state in states]}}
 
 
 def separate_states(state: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
@@ -213,10 +213,10 @@ def separate_states(state: Mapping[str, Any], count: int) -> list[Mapping[str, A
     if count == 1:
         return [state]
     scalars = state.get("scalars")
-    parts = scalars.get("parts") if isinstance(scalars, Mapping) else None
-    if not isinstance(parts, Sequence) or len(parts) != count:
+    shares = scalars.get("shares") if isinstance(scalars, Mapping) else None
+    if not isinstance(shares, Sequence) or len(shares) != count:
         raise StorageError(f"checkpoint: it is not of a run with {count} aggregators")
-    return [{**state, "scalars": part} for part in parts]
+    return [{**state, "scalars": share} for share in shares]
 
 
 def refuse_small_shares(replicas: Sequence[Replica], groups: int) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
 from edit.errors import TransportError
-from edit.records import Commit, Committed, Update, Verdict
+from edit.records import Commit, Committed, Update
 from edit.replica.replica import Outer, Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import ContributionMaker, SentTensors
@@ -40,7 +40,7 @@ from edit.worker.exchange import (
     Steps,
     TakeSnapshot,
 )
-from edit.worker.local_progress import kept, settle, unmerged, unsent
+from edit.worker.local_progress import kept, take_verdict, unmerged, unsent
 from edit.worker.updates import Updates, without_payloads
 
 __all__ = ["ShareExchange"]
@@ -97,7 +97,7 @@ class ShareExchange:
         if self.exchange.pending is not None:
             self._maker.keep_local(self.exchange.pending, self.sent)
 
-    def settle(self) -> None:
+    def before_step(self) -> None:
         """An optimizer step is about to be taken: apply what waits for a forward."""
         self.run(self.exchange.take())
         if self._partial is not None:
@@ -114,7 +114,7 @@ class ShareExchange:
             self._check_applied()
             return self.run(exchange.catch_up())
         if self._partial is not None:
-            self.settle()
+            self.before_step()
         else:
             self.run(exchange.resolve(block=block))
         return exchange.pending is not pending or exchange.outer_step > outer_step
@@ -122,7 +122,7 @@ class ShareExchange:
     def leave(self) -> None:
         """Wait for the pending outcome and apply it, but contribute no more."""
         if self._partial is not None:
-            self.settle()
+            self.before_step()
         self.run(self.exchange.leave())
         self._check_applied()
 
@@ -154,7 +154,7 @@ class ShareExchange:
             case ApplyLazily(answer):
                 outcome = self._take_answer()
                 self._partial = _PartialCommit(answer, outcome.commit, self._updates.of(outcome))
-                self.replica.transfers.settled()
+                self.replica.transfers.mark_unchanged()
             case TakeSnapshot(pending, reason):
                 return self._take_snapshot(pending, reason)
             case Contribute(pending, send, again):
@@ -211,12 +211,9 @@ class ShareExchange:
             sent.sent_from = {i: (local - before.fragments[i]).add_(theta[i]) for i, local in sent.sent_from.items()}
         else:
             for i in steps:
-                self._settle(i, verdicts[i])
+                take_verdict(i, verdicts[i], self.replica, self.feedback, self._optimizer)
             self.sent = SentTensors()
         return Moved(target.outer_step, reason)
-
-    def _settle(self, i: int, verdict: Verdict | None) -> None:
-        settle(i, verdict, self.replica, self.feedback, self._optimizer)
 
     def _take_snapshot(self, pending: Pending | None, reason: str) -> Moved | Failed:
         if (target := self._updates.snapshot()) is None:
@@ -247,7 +244,7 @@ class ShareExchange:
         verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
         theta, sync, sent = self.replica.outer.fragments[i], self.config.sync, self.sent
         self.replica.apply_fragment(i, step, lambda i: kept(sync, self.replica, theta, i, verdict, pending, sent))
-        self._settle(i, verdict)
+        take_verdict(i, verdict, self.replica, self.feedback, self._optimizer)
         del partial.waiting[i]
         pending.applied.add(i)
         if not partial.waiting:
@@ -260,7 +257,7 @@ class ShareExchange:
 
     def _end_partial(self) -> None:
         self._partial = None
-        self.replica.transfers.unsettled()
+        self.replica.transfers.mark_changing()
 
     def _check_applied(self) -> None:
         """Take a snapshot where what was applied is not what the run has; not in a forward, which has used it."""

@@ -25,7 +25,7 @@ from edit.replica.replica import Replica
 from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
 
-__all__ = ["kept", "settle", "unmerged", "unsent"]
+__all__ = ["kept", "take_verdict", "unmerged", "unsent"]
 
 
 def kept(
@@ -62,7 +62,7 @@ def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors)
     return replica.progress_since(i, sent.sent_from[i]) if i in sent.sent_from else None
 
 
-def settle(i: int, verdict: Verdict | None, replica: Replica, feedback: ErrorFeedback, optimizer: Optimizer) -> None:
+def take_verdict(i: int, verdict: Verdict | None, replica: Replica, feedback: ErrorFeedback, optimizer: Optimizer) -> None:
     """Adopt or forget the residual of fragment i, and clean the inner optimizer's state after a contribution with NaN or Inf.
 
     verdict: None where the contribution is not part of the commit and never will be of another.

@@ -144,16 +144,16 @@ class EditWorker:
         return self._shares.digest
 
     @property
-    def parts(self) -> tuple[AggregatorShare, ...]:
+    def shares(self) -> tuple[AggregatorShare, ...]:
         """Where the fragments of each aggregator stand, by aggregator; before entering none."""
         return self._shares.shown
 
-    def outer_of(self, part: int = 0) -> tuple[Schema, Outer]:
+    def outer_of(self, share: int = 0) -> tuple[Schema, Outer]:
         """Return theta of one aggregator's fragments as this rank holds it, and which they are.
 
         What was returned once stays as it is: later commits replace it.
         """
-        replica = self._shares.entered[part].replica
+        replica = self._shares.entered[share].replica
         return replica.schema, replica.outer
 
     @property
@@ -253,8 +253,8 @@ class EditWorker:
 
         Raises StorageError when they are damaged.
         """
-        parts = separate_states({"scalars": scalars}, len(self._collectives))
-        return all(goes_forward(self._config, part["scalars"], run_step) for part in parts)
+        states = separate_states({"scalars": scalars}, len(self._collectives))
+        return all(goes_forward(self._config, state["scalars"], run_step) for state in states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any layout of ranks; before entering, with the model's local parameters loaded.

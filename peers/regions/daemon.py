@@ -124,7 +124,7 @@ class _Regional:
             state = self._below.look()
             if state is not None and state.outer_step != region.below.outer_step:
                 self._follow(region, schema, state, interval)
-            region.settle()
+            region.catch_up()
             self._report(region, collective)
             if state is None:
                 continue

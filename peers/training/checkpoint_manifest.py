@@ -1,13 +1,13 @@
 """The metadata of a peer's checkpoint, `peer.json`: what it holds and where, as JSON, checked before anything is used.
 
-    {"format": 2, "owner": {...}, "ranks": 2, "scalars": {...},
+    {"format": 3, "owner": {...}, "ranks": 2, "scalars": {...},
      "files": {"rank-00000.safetensors": [length, BLAKE3], ...},
      "tensors": {"model/a": {"dtype": "F32", "shape": [3, 4], "boxes": [["rank-00000.safetensors", [0, 0], [2, 4]], ...]}}}
 
 Each rank writes one safetensors file, which holds its box of a tensor under the tensor's name. Nothing here is code, and
 nothing names a path: a file is one of the ranks' names. What is read is bounded by the files' lengths, so that an edited
 table takes no more memory than the folder takes on disk. Format 1 was torch.distributed.checkpoint's, whose metadata is a
-pickle; it is refused unread.
+pickle; it is refused unread. Format 2 had the states of several aggregators under another name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edit.fragments.shards import Box, partition_fault
 
 __all__ = ["DTYPES", "FORMAT", "MANIFEST", "Manifest", "StoredTensor", "parse", "read", "refuse_shared", "shard_name"]
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "peer.json"
 _PICKLE = ".metadata"  # of torch.distributed.checkpoint
 _MAX_BYTES = 256 << 20  # of the metadata: more than a million boxes

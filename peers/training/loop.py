@@ -90,15 +90,15 @@ class Training:
             except ConfigError as error:
                 raise saving.explain(error) from error
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
-            self._told = {number: (part.outer_step, "") for number, part in enumerate(worker.parts)}
+            self._told = {number: (share.outer_step, "") for number, share in enumerate(worker.shares)}
             self._report(worker)  # a peer that is where the run is, is waited for
             saving.begin(worker.outer_step)
             self._show(worker)
             self._loop(trainer, worker, saving)
         saving.save_last()
-        for number, part in enumerate(worker.parts):
-            if len(worker.parts) > 1:
-                _log.info("aggregator %d: outer step %d, digest %s", number, part.outer_step, part.digest[:12])
+        for number, share in enumerate(worker.shares):
+            if len(worker.shares) > 1:
+                _log.info("aggregator %d: outer step %d, digest %s", number, share.outer_step, share.digest[:12])
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
 
     def _batches(self) -> Batches:
@@ -142,7 +142,9 @@ class Training:
         Of several aggregators the furthest counts: the others lack outer steps, not training.
         """
         interval = self._config.sync.interval
-        return max((part.outer_step + part.pending) * interval + min(part.round_inner_steps, interval) for part in worker.parts)
+        return max(
+            (share.outer_step + share.pending) * interval + min(share.round_inner_steps, interval) for share in worker.shares
+        )
 
     def _loop(self, trainer: Trainer, worker: EditWorker, saving: PeriodicCheckpoints) -> None:
         while not self._over(worker):
@@ -159,7 +161,7 @@ class Training:
     def _over(self, worker: EditWorker) -> bool:
         """Return whether training is over. Catch up with a run that has ended first, unless cut off from it."""
         last = self._config.sync.outer_steps
-        if all(part.finished or part.outer_step >= last for part in worker.parts):
+        if all(share.finished or share.outer_step >= last for share in worker.shares):
             return True
         if not self._connection.ended:
             return False
@@ -167,7 +169,7 @@ class Training:
         if not all(cut_off):
             worker.synchronize()
             self._tell(worker)  # the last outer step, which no further inner step would tell of
-        return all(part.finished or cut for part, cut in zip(worker.parts, cut_off, strict=True))
+        return all(share.finished or cut for share, cut in zip(worker.shares, cut_off, strict=True))
 
     def _ending(self) -> str:
         sync, views = self._config.sync, [share.last_view for share in self._connection.shares]
@@ -198,14 +200,14 @@ class Training:
         self._connection.show(*worker.outer_of())
 
     def _report(self, worker: EditWorker) -> None:
-        for part, connection in zip(worker.parts, self._connection.shares, strict=True):
+        for share, connection in zip(worker.shares, self._connection.shares, strict=True):
             connection.report(
                 Heartbeat(
-                    state=PeerState.EXCHANGING if part.pending else PeerState.TRAINING,
-                    outer_step=part.outer_step,
-                    digest=part.digest,
+                    state=PeerState.EXCHANGING if share.pending else PeerState.TRAINING,
+                    outer_step=share.outer_step,
+                    digest=share.digest,
                     inner_steps=worker.inner_steps,
-                    round_inner_steps=part.round_inner_steps,
+                    round_inner_steps=share.round_inner_steps,
                     loss=self._throughput.loss,
                     tokens_per_s=self._throughput.tokens_per_s,
                     step_s=self._throughput.step_s,
@@ -214,13 +216,13 @@ class Training:
 
     def _tell(self, worker: EditWorker) -> None:
         """Log, for each aggregator, a change of its outer step or reason."""
-        for number, part in enumerate(worker.parts):
-            if self._told.get(number) == (part.outer_step, part.reason):
+        for number, share in enumerate(worker.shares):
+            if self._told.get(number) == (share.outer_step, share.reason):
                 continue
-            self._told[number] = part.outer_step, part.reason
-            of = f"aggregator {number}: " if len(worker.parts) > 1 else ""
-            _log.info("%souter step %d, loss %.4f: %s", of, part.outer_step, self._throughput.loss, part.reason)
-            self._metrics.outer(part.outer_step, part.digest, part.reason, number)
+            self._told[number] = share.outer_step, share.reason
+            of = f"aggregator {number}: " if len(worker.shares) > 1 else ""
+            _log.info("%souter step %d, loss %.4f: %s", of, share.outer_step, self._throughput.loss, share.reason)
+            self._metrics.outer(share.outer_step, share.digest, share.reason, number)
 
 
 def _fingerprint(tokens: Tokens) -> str:

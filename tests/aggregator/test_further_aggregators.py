@@ -159,7 +159,7 @@ def test_a_peer_cannot_pose_as_an_aggregator(coordinator: StateFolder) -> None:
     server.start()
     try:
         channels = Channels((f"127.0.0.1:{port}",), grpc.ssl_channel_credentials(ca, key_pem(key), pem))
-        with IoThread() as io, pytest.raises(RefusedError, match="does not name the address dialled"):
+        with IoThread() as io, pytest.raises(RefusedError, match="does not name the address connected to"):
             agreed_configuration(io, channels, mallory, ALONE)
     finally:
         server.stop(None)

@@ -130,7 +130,7 @@ def test_a_region_that_is_ahead_trains_on_and_keeps_what_it_did_since() -> None:
     east.turn()
     assert east.region.worker.pending
     sent = east.region._whole()
-    east.region.settle()
+    east.region.catch_up()
     east.train()
     later = copy.deepcopy(east.run.state.theta)
     west.turn()

@@ -138,7 +138,7 @@ class Site:
     expire: Callable[[str], None]
     drain: Callable[[], None]
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Every contribution that is not held has its outcome, and every peer all commits."""
         for peer in self.peers.values():
             if peer.worker.pending and not peer.link.held:
@@ -229,9 +229,9 @@ def test_by_arrival_a_peer_that_is_four_times_slower_contributes_stale_work_and_
         for _ in range(4):
             for _ in range(4):
                 fast.step()
-                site.settle()
+                site.catch_up()
             slow.step()
-            site.settle()
+            site.catch_up()
         assert [verdict.staleness for _, verdict in slow.verdicts()] == [4, 4]
         assert [verdict.staleness for _, verdict in fast.verdicts()] == [0, 0, 0, 0, 1, 0, 0, 0]
         assert {verdict.verdict for peer in (fast, slow) for _, verdict in peer.verdicts()} == {Verdict.OK}
@@ -248,18 +248,18 @@ def test_by_arrival_a_contribution_on_a_slow_link_stays_on_its_way_while_its_pee
         slow.step(2)
         for _ in range(3):
             fast.step(2)
-            site.settle()
+            site.catch_up()
         slow.step()
         assert slow.worker.pending and slow.worker.outer_step == 3
         assert slow.worker.digest == fast.worker.digest
         slow.link.release()
-        site.settle()
+        site.catch_up()
         assert [(step, verdict.staleness) for step, verdict in slow.verdicts()] == [(4, 3)]
         slow.step()
-        site.settle()
+        site.catch_up()
         assert not slow.worker.pending and slow.worker.digest == fast.worker.digest
         slow.step()
-        site.settle()
+        site.catch_up()
         assert slow.verdicts()[-1][0] == 5
 
     assert_same(both_ways(tmp_path, toml_of(ARRIVALS), play))
@@ -272,14 +272,14 @@ def test_in_rounds_a_late_contribution_is_carried_and_weighed_by_its_staleness(t
         a.step(2)
         b.step(2)
         site.expire("a")
-        site.settle()
+        site.catch_up()
         assert b.worker.pending and not b.verdicts() and a.worker.outer_step == b.worker.outer_step == 1
         b.link.release()
         a.step(2)
-        site.settle()
+        site.catch_up()
         for peer in (a, b):
             peer.step(2)
-        site.settle()
+        site.catch_up()
         assert [(step, verdict.staleness) for step, verdict in a.verdicts()] == [(1, 0), (2, 0), (3, 0)]
         assert [(step, verdict.staleness) for step, verdict in b.verdicts()] == [(2, 1), (3, 0)]
         late = 2**-0.5 / (1 + 2**-0.5)
@@ -298,14 +298,14 @@ def test_in_rounds_what_is_too_stale_is_refused_and_its_work_counts_in_the_next_
             b.step(steps)
             site.expire("a")
             if steps == 2:
-                site.settle()
+                site.catch_up()
         b.link.held, b.link.waiting = False, []
         a.worker.synchronize()
         site.hear()
         b.worker.synchronize()  # refused: it contributes all its work at once
         assert b.worker.outer_step == 2 and not b.verdicts()
         a.step(2)
-        site.settle()
+        site.catch_up()
         assert [(step, verdict.staleness) for step, verdict in b.verdicts()] == [(3, 0)]
         assert b.verdicts()[0][1].weight == pytest.approx(3 / 5)  # three steps' tokens beside two
         assert a.worker.digest == b.worker.digest
@@ -324,7 +324,7 @@ def test_by_time_a_slow_peer_contributes_fewer_steps_and_nobody_waits(tmp_path: 
                 if now % seconds == 0:
                     peer.step()
             if now % 8 == 0:
-                site.settle()
+                site.catch_up()
         assert a.worker.outer_step == b.worker.outer_step == 3 and a.worker.digest == b.worker.digest
         assert [(step, verdict.staleness) for step, verdict in b.verdicts()] == [(1, 0), (2, 0), (3, 0)]
         assert [verdict.weight for _, verdict in b.verdicts()] == pytest.approx([0.2, 0.2, 0.2])
@@ -338,7 +338,7 @@ def test_a_drain_ends_every_peer_at_the_same_outer_step_whatever_is_on_its_way(t
         b.link.held = True
         b.step(2)
         a.step(2)
-        site.settle()
+        site.catch_up()
         assert b.worker.pending
         a.step(1)
         site.drain()
@@ -356,7 +356,7 @@ def test_a_run_that_stops_at_so_many_tokens_ends_everybody_at_the_same_outer_ste
         a, b = site.peers.values()
         for _ in range(3):
             a.step(2)
-            site.settle()
+            site.catch_up()
         site.over()
         for peer in (a, b):
             peer.worker.synchronize()

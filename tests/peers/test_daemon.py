@@ -125,8 +125,8 @@ def test_the_position_in_the_schedule_is_bounded_by_the_outer_step() -> None:
     ):
         furthest = SimpleNamespace(outer_step=outer_step, pending=pending, round_inner_steps=round_inner_steps)
         behind = SimpleNamespace(outer_step=0, pending=False, round_inner_steps=2)  # its aggregator was away
-        for parts in ([furthest], [behind, furthest]):
-            assert training._position(cast(EditWorker, SimpleNamespace(parts=parts))) == position
+        for shares in ([furthest], [behind, furthest]):
+            assert training._position(cast(EditWorker, SimpleNamespace(shares=shares))) == position
 
 
 def test_sigterm_ends_the_wait_for_a_round_with_a_goodbye(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_options_name_what_is_wrong(tmp_path: Path) -> None:
     ("listen", "advertise", "host"),
     [("127.0.0.1:0", None, "127.0.0.1"), ("[::1]:7801", None, "[::1]"), ("0.0.0.0:10", "peer.example", "peer.example")],
 )
-def test_where_snapshots_are_dialled(tmp_path: Path, listen: str, advertise: str | None, host: str) -> None:
+def test_where_readers_of_snapshots_connect(tmp_path: Path, listen: str, advertise: str | None, host: str) -> None:
     assert PeerOptions(home=tmp_path, data=tmp_path, serve_snapshots=listen, advertise=advertise).serving_host == host
 
 

@@ -84,7 +84,7 @@ class Site:
                 train_step(peer.model, peer.optimizer, next(peer.batches))
 
     def hand_down(self) -> None:
-        self.region.settle()
+        self.region.catch_up()
         if (injection := self.region.injection()) is not None:
             self.run.inject(injection)
 

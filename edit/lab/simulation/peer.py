@@ -138,9 +138,9 @@ class Peer:
         self._sending = Sending(self.peer_id, self._scenario.up_bytes, self._queue, self._coordinator, self._line, self._see)
 
     def stop(self) -> None:
-        """Settle the steps and seconds of this life: it or the simulation ends."""
+        """Count the steps and seconds of this life: it or the simulation ends."""
         if self.alive:
-            self._exchange.schedule.count_steps(self._settle_training())
+            self._exchange.schedule.count_steps(self._end_training())
             self._accounting.alive_s += self._queue.now - self._alive_since
             self._alive_since = self._queue.now
 
@@ -261,7 +261,7 @@ class Peer:
 
     def _enter(self) -> Life:
         session = self._session
-        session.dialled()
+        session.connecting()
         if self._returns:
             yield self._queue.now + self._line.latency_s
         self._presence.attend()
@@ -285,7 +285,7 @@ class Peer:
         exchange = self._exchange
         if steps := self._steps_ahead():
             yield self._training.begin(steps, self._queue.now)
-            yield from self._run(exchange.stepped(self._settle_training()))
+            yield from self._run(exchange.stepped(self._end_training()))
         if (yield from self._run(exchange.contribute_if_due())):
             yield from self._run(exchange.take())
 
@@ -299,9 +299,9 @@ class Peer:
             stop = (since // schedule.every + 1) * schedule.every
         return max(0, stop - since)
 
-    def _settle_training(self) -> int:
+    def _end_training(self) -> int:
         """The phase of training is over: count it. Returns its steps."""
-        steps, seconds = self._training.settle(self._queue.now)
+        steps, seconds = self._training.end(self._queue.now)
         self._accounting.trained += steps
         self._accounting.training_s += seconds
         return steps

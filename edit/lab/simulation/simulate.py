@@ -50,14 +50,14 @@ class Simulation:
             progress(self.accounting.commits, queue.now)
         ended, events = self.coordinator.finished_at, queue.events
         seconds = ended if ended is not None else min(until, queue.now) if math.isfinite(until) else queue.now
-        accounting = self._settled()
+        accounting = self._so_far()
         progress(accounting.commits, seconds)
         if ended is not None:
             self._drain()
         stuck = sum(peer.stuck for peer in self.peers)
         return Outcome.of(self.scenario, accounting, seconds, events, self._ideal_steps(seconds), ended is not None, stuck)
 
-    def _settled(self) -> Accounting:
+    def _so_far(self) -> Accounting:
         """The sums as they are now, with what the living have done so far."""
         now = self.queue.now
         accounting = copy.copy(self.accounting)

@@ -34,7 +34,7 @@ class Training:
             return 0, 0.0
         return (steps if now >= end else int(steps * (now - begin) / (end - begin))), now - begin
 
-    def settle(self, now: float) -> tuple[int, float]:
+    def end(self, now: float) -> tuple[int, float]:
         """The phase is over: its `so_far`, counted."""
         steps, seconds = self.so_far(now)
         self.trained += steps
@@ -54,35 +54,35 @@ class Training:
 
 
 class Work:
-    """By fragment: up to which of the peer's own inner steps all is settled, and from which outer step the rest began."""
+    """By fragment: the peer's inner steps that are not to be brought any more, and from which outer step the rest began."""
 
-    __slots__ = ("_based", "_settled")
+    __slots__ = ("_based", "_known")
 
     def __init__(self, fragments: int) -> None:
-        self._settled, self._based = [0] * fragments, [0] * fragments
+        self._known, self._based = [0] * fragments, [0] * fragments
 
     def shares(self, fragments: Sequence[int], trained: int) -> list[tuple[int, Share]]:
         """What a contribution brings, made after so many inner steps."""
-        return [(i, Share(self._settled[i], trained, self._based[i])) for i in fragments]
+        return [(i, Share(self._known[i], trained, self._based[i])) for i in fragments]
 
     def merged(self, shares: Iterable[tuple[int, Share]], trained: int, outer_step: int) -> None:
         """The commit TO `outer_step` has these; training has gone on to `trained` since, from the step before, if at all."""
         for i, share in shares:
-            self._settled[i] = share.until
+            self._known[i] = share.until
             self._based[i] = outer_step if trained == share.until else outer_step - 1
 
     def in_doubt(self, shares: Iterable[tuple[int, Share]], outer_step: int | None = None) -> None:
         """Nobody can tell whether the run has these: never bring them again. outer_step: of the snapshot that was taken."""
         for i, share in shares:
-            self._settled[i] = share.until
+            self._known[i] = share.until
             if outer_step is not None:
                 self._based[i] = outer_step
 
     def lose(self, steps: int, trained: int) -> None:
         """The last inner steps are lost with the process."""
-        self._settled = [min(trained, settled + steps) for settled in self._settled]
+        self._known = [min(trained, known + steps) for known in self._known]
 
     def begin_anew(self, trained: int, outer_step: int) -> None:
         """Nothing is left to bring; what comes begins from a snapshot."""
-        self._settled = [trained] * len(self._settled)
+        self._known = [trained] * len(self._known)
         self._based = [outer_step] * len(self._based)

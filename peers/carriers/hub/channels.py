@@ -19,7 +19,7 @@ HANDSHAKE_WORDS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from this run's authority (is another run served there?)",
     "UNKNOWN_CA": "the coordinator does not accept this peer's certificate",
     "CERTIFICATE_REQUIRED": "the coordinator asks for a certificate",
-    "Hostname Verification": "the coordinator's certificate does not name the address dialled (server.advertise)",
+    "Hostname Verification": "the coordinator's certificate does not name the address connected to (server.advertise)",
 }
 
 

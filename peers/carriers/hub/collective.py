@@ -217,7 +217,7 @@ class HubCollective:
             send = partial(self._data.found, schema, theta)
             try:
                 self._agreement.on_leader(lambda: send(digest(theta), self._online))  # noqa: B023
-                answered = asked.settled()
+                answered = asked.end_of_connection()
             except (StaleError, TransportError, RefusedError) as error:
                 _log.info("founding: %s", error)  # a view will tell who founds the run now
                 answered = asked
@@ -303,7 +303,7 @@ class HubCollective:
         except EvictedError as error:
             outcome = Evicted(str(error))
         if outcome is not None:
-            self._settle(leader, outcome)
+            self._end_attempt(leader, outcome)
         return outcome
 
     def snapshot(self) -> Snapshot:
@@ -394,7 +394,7 @@ class HubCollective:
         merged = any(part.verdict_of(self.peer_id) is not None for part in outcome.commit.fragments)
         return dataclasses.replace(outcome, carried=leader.carried and not merged, inner_steps=leader.inner_steps)
 
-    def _settle(self, leader: LeaderDecision, outcome: Outcome) -> None:
+    def _end_attempt(self, leader: LeaderDecision, outcome: Outcome) -> None:
         """All ranks have the same answer: the attempt is over, or carried and then still on its way."""
         uplink, downlink = self._joined()
         taken = isinstance(outcome, Committed)
@@ -402,15 +402,15 @@ class HubCollective:
         traffic = self._ranks.collect((self.traffic.sent, self.traffic.received))
         del traffic[self._ranks.rank]
 
-        def settle() -> None:
+        def end() -> None:
             if not carried:
-                uplink.settle(leader.round_id)
+                uplink.end_attempt(leader.round_id)
                 self._set_state(PeerState.TRAINING)
             uplink.advance()
-            downlink.settle(taken=taken)
+            downlink.forget(taken=taken)
             self._report.other_ranks = Traffic(sum(sent for sent, _ in traffic), sum(received for _, received in traffic))
 
-        self._io.change(settle)
+        self._io.change(end)
 
     # ---- reporting and leaving -------------------------------------------------------------------------------------------
 
@@ -470,8 +470,8 @@ class HubCollective:
     def _abandon(self) -> None:
         if self._links is not None:
             uplink, downlink = self._links
-            uplink.settle(0)
-            downlink.settle(taken=False)
+            uplink.end_attempt(0)
+            downlink.forget(taken=False)
 
     def _joined(self) -> tuple[Uplink, Downlink]:
         if self._links is None:

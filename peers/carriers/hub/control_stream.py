@@ -163,7 +163,7 @@ class Attendance:
         await _first(self._left.wait(), within_s=2 * GOODBYE_S)
 
     async def _attempt(self) -> str:
-        self._tell(self._session.dialled)
+        self._tell(self._session.connecting)
         channel = self._channels.control()
         try:
             await self._converse(control_pb2_grpc.ControlStub(channel).Attend())

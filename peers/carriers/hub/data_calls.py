@@ -340,7 +340,7 @@ class UpdateAssembly:
             if update.codec is not None and position not in self._data:
                 name = f"update of fragment {self._schema.fragments[fragment_id].name}"
                 self._arriving.append((position, Reassembly(name, update.total_bytes, update.total_bytes)))
-        self._settle()
+        self._move_on()
 
     def take(self, part: data_pb2.UpdatePart) -> bool:
         """Append one chunk to the fragment whose turn it is; return whether that is complete now."""
@@ -349,7 +349,7 @@ class UpdateAssembly:
         if not self._arriving or part.chunk.fragment_id != self._due[self._arriving[0][0]]:
             raise RemoteProtocolError(f"an update's chunk of fragment {part.chunk.fragment_id} is out of turn")
         self._arriving[0][1].take(part.chunk.chunk)
-        return self._settle()
+        return self._move_on()
 
     def finish(self) -> Commit:
         """Return the commit with its payloads, once all bytes are here."""
@@ -362,7 +362,7 @@ class UpdateAssembly:
             [self._data.get(position) for position in range(len(self._updates))],
         )
 
-    def _settle(self) -> bool:
+    def _move_on(self) -> bool:
         """Move on to the next fragment that has bytes to come."""
         before = len(self._arriving)
         while self._arriving and self._arriving[0][1].complete:

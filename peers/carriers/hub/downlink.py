@@ -122,7 +122,7 @@ class Downlink:
         self._sync = sync
         self._lazy = lazy
         self._wanted = wanted
-        self._downloads: dict[int, _Download] = {}  # by outer step, until `settle`; on the loop's thread
+        self._downloads: dict[int, _Download] = {}  # by outer step, until `forget`; on the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()  # of downloads, also of those that nobody asks for any more
 
     # ---- the main thread ---------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Downlink:
 
         Raises TransportError, also when what arrived was damaged again and again.
         """
-        self._io.post(lambda: self.settle(taken=False))
+        self._io.post(lambda: self.forget(taken=False))
         for _ in range(SNAPSHOT_TRIES):
             try:
                 manifest = self._agreement.on_leader(lambda: self._data.describe(self._schema, self._wanted))
@@ -158,7 +158,7 @@ class Downlink:
         if outer_step not in self._downloads:
             self._download(outer_step).begin()
 
-    def settle(self, *, taken: bool) -> None:
+    def forget(self, *, taken: bool) -> None:
         """Forget all updates: all ranks have their answer. taken: whoever took one holds it; else it is no longer fetched."""
         self._downloads.clear()
         if not taken:

@@ -5,7 +5,7 @@ else reads it.
 
 Link                     event           next
 -----------------------  --------------  -----------------------------------------------------------
-OFFLINE                  dialled         GREETING   (Hello is on its way)
+OFFLINE                  connecting      GREETING   (Hello is on its way)
 GREETING                 welcome         WELCOMED   (backoff starts again; the configuration is known)
 WELCOMED, ATTENDING      view            ATTENDING  (a view older than the newest of this connection is dropped)
 any but EXPELLED         down            OFFLINE    (the view is kept, but no longer believed)
@@ -76,7 +76,7 @@ class Asked:
     connection: int  # see `Session.connections`
     sequence: int  # of the view that asked
 
-    def settled(self) -> Asked:
+    def end_of_connection(self) -> Asked:
         """Return what is greater than every question of the same connection."""
         return Asked(self.connection, 1 << 64)
 
@@ -260,10 +260,10 @@ class Session:
         """Take the heartbeat interval (seconds) and the bound on staleness (outer steps) of the run's configuration."""
         self._heartbeat_s, self._max_staleness = heartbeat_s, max_staleness
 
-    def dialled(self) -> None:
+    def connecting(self) -> None:
         """Note that a connection is being tried. Raises LocalProtocolError unless offline."""
         if self._link is not Link.OFFLINE:
-            raise LocalProtocolError(f"dialled while {self._link.value}")
+            raise LocalProtocolError(f"connecting while {self._link.value}")
         self._link = Link.GREETING
         self._attempts += 1
 

@@ -8,7 +8,7 @@ A replica's contribution is taken only whole: from one attempt, all shards namin
 max_staleness:
 - S = 0: a contribution is taken in its own round only. Rank 0 stays with the round it began to send to; another rank cannot
   know which one that is (it may have seen one that was lost meanwhile), so it follows to each newer round of the same outer
-  step, until rank 0's decision settles the attempt.
+  step, until rank 0's decision ends the attempt.
 - S > 0: a contribution outlives the round it names, and what is sent goes on under that name whatever round is open. The other
   ranks name what rank 0 says (`follow`). What is merged once is refused after that, so this rank may ask and send again: after
   a new connection (the coordinator may be another process) and a round that came to nothing (it may have been dropped with it).
@@ -165,7 +165,7 @@ class Uplink:
         self._drop()
         return True
 
-    def settle(self, round_id: int) -> None:
+    def end_attempt(self, round_id: int) -> None:
         """Stop sending: all ranks know the attempt's outcome. The next attempt goes to a round newer than `round_id`.
 
         round_id: what rank 0's contribution named, or 0.

@@ -39,7 +39,7 @@ def merged_of(contributions: Sequence[Measured], config: PenaltyConfig = OFF, nu
     return EditMerger(config).merge(fragment((numel,)), contributions, {}, MergeRule())
 
 
-def settled(mean: float) -> NormStatistics:
+def learned(mean: float) -> NormStatistics:
     return NormStatistics(mean=mean, variance=(0.1 * mean) ** 2, count=50)
 
 
@@ -160,7 +160,7 @@ def test_without_need_or_leave_nothing_is_clipped(config: PenaltyConfig) -> None
 
 
 def test_statistics_advance_for_the_good_ones_only() -> None:
-    before = {peer_id: settled(17.0) for peer_id in "abd"}
+    before = {peer_id: learned(17.0) for peer_id in "abd"}
     deltas = {"a": random_vector(300, 1), "b": random_vector(300, 2, scale=100.0), "c": random_vector(300, 3)}
     contributions = [measured(p, delta) for p, delta in deltas.items()]
     result = EditMerger(RAW).merge(fragment((300,)), contributions, before, MergeRule())
@@ -168,7 +168,7 @@ def test_statistics_advance_for_the_good_ones_only() -> None:
     assert set(result.statistics) == set("abc"), "of this round's contributors"
     assert result.statistics["a"].count == 51 and result.statistics["c"].count == 1
     assert result.statistics["b"] == before["b"]
-    assert before == {peer_id: settled(17.0) for peer_id in "abd"}
+    assert before == {peer_id: learned(17.0) for peer_id in "abd"}
 
 
 def test_a_free_rider_weighs_nothing_and_is_named() -> None:

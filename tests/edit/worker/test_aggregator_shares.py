@@ -140,25 +140,25 @@ def trained(
 
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("up", ["fp32", "int8"])
-@pytest.mark.parametrize("parts", [2, 5])
-def test_several_aggregators_give_the_bits_of_one(kind: str, up: str, parts: int) -> None:
+@pytest.mark.parametrize("aggregators", [2, 5])
+def test_several_aggregators_give_the_bits_of_one(kind: str, up: str, aggregators: int) -> None:
     run_config = run_of(kind, up)
-    one, several = trained(run_config, 1, 18), trained(run_config, parts, 18)
+    one, several = trained(run_config, 1, 18), trained(run_config, aggregators, 18)
     assert one[:3] == several[:3]
-    assert set(several[2]) == {several[1]}  # the digest of all parts together is the model's
+    assert set(several[2]) == {several[1]}  # the digest of all shares together is the model's
     assert all(torch.equal(a, b) for a, b in zip(one[3], several[3], strict=True))
 
 
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("save_after", [6, 8, 9])
-def test_a_checkpoint_holds_all_parts_and_going_on_changes_no_bit(kind: str, save_after: int) -> None:
+def test_a_checkpoint_holds_all_shares_and_going_on_changes_no_bit(kind: str, save_after: int) -> None:
     run_config = run_of(kind, strict=True)
     whole, broken = trained(run_config, 2, 18), trained(run_config, 2, 18, save_after)
     assert whole[:3] == broken[:3]
     assert all(torch.equal(a, b) for a, b in zip(whole[3], broken[3], strict=True))
 
 
-def test_what_is_saved_is_laid_out_by_parameter_whatever_part_it_is_of() -> None:
+def test_what_is_saved_is_laid_out_by_parameter_whatever_share_it_is_of() -> None:
     _, (peer, other) = joined_peers(run_of("delayed"), 2)
     for _ in range(5):
         peer.step()
@@ -166,7 +166,7 @@ def test_what_is_saved_is_laid_out_by_parameter_whatever_part_it_is_of() -> None
     state = peer.save()["worker"]
     names = {name for name, _ in peer.model.named_parameters()}
     assert names == set(state["outer"]) == set(state["sent_from"])
-    assert len(state["scalars"]["parts"]) == 2
+    assert len(state["scalars"]["shares"]) == 2
     empty = peer.worker.empty_state(["outer"])
     assert {name: tensor.shape for name, tensor in empty["outer"].items()} == {
         name: parameter.shape for name, parameter in peer.model.named_parameters()
@@ -184,7 +184,7 @@ def test_what_is_saved_is_laid_out_by_parameter_whatever_part_it_is_of() -> None
 
 
 @pytest.mark.parametrize("kind", ["blocking", "delayed"])
-def test_a_part_whose_aggregator_is_away_waits_and_the_others_go_on(kind: str) -> None:
+def test_a_share_whose_aggregator_is_away_waits_and_the_others_go_on(kind: str) -> None:
     """Back again, at another optimizer step at each peer, it contributes together with the others at both: in the blocking mode
     a LocalRun would refuse to wait for a peer that has not."""
     runs, peers = joined_peers(run_of(kind), 2)
@@ -200,10 +200,10 @@ def test_a_part_whose_aggregator_is_away_waits_and_the_others_go_on(kind: str) -
         peer.gates[1].shut = True
     step(14)
     assert [run.state.outer_step for run in runs] == [5, 1]
-    assert all(peer.worker.outer_step >= 4 and peer.worker.parts[1].pending for peer in peers)
+    assert all(peer.worker.outer_step >= 4 and peer.worker.shares[1].pending for peer in peers)
     peers[0].gates[1].shut = False
     step(1)
-    assert not peers[0].worker.parts[1].pending and peers[1].worker.parts[1].pending
+    assert not peers[0].worker.shares[1].pending and peers[1].worker.shares[1].pending
     peers[1].gates[1].shut = False
     step(12)
     assert [run.state.outer_step for run in runs] == [8, 4]
@@ -211,7 +211,7 @@ def test_a_part_whose_aggregator_is_away_waits_and_the_others_go_on(kind: str) -
         first, second = ({at for at in gate.sent_at if at > 20} for gate in peer.gates)
         assert second == first == {24, 28, 32}
         peer.worker.synchronize()
-        assert [part.digest for part in peer.worker.parts] == [run.state.digest for run in runs]
+        assert [share.digest for share in peer.worker.shares] == [run.state.digest for run in runs]
     for peer in peers:
         peer.die()
 
@@ -223,11 +223,11 @@ def test_a_part_that_is_finished_stays_at_theta_while_the_others_train_on() -> N
     for step in range(26):
         if step == 14:
             for peer in peers:
-                assert [part.finished for part in peer.worker.parts] == [True, False] and not peer.worker.finished
+                assert [share.finished for share in peer.worker.shares] == [True, False] and not peer.worker.finished
                 peer.gates[1].shut = False
         for peer in peers:
             peer.step()
-            if peer.worker.parts[1].pending and step > 14 and peer.worker.round_inner_steps == 0:
+            if peer.worker.shares[1].pending and step > 14 and peer.worker.round_inner_steps == 0:
                 theta = peer.worker.outer_state_dict()["embed.weight"]
                 assert torch.equal(peer.model.embed.weight, theta)
     assert [run.state.outer_step for run in runs] == [3, 3]

@@ -250,7 +250,7 @@ class TestTheFolder:
             case "torn manifest":
                 manifest.write_bytes(manifest.read_bytes()[:50])
             case "not a manifest":
-                manifest.write_text('{"format": 2}')
+                manifest.write_text('{"format": 3}')
         Peer(tmp_path).resume().check_state(expected)
         (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert "checkpoint-00000002" in line and "trying the checkpoint before it" in line and "\n" not in line
@@ -258,8 +258,8 @@ class TestTheFolder:
     def test_one_of_another_format_is_refused_not_passed_over(self, tmp_path: Path) -> None:
         Peer(tmp_path).save().wait()
         manifest = tmp_path / "checkpoint-00000001" / "peer.json"
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
-        with pytest.raises(FormatError, match=r"checkpoint-00000001/peer.json: format 3, this software reads format 2$"):
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 4}))
+        with pytest.raises(FormatError, match=r"checkpoint-00000001/peer.json: format 4, this software reads format 3$"):
             Peer(tmp_path).checkpoints.newest()
 
     @pytest.mark.parametrize(

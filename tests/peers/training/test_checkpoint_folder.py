@@ -133,7 +133,7 @@ class TestADamagedOne:
         manifest.write_bytes(data[: int(part * len(data))])
         self.refused(tmp_path, caplog, "peer.json", "damaged")
 
-    @pytest.mark.parametrize("text", ["[]", "{}", "null", '{"format": 2}', "[" * 100_000, "\udcff"])
+    @pytest.mark.parametrize("text", ["[]", "{}", "null", '{"format": 3}', "[" * 100_000, "\udcff"])
     def test_other_json(self, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
         (written(tmp_path) / "peer.json").write_bytes(text.encode(errors="surrogateescape"))
         if text in ("{}",):  # no format said: that of before formats were numbered

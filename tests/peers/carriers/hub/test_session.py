@@ -19,7 +19,7 @@ def view(outer_step: int = 5, *, phase: RunPhase = RunPhase.COLLECTING, sequence
 
 def attending(*views: View, now: float = 0.0, max_staleness: int = 0) -> Session:
     session = Session(lambda: 0.5, now, heartbeat_s=1.0, max_staleness=max_staleness)
-    session.dialled()
+    session.connecting()
     assert session.welcomed(WELCOME) is None
     for each in views:
         assert session.viewed(each) is None
@@ -127,7 +127,7 @@ def test_an_expelled_peer_stays_expelled(expel: Expel, decision: Decision) -> No
     assert session.decide(5, Sent(R, 5), now=99.0) == (decision, expel.reason)
     assert session.reconnect_delay() is None
     with pytest.raises(LocalProtocolError):
-        session.dialled()
+        session.connecting()
 
 
 def test_every_state_answers_every_question() -> None:
@@ -152,7 +152,7 @@ def waits_for(session: Session) -> str:
 def test_the_link_follows_its_table() -> None:
     session = Session(lambda: 0.5, 0.0)
     seen = [waits_for(session)]
-    session.dialled()
+    session.connecting()
     seen.append(waits_for(session))
     session.welcomed(WELCOME)
     seen.append(waits_for(session))
@@ -166,10 +166,10 @@ def test_the_link_follows_its_table() -> None:
 def test_messages_out_of_order_are_named_not_taken() -> None:
     session = Session(lambda: 0.5, 0.0)
     assert "offline" in (session.welcomed(WELCOME) or "")
-    session.dialled()
+    session.connecting()
     assert "greeting" in (session.viewed(view()) or "")
     with pytest.raises(LocalProtocolError, match="greeting"):
-        session.dialled()
+        session.connecting()
     session.welcomed(WELCOME)
     assert "welcomed" in (session.welcomed(WELCOME) or "")
 
@@ -177,7 +177,7 @@ def test_messages_out_of_order_are_named_not_taken() -> None:
 def test_another_run_is_not_welcome() -> None:
     session = attending(view())
     session.down(1.0)
-    session.dialled()
+    session.connecting()
     other = Welcome(run_id="run-2", peer_id="a", config_json="{}")
     assert "run-2" in (session.welcomed(other) or "")
     assert "greeting" in (session.viewed(view()) or "")
@@ -193,7 +193,7 @@ def test_a_view_overtaken_by_a_newer_one_is_dropped() -> None:
 def test_a_restarted_coordinator_may_count_its_views_anew() -> None:
     session = attending(view(6, sequence=900, oldest_update=1))
     session.down(1.0)
-    session.dialled()
+    session.connecting()
     session.welcomed(WELCOME)
     assert session.view is None
     session.viewed(view(6, sequence=1, oldest_update=6))
@@ -225,10 +225,10 @@ def test_cut_off_only_after_two_heartbeats() -> None:
     assert session.decide(5, Sent(R, 5), now=12.0)[0] is Decision.WAIT
     decision, reason = session.decide(5, Sent(R, 5), now=12.5)
     assert decision is Decision.CUT_OFF and "no connection" in reason
-    session.dialled()
+    session.connecting()
     session.down(13.0)  # a failed attempt does not reset the count
     assert session.cut_off(12.5)
-    session.dialled()
+    session.connecting()
     session.welcomed(WELCOME)
     assert not session.cut_off(99.0)
     assert session.decide(5, Sent(R, 5), now=99.0)[0] is Decision.WAIT
@@ -257,7 +257,7 @@ def test_open_round_asks_for_the_step_the_phase_and_a_newer_round() -> None:
 
 def test_founding_follows_the_newest_word() -> None:
     session = Session(lambda: 0.5, 0.0)
-    session.dialled()
+    session.connecting()
     assert session.founding(NEVER) is None
     session.welcomed(WELCOME)
     assert session.founding(NEVER) is None
@@ -268,23 +268,23 @@ def test_founding_follows_the_newest_word() -> None:
     assert session.founding(NEVER) is None
     session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=2))
     assert session.founding(Asked(1, 0)) == Asked(1, 2)
-    assert session.founding(Asked(1, 0).settled()) is None
+    assert session.founding(Asked(1, 0).end_of_connection()) is None
     session.viewed(view(0, phase=RunPhase.GATHERING, found=True, sequence=3))
-    assert session.founding(Asked(1, 0).settled()) is HAS_PARAMETERS
+    assert session.founding(Asked(1, 0).end_of_connection()) is HAS_PARAMETERS
 
 
 def test_founding_is_asked_again_over_a_new_connection() -> None:
     session = Session(lambda: 0.5, 0.0)
-    session.dialled()
+    session.connecting()
     session.welcomed(WELCOME)
     session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=0))
     session.down(1.0)
     assert session.founding(NEVER) is None
-    session.dialled()
+    session.connecting()
     session.welcomed(WELCOME)
     assert session.founding(NEVER) is None
     session.viewed(view(0, phase=RunPhase.FOUNDING, found=True, sequence=0))
-    assert session.founding(Asked(1, 0).settled()) == Asked(2, 0)
+    assert session.founding(Asked(1, 0).end_of_connection()) == Asked(2, 0)
 
 
 @pytest.mark.parametrize(
@@ -320,13 +320,13 @@ def test_delays_double_from_a_fifth_of_a_second_to_five_and_start_anew_once_welc
     session = Session(lambda: draw, 0.0)
     delays = []
     for _ in range(12):
-        session.dialled()
+        session.connecting()
         session.down(0.0)
         delays.append(session.reconnect_delay() or 0.0)
     assert all(0.2 <= delay <= 5.0 for delay in delays)
     assert delays == sorted(delays)
     assert delays[-1] == pytest.approx(5.0 * (1 + draw) / 2)
-    session.dialled()
+    session.connecting()
     session.welcomed(WELCOME)
     session.down(0.0)
     assert (session.reconnect_delay() or 9.0) <= 0.2
