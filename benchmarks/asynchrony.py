@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from edit.config.run import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
 from edit.lab.demo.corpus import plan_corpus, standard_library
@@ -112,7 +113,7 @@ class Race:
 
     def _trainer(self, text: Tokens, seed: int, i: int) -> Trainer:
         batches = Batches(text, MODEL.context, InnerConfig().batch_size, seed + 1 + i)
-        trainer = Trainer(
+        return Trainer(
             GPT(MODEL, seed),
             batches,
             InnerConfig(),
@@ -120,8 +121,6 @@ class Race:
             device=torch.device("cpu"),
             clock=lambda: self.now,
         )
-        trainer.position = lambda: self.done // PEERS
-        return trainer
 
     def _worker(self, i: int) -> EditWorker:
         config = WorkerConfig.of(self.config)
@@ -165,7 +164,7 @@ class Race:
             else:
                 self.now, i, seconds = heapq.heappop(ends)
                 self.busy_s += seconds
-                self.workers[i].count_tokens(self.trainers[i].step().tokens)
+                self.workers[i].count_tokens(self.trainers[i].step(lambda: self.done // PEERS).tokens)
                 self.done += 1
                 standing.add(i)
                 self._look_at_quorum(outer_step)
@@ -183,7 +182,7 @@ class Race:
 
     def result(self) -> dict[str, Any]:
         model = GPT(MODEL, 0)
-        state = {}
+        state: dict[str, Tensor] = {}
         for fragment, theta in zip(self.run.state.schema.fragments, self.run.state.theta, strict=True):
             parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
             state |= {t.name: part.view(t.shape) for t, part in zip(fragment.tensors, parts, strict=True)}

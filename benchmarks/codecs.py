@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,9 +42,9 @@ def jobs(flat: Tensor) -> dict[tuple[str, str], Callable[[], object]]:
     for name in codec_names():
         one = codec(name)
         encoded = EncodedTensor(name, flat.numel(), bytearray(one.encode(flat, fragment).data))
-        found[name, "encode"] = lambda one=one: one.encode(flat, fragment)
-        found[name, "decode_add"] = lambda one=one, encoded=encoded: one.decode_add(encoded, total, 0.25)
-        found[name, "measure"] = lambda encoded=encoded: measure(encoded)
+        found[name, "encode"] = partial(one.encode, flat, fragment)
+        found[name, "decode_add"] = partial(one.decode_add, encoded, total, 0.25)
+        found[name, "measure"] = partial(measure, encoded)
     return found
 
 

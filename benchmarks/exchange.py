@@ -1,10 +1,12 @@
 """One exchange of a whole model over gRPC with mutual TLS, beside a raw gRPC stream of the same bytes in the same run.
 
     python benchmarks/exchange.py  # 124M parameters, fp32 and int8, 2 and 4 peers: about 10 minutes on 2 cores
-    python benchmarks/exchange.py --parameters 5e6 --codecs int8 --peers 2
+    python benchmarks/exchange.py --parameters 50331648 --codecs int8 --peers 2 4 --label "what was changed"
 
 Coordinator and peers are separate processes on loopback; the penalty is on; a round is from the moment the last peer begins
-to encode to the moment the last peer has applied the update and checked its digest. The raw stream moves the same bytes by
+to encode to the moment the last peer has applied the update and checked its digest. Beside the wall time stands the CPU time of
+that round (user + system): of all processes, of the coordinator, of one peer; it says more on a machine that does other work,
+too. The raw stream moves the same bytes by
 the same number of client processes through one grpc.aio server process with the same TLS and chunk size, up and then down,
 and does nothing else: no codec, no checksum, no merge, no journal. Results are appended to
 benchmarks/results/exchange.jsonl.
@@ -19,6 +21,7 @@ import json
 import multiprocessing as mp
 import os
 import platform
+import resource
 import shutil
 import signal
 import statistics
@@ -28,7 +31,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import torch
@@ -36,7 +39,7 @@ import torch
 from edit.codecs import codec
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
-from edit.records import Committed, Contribution
+from edit.records import Committed, Contribution, Here
 from edit.replica.replica import Replica
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
@@ -44,8 +47,37 @@ from peers.carriers.io_thread import IoThread
 from peers.identity.peer_folder import PeerFolder
 
 CHUNK = 1 << 20
-ROUNDS = 4  # the first one warms up and is not counted
+ROUNDS = 6  # the first one warms up and is not counted
 RESULTS = Path(__file__).parent / "results" / "exchange.jsonl"
+
+
+class Round(NamedTuple):
+    """One round: wall seconds, and CPU seconds of the server and of all clients together."""
+
+    wall_s: float
+    server_cpu_s: float
+    clients_cpu_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        return self.server_cpu_s + self.clients_cpu_s
+
+
+def median(rounds: list[Round]) -> Round:
+    """Return the median of each column."""
+    return Round(*(statistics.median(column) for column in zip(*rounds, strict=True)))
+
+
+def own_cpu_s() -> float:
+    """Return the CPU seconds of this process so far, in all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def cpu_s_of(pid: int) -> float:
+    """Return the CPU seconds of another process so far, in all its threads; a tick is 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def blocks(parameters: int) -> Schema:
@@ -87,23 +119,24 @@ def peer(home: Path, parameters: int, codec_name: str, pipe: Connection) -> None
                     replica.parameters(i)[0].copy_(theta).add_(torch.empty_like(theta).normal_(0, 1e-3, generator=generator))
             pipe.send("ready")
             pipe.recv()
-            began = time.monotonic()
+            began, cpu_s = time.monotonic(), own_cpu_s()
             for i in range(len(replica.schema.fragments)):
                 payload = feedback.stage(i, replica.pseudo_gradient(i))
                 collective.contribute(Contribution(outer_step=step, fragment_id=i, inner_steps=1, tokens=1, payload=payload))
             outcome = collective.outcome(step, block=True)
             assert isinstance(outcome, Committed), outcome
-            after = replica.after(step + 1, {part.fragment_id: part.payload for part in outcome.commit.fragments})
+            steps = {part.fragment_id: Here(part.payload) for part in outcome.commit.fragments if part.payload is not None}
+            after = replica.after(step + 1, steps)
             assert after.digest == outcome.commit.digest
             replica.move(after, lambda _: None)
             for i in range(len(replica.schema.fragments)):
                 feedback.commit(i)
-            pipe.send((began, time.monotonic(), after.digest))
+            pipe.send((began, time.monotonic(), own_cpu_s() - cpu_s, after.digest))
         collective.close("measured")
 
 
-def ours(peers: int, parameters: int, codec_name: str) -> list[float]:
-    """Seconds of each counted round."""
+def ours(peers: int, parameters: int, codec_name: str) -> list[Round]:
+    """Return the counted rounds."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         (root / "run.toml").write_text(
@@ -126,15 +159,15 @@ def ours(peers: int, parameters: int, codec_name: str) -> list[float]:
                     [*command, "invite", "--state", root / "run", home.name], check=True, capture_output=True, text=True
                 ).stdout.strip()
                 subprocess.run([sys.executable, "-m", "peers", "join", line, "--home", home], check=True, capture_output=True)
-            return _measure([(peer, (home, parameters, codec_name)) for home in homes])
+            return _measure([(peer, (home, parameters, codec_name)) for home in homes], serving.pid)
         finally:
             serving.send_signal(signal.SIGTERM)
             serving.communicate(timeout=60)
 
 
-def _measure(work: list[tuple[Any, tuple[Any, ...]]]) -> list[float]:
+def _measure(work: list[tuple[Any, tuple[Any, ...]]], server: int) -> list[Round]:
     context = mp.get_context("spawn")
-    pipes, processes, seconds = [], [], []
+    pipes, processes, rounds = [], [], []
     for target, arguments in work:
         here, there = context.Pipe()
         process = context.Process(target=target, args=(*arguments, there))
@@ -146,16 +179,18 @@ def _measure(work: list[tuple[Any, tuple[Any, ...]]]) -> list[float]:
             pipe.send("prepare")
         for pipe in pipes:
             assert pipe.recv() == "ready"
+        server_cpu_s = cpu_s_of(server)
         for pipe in pipes:
             pipe.send("go")
         reports = [pipe.recv() for pipe in pipes]
-        assert len({report[2] for report in reports}) == 1, "digests differ"
-        seconds.append(max(report[1] for report in reports) - max(report[0] for report in reports))
+        assert len({report[3] for report in reports}) == 1, "digests differ"
+        wall_s = max(report[1] for report in reports) - max(report[0] for report in reports)
+        rounds.append(Round(wall_s, cpu_s_of(server) - server_cpu_s, sum(report[2] for report in reports)))
     for pipe in pipes:
         pipe.send("end")
     for process in processes:
         process.join()
-    return seconds[1:]
+    return rounds[1:]
 
 
 # ---- the raw stream --------------------------------------------------------------------------------------------------------
@@ -166,15 +201,16 @@ def raw_client(address: str, tls: Path, up: int, down: int, pipe: Connection) ->
 
     async def run() -> None:
         async with grpc.aio.secure_channel(address, _client_tls(tls), options=_LIMITS) as channel:
-            send, receive = channel.stream_unary("/raw/up"), channel.unary_stream("/raw/down")
+            send: Any = channel.stream_unary("/raw/up")
+            receive: Any = channel.unary_stream("/raw/down")
             while pipe.recv() != "end":
                 pipe.send("ready")
                 pipe.recv()
-                began = time.monotonic()
+                began, cpu_s = time.monotonic(), own_cpu_s()
                 await send(_pieces(up))
                 async for _ in receive(down.to_bytes(8, "little")):
                     pass
-                pipe.send((began, time.monotonic(), "raw"))
+                pipe.send((began, time.monotonic(), own_cpu_s() - cpu_s, "raw"))
 
     asyncio.run(run())
 
@@ -204,7 +240,13 @@ def raw_server(tls: Path, pipe: Connection) -> None:
 
     async def run() -> None:
         server = grpc.aio.server(options=_LIMITS)
-        handlers = {"up": grpc.stream_unary_rpc_method_handler(up), "down": grpc.unary_stream_rpc_method_handler(down)}
+        handlers: dict[str, Any] = {
+            "up": grpc.stream_unary_rpc_method_handler(up),
+            "down": grpc.unary_stream_rpc_method_handler(down),
+        }
+            "up": grpc.stream_unary_rpc_method_handler(up),
+            "down": grpc.unary_stream_rpc_method_handler(down),
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
         ca, key, certificate = ((tls / name).read_bytes() for name in ("ca.pem", "server.key", "server.pem"))
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)], ca, True))
@@ -215,8 +257,8 @@ def raw_server(tls: Path, pipe: Connection) -> None:
     asyncio.run(run())
 
 
-def raw(peers: int, up: int, down: int) -> list[float]:
-    """Seconds of each counted transfer of the same bytes."""
+def raw(peers: int, up: int, down: int) -> list[Round]:
+    """Return the counted transfers of the same bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         tls = Path(scratch) / "run"
         subprocess.run([sys.executable, "-m", "aggregator", "init", "--state", tls], check=True, capture_output=True)
@@ -226,7 +268,8 @@ def raw(peers: int, up: int, down: int) -> list[float]:
         server.start()
         try:
             address = f"127.0.0.1:{here.recv()}"
-            return _measure([(raw_client, (address, tls, up, down)) for _ in range(peers)])
+            assert server.pid is not None
+            return _measure([(raw_client, (address, tls, up, down)) for _ in range(peers)], server.pid)
         finally:
             server.kill()
             server.join()
@@ -237,26 +280,44 @@ def main() -> None:
     arguments.add_argument("--parameters", type=float, default=124e6)
     arguments.add_argument("--codecs", nargs="+", default=["fp32", "int8"])
     arguments.add_argument("--peers", nargs="+", type=int, default=[2, 4])
+    arguments.add_argument("--label", default="", help="written beside the figures")
     options = arguments.parse_args()
     schema = blocks(int(options.parameters))
     print(f"{schema.numel:,} parameters, {os.cpu_count()} cores, {shutil.disk_usage('/tmp').free >> 30} GiB free")
-    print(f"{'codec':6} {'peers':>5} {'MB up':>8} {'round s':>8} {'raw s':>8} {'ratio':>6}")
+    print(f"{'':28}{'ours':>32}{'raw gRPC':>16}")
+    columns = "".join(f"{name:>8}" for name in ("wall s", "CPU s", "coord.", "a peer", "wall s", "CPU s"))
+    print(f"{'codec':6} {'peers':>5} {'MB up':>8} {'load':>6}{columns}")
     for codec_name in options.codecs:
         size = sum(codec(codec_name).encoded_size(fragment.numel) for fragment in schema.fragments)
         for peers in options.peers:
-            limit = statistics.median(raw(peers, size, size))
-            round_s = statistics.median(ours(peers, int(options.parameters), codec_name))
-            print(f"{codec_name:6} {peers:5} {size / 1e6:8.1f} {round_s:8.2f} {limit:8.2f} {round_s / limit:6.2f}", flush=True)
+            limit = median(raw(peers, size, size))
+            load = os.getloadavg()[0]
+            round_ = median(ours(peers, int(options.parameters), codec_name))
+            figures = (
+                round_.wall_s,
+                round_.cpu_s,
+                round_.server_cpu_s,
+                round_.clients_cpu_s / peers,
+                limit.wall_s,
+                limit.cpu_s,
+            )
+            columns = "".join(f"{figure:8.2f}" for figure in figures)
+            print(f"{codec_name:6} {peers:5} {size / 1e6:8.1f} {load:6.1f}{columns}", flush=True)
             row = {
                 "date": datetime.date.today().isoformat(),
+                "label": options.label,
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+                "load_before": round(load, 2),
                 "parameters": schema.numel,
                 "codec": codec_name,
                 "peers": peers,
                 "bytes_up_per_peer": size,
-                "round_s": round(round_s, 3),
-                "raw_grpc_s": round(limit, 3),
-                "ratio": round(round_s / limit, 3),
+                "round_s": round(round_.wall_s, 3),
+                "cpu_s": round(round_.cpu_s, 3),
+                "coordinator_cpu_s": round(round_.server_cpu_s, 3),
+                "peer_cpu_s": round(round_.clients_cpu_s / peers, 3),
+                "raw_grpc_s": round(limit.wall_s, 3),
+                "raw_grpc_cpu_s": round(limit.cpu_s, 3),
             }
             RESULTS.parent.mkdir(exist_ok=True)
             with RESULTS.open("a") as file:

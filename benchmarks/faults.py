@@ -32,21 +32,21 @@ import torch
 from rich.console import Console
 
 from edit.lab.chaos.command import run_chaos
-from edit.lab.chaos.faults import COORDINATOR, Fault, Kind
+from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.history import History, Incident
 from edit.lab.chaos.invariants import broken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json
 from edit.lab.chaos.testbed import Testbed
 from edit.lab.observer import Observer, open_observer
-from edit.lab.processes import terminated_as_interrupt
+from edit.lab.processes import COORDINATOR, terminated_as_interrupt
 from edit.lab.tail import JsonLines
 from editpb import control_pb2, control_pb2_grpc
 
 RESULTS = Path(__file__).parent / "results" / "faults.jsonl"
 PUBLISHED_KILL = {"survivor_next_commit_s": 5.0, "victim_again_s": 54.0}
 PUBLISHED_COUNTED = {69: 0.882, 85: 0.850}  # torchft deployment
-PUBLISHED_MANY = {"rate": 125, "participation": "about 16 of 32"}
+PUBLISHED_MANY: dict[str, Any] = {"rate": 125, "participation": "about 16 of 32"}
 LARGE = {"layers": 8, "width": 720, "heads": 8, "batch_size": 1}  # 50M parameters
 
 
@@ -128,9 +128,9 @@ def pair(options: ChaosOptions) -> Iterator[Pair]:
             observer.close()
 
 
-def kill_one_of_two(out: Path, times: int, model: dict[str, int]) -> dict[str, Any]:
+def kill_one_of_two(out: Path, times: int, model: dict[str, Any]) -> dict[str, Any]:
     """Part kill: medians over `times` kills."""
-    patient = {"heartbeat_s": 1.0, "lease_s": 6.0, "floor_s": 30.0, "ceiling_s": 60.0, "checkpoint_every": 20}
+    patient: dict[str, Any] = {"heartbeat_s": 1.0, "lease_s": 6.0, "floor_s": 30.0, "ceiling_s": 60.0, "checkpoint_every": 20}
     options = ChaosOptions(peers=2, faults=(), throttle=1.0, disk_bytes=0, out=out, **patient, **model)
     measured: list[dict[str, float]] = []
     with pair(options) as both:
@@ -168,16 +168,16 @@ def faults_per_hour(part: str, options: ChaosOptions, rate: int, published: obje
 
 
 def replicas(out: Path, minutes: float, rate: int, seed: int) -> dict[str, Any]:
-    kills = {"kinds": (Kind.KILL_PEER,), "gap_s": 3600 / rate, "longest_s": 0.2}
+    kills: dict[str, Any] = {"kinds": (Kind.KILL_PEER,), "gap_s": 3600 / rate, "longest_s": 0.2}
     options = ChaosOptions(peers=2, seconds=60 * minutes, seed=seed, out=out, disk_bytes=0, throttle=4.0, **kills)
     return faults_per_hour("replicas", options, rate, PUBLISHED_COUNTED.get(rate))
 
 
 def many(out: Path, minutes: float, peers: int, seed: int) -> dict[str, Any]:
     rate = int(PUBLISHED_MANY["rate"])
-    kills = {"kinds": (Kind.KILL_PEER,), "gap_s": 3600 / rate, "longest_s": 0.2}
-    patient = {"quorum": peers // 2, "floor_s": 3.0, "ceiling_s": 30.0, "heartbeat_s": 1.0, "lease_s": 10.0}
-    slow = {"throttle": 30.0, "start_s": 180.0, "begin_s": 900.0, "disk_bytes": 0}
+    kills: dict[str, Any] = {"kinds": (Kind.KILL_PEER,), "gap_s": 3600 / rate, "longest_s": 0.2}
+    patient: dict[str, Any] = {"quorum": peers // 2, "floor_s": 3.0, "ceiling_s": 30.0, "heartbeat_s": 1.0, "lease_s": 10.0}
+    slow: dict[str, Any] = {"throttle": 30.0, "start_s": 180.0, "begin_s": 900.0, "disk_bytes": 0}
     options = ChaosOptions(peers=peers, seconds=60 * minutes, seed=seed, out=out, **kills, **patient, **slow)
     return faults_per_hour("many", options, rate, PUBLISHED_MANY["participation"])
 

@@ -37,13 +37,14 @@ WARM_UP = 2  # outer steps (of a whole model) that are not counted
 
 def settings(mode: str, every: int, rounds: int) -> dict[str, Any]:
     """The run.toml of one mode; streaming is delayed with groups."""
-    sync: dict[str, Any] = {
+    modes: dict[str, dict[str, Any]] = {
         "blocking": {},
         "forward": {"mode": "forward"},
         "delayed": {"mode": "delayed", "delay": every * 4 // 5},
         "eager": {"mode": "eager", "delay": every * 4 // 5},
         "streaming": {"mode": "delayed", "groups": GROUPS, "delay": every // GROUPS},
-    }[mode]
+    }
+    sync = modes[mode]
     outer_steps = (rounds + WARM_UP + 1) * sync.get("groups", 1)
     return {
         "name": "overlap",

@@ -59,7 +59,8 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+        change: Tensor = self.down(functional.gelu(self.up(self.norm(hidden))))
+        return hidden + change
 
 
 class Transformer(nn.Module):
@@ -76,7 +77,8 @@ class Transformer(nn.Module):
         hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -122,7 +124,8 @@ class Peer:
         self.taken += 1
         self.worker.count_tokens(tokens.numel())
         self.optimizer.zero_grad()
-        functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten()).backward()
+        loss = functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         if damage != 1.0:
             with torch.no_grad():

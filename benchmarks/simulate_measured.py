@@ -149,7 +149,7 @@ class Watched:
         later = [line for line in self.coordinator if line["kind"] == "member" and line["t"] > killed_at]
         mine = [line for line in later if line["peer_id"] == PEERS[1]]
         training = next(place for place, line in enumerate(mine) if line["state"] == "training")
-        return max(line["t"] for line in mine[:training] if line["state"] == "starting")
+        return max(float(line["t"]) for line in mine[:training] if line["state"] == "starting")
 
     def gaps(self, name: str, *, exchanging: bool) -> list[tuple[dict[str, Any], float]]:
         """Seconds of ten steps in a row, and the line before them: of those that begin with waiting for an exchange (a peer
@@ -177,7 +177,7 @@ class Watched:
         """Inner steps of all its processes until the last commit."""
         lines = [line for line in self.steps[name] if line["t"] <= self.ended + 0.05]
         lives = [before["step"] for before, after in pairwise(lines) if after["step"] <= before["step"]]
-        return sum(lives) + lines[-1]["step"]
+        return float(sum(lives) + lines[-1]["step"])
 
     def _participation(self) -> Iterator[float]:
         for commit in self.commits:
