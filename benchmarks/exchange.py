@@ -244,9 +244,6 @@ def raw_server(tls: Path, pipe: Connection) -> None:
             "up": grpc.stream_unary_rpc_method_handler(up),
             "down": grpc.unary_stream_rpc_method_handler(down),
         }
-            "up": grpc.stream_unary_rpc_method_handler(up),
-            "down": grpc.unary_stream_rpc_method_handler(down),
-        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
         ca, key, certificate = ((tls / name).read_bytes() for name in ("ca.pem", "server.key", "server.pem"))
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)], ca, True))
