@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,14 +15,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from aggregator.operator_client import call_every, call_operator, drain_run, pause_run, read_status, resume_run
 from aggregator.operator_client import evict_peer as evict_remote
 from aggregator.run_template import RUN_TOML
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
-from edit.command_line import run_command
+from edit.command_line import log_to_stderr, run_command
 from edit.errors import ConfigError
+from edit.plain_text import json_text, printable
 from editpb.run_status import MemberStatus, RunStatus
 
 __all__ = ["app", "main"]
@@ -106,9 +106,7 @@ def serve(
     )  # read when torch is imported: threads that wait leave the CPU to others
     from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
-    )
+    log_to_stderr()
     asyncio.run(serve_run(StateFolder(state), threads=threads, accept_rollback=accept_rollback))
 
 
@@ -157,24 +155,24 @@ def status(
     further = tuple(replace(one, aggregator=number) for number, one in answers.said.items() if number > 0)
     run = replace(answers.said[0], aggregators=further)
     if as_json:
-        typer.echo(json.dumps(run.as_json(), indent=2))
+        typer.echo(json_text(run.as_json(), indent=2))
     else:
         _print_status(Console(), run, rounds)
     answers.check()
 
 
 def _print_status(console: Console, run: RunStatus, rounds: int) -> None:
-    _print_headline(console, f"[bold]{run.run_id}[/]", run)
+    _print_headline(console, _words(run.run_id, "bold"), run)
     for one in run.aggregators:
-        _print_headline(console, f"aggregator {one.aggregator}", one)
+        _print_headline(console, Text(f"aggregator {one.aggregator}"), one)
     _print_members(console, run.members)
     table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
     for report in run.rounds[-rounds:] if rounds else ():
         table.add_row(
             str(report.round_id),
             str(report.outer_step),
-            "[green]committed[/]" if report.committed else "[yellow]aborted[/]",
-            report.reason,
+            Text("committed", "green") if report.committed else Text("aborted", "yellow"),
+            _words(report.reason),
             f"{report.seconds:.1f}",
             f"{report.bytes_in / 1e6:.2f}",
             f"{report.bytes_out / 1e6:.2f}",
@@ -182,14 +180,20 @@ def _print_status(console: Console, run: RunStatus, rounds: int) -> None:
     console.print(table)
 
 
-def _print_headline(console: Console, who: str, run: RunStatus) -> None:
-    console.print(
-        f"{who}  {run.phase}  outer step {run.outer_step} of {run.outer_steps}  "
+def _words(text: str, style: str = "") -> Text:
+    """Return what a member or a coordinator wrote, as it stands: no markup, nothing that a terminal would obey."""
+    return Text(printable(text), style)
+
+
+def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
+    facts = (
+        f"  {run.phase}  outer step {run.outer_step} of {run.outer_steps}  "
         f"{run.parameters:,} parameters  digest {run.digest[:12]}"
         f"{'  draining' if run.draining and run.phase != 'finished' else ''}"
     )
+    console.print(who + _words(facts))
     if run.reason:
-        console.print(f"[yellow]{run.reason}[/]", highlight=False, soft_wrap=True)
+        console.print(_words(run.reason, "yellow"), soft_wrap=True)
 
 
 @app.command()
@@ -200,7 +204,7 @@ def members(state: State = Path("edit-run"), as_json: AsJson = False) -> None:
     """
     rows = call_operator(StateFolder(state), read_status).members
     if as_json:
-        typer.echo(json.dumps([row.as_json() for row in rows], indent=2))
+        typer.echo(json_text([row.as_json() for row in rows], indent=2))
     else:
         _print_members(Console(), rows)
 
@@ -225,11 +229,11 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
     )
     for row in rows:
         table.add_row(
-            row.peer_id,
-            row.role,
-            row.state,
-            row.reason,
-            f"{row.phase}, optional" if row.optional else row.phase,
+            _words(row.peer_id),
+            _words(row.role),
+            _words(row.state),
+            _words(row.reason),
+            _words(f"{row.phase}, optional" if row.optional else row.phase),
             _uploaded(row),
             str(row.outer_step),
             str(row.inner_steps),

@@ -7,7 +7,6 @@ elsewhere (`aggregator.storage`).
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEvent
+from edit.plain_text import json_text
 
 __all__ = ["MetricsLog"]
 
@@ -47,7 +47,7 @@ class MetricsLog:
 
     def line(self, kind: str, unix: float, fields: Mapping[str, object]) -> None:
         """Append one line, soon; `unix`: seconds since 1970."""
-        text = json.dumps({"kind": kind, "t": round(unix, 3), **fields}) + "\n"
+        text = json_text({"kind": kind, "t": round(unix, 3), **fields}) + "\n"
         if self._room.acquire(blocking=False):
             self._files.submit(self._append, text)
         elif not self._overrun:

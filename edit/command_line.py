@@ -1,14 +1,19 @@
-"""How every command ends: an error is one line and its own exit code; a bug is a traceback and exit code 70."""
+"""How every command logs and ends: one line for each message, one line and an exit code of its own for each error.
+
+A bug is a traceback and exit code 70. Whatever others wrote is printed without control characters (`edit.plain_text`).
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Callable
 
 from edit.errors import EditError
+from edit.plain_text import printable
 
-__all__ = ["run_command"]
+__all__ = ["log_to_stderr", "run_command"]
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:
@@ -19,10 +24,32 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     try:
         command()
     except EditError as error:
-        print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+        print(_lines(f"{program}: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception:  # the outermost frame: any other exception is a bug
-        traceback.print_exc()
+        print(_lines(traceback.format_exc()), end="", file=sys.stderr)  # noqa: T201
         sys.exit(70)
+
+
+def log_to_stderr(level: int = logging.INFO, who: str = "") -> None:
+    """Log messages of `level` and above to stderr, each as one line with the time of day. who: begins every message."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _OneLine(logging.Formatter):
+    """A message is one line, whatever is in it; a traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: logging._SysExcInfoType) -> str:
+        return _lines(super().formatException(ei))
+
+
+def _lines(text: str) -> str:
+    """Return `text` with the ends of its lines as its only control characters."""
+    return "\n".join(printable(line) for line in text.split("\n"))

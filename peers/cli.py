@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edit.command_line import run_command
+from edit.command_line import log_to_stderr, run_command
 
 __all__ = ["app", "main"]
 
@@ -186,9 +185,7 @@ def _log_lines() -> None:
 
     launch = launched()
     level, who = (logging.INFO, "") if launch.leads else (logging.WARNING, f"rank {launch.rank}: ")
-    logging.basicConfig(
-        level=level, format=f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S", stream=sys.stderr
-    )
+    log_to_stderr(level, who)
 
 
 def main() -> None:

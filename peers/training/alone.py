@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
+from edit.plain_text import json_text
 from peers.training.data import Batches, Tokens, evaluate
 from peers.training.trainer import StepResult, Trainer
 
@@ -90,7 +90,7 @@ def _summary(recent: list[StepResult]) -> dict[str, float]:
 
 
 def _write(lines: TextIO, values: dict[str, float]) -> None:
-    lines.write(json.dumps({"kind": "alone", **values}) + "\n")
+    lines.write(json_text({"kind": "alone", **values}) + "\n")
     lines.flush()
 
 

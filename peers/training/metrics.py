@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import TracebackType
 from typing import TextIO
 
 from edit.errors import ConfigError
+from edit.plain_text import json_text
 
 __all__ = ["Metrics"]
 
@@ -49,8 +48,7 @@ class Metrics:
     def step(self, step: int, loss: float, tokens_per_s: float, outer_step: int) -> None:
         """Write that an inner step was taken, if it is a tenth one."""
         if step % EVERY == 0:
-            shown = loss if math.isfinite(loss) else None
-            self._write("step", {"step": step, "loss": shown, "tokens_per_s": round(tokens_per_s, 1), "outer_step": outer_step})
+            self._write("step", {"step": step, "loss": loss, "tokens_per_s": round(tokens_per_s, 1), "outer_step": outer_step})
 
     def outer(self, outer_step: int, digest: str, reason: str, aggregator: int = 0) -> None:
         """Write that the outer parameters of this aggregator's fragments changed, or that a round was lost."""
@@ -63,5 +61,5 @@ class Metrics:
 
     def _write(self, kind: str, values: dict[str, object]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, "t": round(self._clock(), 3), **values}) + "\n")
+            self._file.write(json_text({"kind": kind, "t": round(self._clock(), 3), **values}) + "\n")
             self._file.flush()

@@ -7,6 +7,7 @@ from collections.abc import Sized
 from typing import NoReturn
 
 from edit.errors import RemoteProtocolError
+from edit.plain_text import printable
 
 __all__ = [
     "MAX_BOXES_PER_TENSOR",
@@ -77,7 +78,7 @@ def is_id(text: str) -> bool:
 
 def one_line(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Return `text` as it may be sent or shown: control characters as spaces, at most `limit` characters."""
-    return "".join(c if c.isprintable() else " " for c in text[:limit])
+    return printable(text[:limit])
 
 
 def check_id(field: str, text: str) -> str:

@@ -102,12 +102,12 @@ class Heartbeat:
     serving: Serving | None = None  # the snapshot of `outer_step`; None: it serves none
 
     def as_json(self) -> dict[str, str | int | float | None]:
-        """Return the values of a `peer` line of metrics.jsonl; a loss that is not finite is None."""
+        """Return the values of a `peer` line of metrics.jsonl. `json_text` writes them: a loss that is not finite as null."""
         return {
             "state": self.state.value,
             "outer_step": self.outer_step,
             "inner_steps": self.inner_steps,
-            "loss": self.loss if math.isfinite(self.loss) else None,
+            "loss": self.loss,
             "tokens_per_s": self.tokens_per_s,
             "step_s": self.step_s,
             "bytes_sent": self.bytes_sent,

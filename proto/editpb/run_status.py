@@ -6,7 +6,6 @@ a coordinator answer at once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from edit.records import FragmentCommit
@@ -76,7 +75,7 @@ class MemberStatus:
     optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
 
     def as_json(self) -> dict[str, object]:
-        """Return one row of `members --json`; a loss that is not finite is null."""
+        """Return one row of `members --json`. `json_text` writes it: a number that is not finite as null."""
         return {
             "peer_id": self.peer_id,
             "role": self.role,
@@ -85,7 +84,7 @@ class MemberStatus:
             "silent_s": self.silent_s,
             "outer_step": self.outer_step,
             "inner_steps": self.inner_steps,
-            "loss": _number(self.loss),
+            "loss": self.loss,
             "tokens_per_s": self.tokens_per_s,
             "step_s": self.step_s,
             "bytes_sent": self.bytes_sent,
@@ -129,7 +128,7 @@ class RunStatus:
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
 
     def as_json(self) -> dict[str, object]:
-        """Return the values of `status --json`: flat, stable names for scripts; NaN as null, no deadline as -1."""
+        """Return the values of `status --json`: flat, stable names for scripts; no deadline is -1. `json_text` writes them."""
         status: dict[str, object] = {
             "run_id": self.run_id,
             "phase": self.phase,
@@ -157,13 +156,8 @@ class RunStatus:
 def _verdicts(fragment: FragmentCommit) -> dict[str, object]:
     return {
         "fragment_id": fragment.fragment_id,
-        "merged_norm": _number(fragment.merged_norm),
-        "clip": _number(fragment.clip),
-        "peers": {v.peer_id: [v.verdict.value, _number(v.norm), _number(v.weight)] for v in fragment.verdicts},
+        "merged_norm": fragment.merged_norm,
+        "clip": fragment.clip,
+        "peers": {v.peer_id: [v.verdict.value, v.norm, v.weight] for v in fragment.verdicts},
         "staleness": {v.peer_id: v.staleness for v in fragment.verdicts if v.staleness},
     }
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity: both are null."""
-    return value if math.isfinite(value) else None

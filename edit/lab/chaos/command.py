@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import torch
@@ -12,6 +11,7 @@ from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
 from edit.lab.processes import terminated_as_interrupt
+from edit.plain_text import json_text
 
 __all__ = ["run_chaos"]
 
@@ -28,9 +28,9 @@ def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Repor
         for fault in chaos.report.schedule:
             log.line(f"planned {fault}")
         report = chaos.run()
-    (options.out / "chaos.json").write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
+    (options.out / "chaos.json").write_text(json_text(as_json(report), indent=1) + "\n", encoding="utf-8")
     if json_only:
-        print(json.dumps(as_json(report)))  # noqa: T201
+        print(json_text(as_json(report)))  # noqa: T201
     else:
         Console().print(tables(report))
     if report.violation is not None:

@@ -37,6 +37,7 @@ from edit.lab.observer import open_observer
 from edit.lab.processes import Programs, Supervisor, terminated_as_interrupt
 from edit.lab.run_toml import to_toml
 from edit.lab.units import bytes_text
+from edit.plain_text import json_text
 from edit.records import Snapshot
 
 __all__ = ["Demo", "Dependencies", "RunView", "run_demo"]
@@ -203,7 +204,7 @@ class Demo:
         )
         settings = self._folder.run_toml.read_text(encoding="utf-8") if self._folder.run_toml.exists() else ""
         try:
-            self._folder.results.write_text(json.dumps(results.as_json(), indent=2) + "\n", encoding="utf-8")
+            self._folder.results.write_text(json_text(results.as_json(), indent=2) + "\n", encoding="utf-8")
             self._folder.report.write_text(render_report(self._state, results, settings, self._started), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{self._folder.path}: cannot be written ({error.strerror})") from error

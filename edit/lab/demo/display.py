@@ -71,7 +71,7 @@ class PlainDisplay:
         self._printed = len(state.events)
         if state.outer_step >= self._next_step:
             self._next_step = state.outer_step + max(1, state.outer_steps // 20)
-            self._console.print(progress_line(state, frame), soft_wrap=True, highlight=False)
+            self._console.print(progress_line(state, frame), soft_wrap=True, highlight=False, markup=False)
 
 
 def open_display(console: Console, frame: FrameNow) -> Display:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -10,6 +9,7 @@ from typing import IO, Any
 from edit.lab.demo.event_messages import EventMessages
 from edit.lab.demo.state import DemoState
 from edit.lab.tail import JsonLines
+from edit.plain_text import json_text
 
 __all__ = ["LONE", "Recorder"]
 
@@ -57,7 +57,7 @@ class Recorder:
     def _take(self, source: str, record: Mapping[str, Any]) -> None:
         self.state.apply(record)
         if self._file is not None:
-            self._file.write(json.dumps({"source": source, **record}) + "\n")
+            self._file.write(json_text({"source": source, **record}) + "\n")
             self._file.flush()
         for event in self._messages.events_of(record, self.state):
             self._take("lab", {"kind": "event", "t": event.t, "text": event.text, "tone": event.tone})

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edit.lab.observations import Point, Status
+from edit.plain_text import printable
 
 __all__ = ["Cell", "DemoState", "Event", "PeerRow", "RoundRow", "Total"]
 
@@ -162,7 +163,7 @@ class DemoState:
         row = self.peers.get(str(record["peer_id"]))
         if row is None:
             return
-        row.state, row.reason = str(record["state"]), str(record.get("reason", ""))
+        row.state, row.reason = _words(record["state"]), _words(record.get("reason", ""))
         if row.state in ("lost", "left", "evicted"):
             row.gone()
 
@@ -191,7 +192,7 @@ class DemoState:
             round_id=int(record["round_id"]),
             outer_step=int(record["outer_step"]),
             committed=bool(record["committed"]),
-            reason=str(record["reason"]),
+            reason=_words(record["reason"]),
             seconds=float(record["seconds"]),
             bytes_in=int(record["bytes_in"]),
             bytes_out=int(record["bytes_out"]),
@@ -208,7 +209,7 @@ class DemoState:
         self.lone.append(Point(float(record["t"]), int(record["step"]), float(record["loss"])))
 
     def _event(self, record: Record) -> None:
-        self.events.append(Event(float(record["t"]), str(record["text"]), str(record.get("tone", "info"))))
+        self.events.append(Event(float(record["t"]), _words(record["text"]), str(record.get("tone", "info"))))
 
     def _validation(self, record: Record) -> None:
         point = Point(float(record["t"]), int(record["step"]), float(record["loss"]))
@@ -234,6 +235,11 @@ def _cell(fragments: list[tuple[str, float, float]]) -> Cell:
         bad=sum(verdict != "ok" for verdict in verdicts),
         fragments=len(fragments),
     )
+
+
+def _words(value: Any) -> str:
+    """Return what a member may have written, as one line for screens."""
+    return printable(str(value))
 
 
 def _number(value: Any, otherwise: float) -> float:

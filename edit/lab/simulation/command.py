@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from edit.lab.simulation.outcome import Outcome, table
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.simulate import simulate
 from edit.lab.units import duration_text
+from edit.plain_text import json_text
 
 __all__ = ["run_simulation"]
 
@@ -30,7 +30,7 @@ def run_simulation(scenario: Path | None, settings: list[str], as_json: bool, co
         outcome = simulate(chosen, progress)
     needed_s = time.perf_counter() - started
     if as_json:
-        print(json.dumps({**outcome.as_json(), "needed_s": round(needed_s, 3)}))  # noqa: T201
+        print(json_text({**outcome.as_json(), "needed_s": round(needed_s, 3)}))  # noqa: T201
     else:
         Console().print(table(outcome, needed_s))
     _insist(outcome)

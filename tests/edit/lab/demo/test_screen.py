@@ -142,3 +142,23 @@ def test_a_curve_as_blocks_keeps_its_scale_and_its_gaps():
     values = resample([Point(0.0, step, loss) for step, loss in ((0, 4.0), (5, 2.0), (25, 1.0), (40, 1.0))], 4, 40)
     assert values[0] == 3.0
     assert sparkline(values, 1.0, 3.0) == "█ ▁▁"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_members_words_are_text_on_both_displays(terminal):
+    words = "[/nothing] [red]x[/] \x1b[2J\n\u202e"
+    state = DemoState(["peer-0"], outer_steps=10, sync_every=30)
+    state.apply({"kind": "member", "t": 100.0, "peer_id": "peer-0", "state": words, "reason": words})
+    state.apply({"kind": "event", "t": 100.0, "text": words})
+    line = {"kind": "round", "t": 5.0, "round_id": 7, "outer_step": 3, "committed": True, "reason": words}
+    state.apply({**line, "seconds": 1.0, "bytes_in": 1, "bytes_out": 1, "verdicts": []})
+    screen = io.StringIO()
+    console = Console(file=screen, width=300, height=60, color_system=None, force_terminal=terminal, legacy_windows=False)
+    if terminal:
+        console.print(render(state, FRAME))
+    else:
+        with PlainDisplay(console, lambda rounds, events: FRAME) as display:
+            display.draw(state)
+    lines = screen.getvalue().split("\n")
+    assert sum("[/nothing] [red]x[/]  [2J" in shown for shown in lines) >= 2
+    assert all(shown.isprintable() for shown in lines)

@@ -1,0 +1,44 @@
+"""Text that others may have written: shown without effects on a terminal, and values as JSON that every parser reads."""
+
+from __future__ import annotations
+
+import json
+import math
+
+__all__ = ["json_text", "printable"]
+
+
+def printable(text: str) -> str:
+    """Return `text` as one line that a terminal shows as it stands.
+
+    Whatever `str.isprintable` refuses becomes a space: control characters, so ANSI escapes too, line ends, and marks that turn
+    the direction of writing.
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """Return `value` as JSON of RFC 8259, which has no NaN and no infinity: both become null.
+
+    Args:
+        value: dictionaries with string keys, lists, tuples, strings, numbers, booleans and None, nested.
+        indent: as that of `json.dumps`; None writes one line.
+
+    Raises TypeError for any other kind of value.
+    """
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case _:
+            return value

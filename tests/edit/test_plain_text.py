@@ -1,0 +1,61 @@
+import json
+import math
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edit.plain_text import json_text, printable
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def as_read(value: object) -> object:
+    """What a reader should get of `value`."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case list() | tuple():
+            return [as_read(each) for each in value]
+        case dict():
+            return {key: as_read(each) for key, each in value.items()}
+        case _:
+            return value
+
+
+@given(VALUES, st.sampled_from([None, 2]))
+def test_json_is_read_back_with_null_for_what_is_not_finite(value, indent):
+    assert json.loads(json_text(value, indent=indent), parse_constant=no_constant) == as_read(value)
+
+
+def test_one_line_without_an_indent():
+    assert json_text({"a": [math.nan, 1.5], "b": ("x\ny", -math.inf)}) == '{"a": [null, 1.5], "b": ["x\\ny", null]}'
+
+
+def test_a_value_that_json_does_not_have_is_an_error():
+    with pytest.raises(TypeError):
+        json_text({"a": {1, 2}})
+    with pytest.raises(TypeError):
+        json_text({"a": {1, 2}, "b": math.nan})
+
+
+@given(st.text())
+def test_a_printed_line_has_nothing_that_a_terminal_obeys(text):
+    shown = printable(text)
+    assert len(shown) == len(text)
+    assert not {unicodedata.category(c) for c in shown} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    assert all(a == b for a, b in zip(shown, text, strict=True) if b.isprintable())
+
+
+@pytest.mark.parametrize("text", ["\x1b[31mred", "a\nb", "a\r\nb", "x\u202ey", "x\u2066y", "\x9b2J", "a\u2028b", "\x07"])
+def test_escapes_line_ends_and_marks_of_direction_become_spaces(text):
+    assert printable(text).isprintable() and " " in printable(text)
+    assert printable("ordinary, auch mit Umlauten: äöü") == "ordinary, auch mit Umlauten: äöü"
