@@ -109,7 +109,7 @@ class Attendances:
         if counted:
             del self._open[peer_id, rank]
         if rank == 0:
-            self._publish(self.membership.closed(peer_id, attendance.number, reason, self._now(), polite=polite))
+            self._publish(self.membership.closed(peer_id, attendance.number, reason, polite=polite))
         elif counted and not polite and not attendance.over and attendance.expelled is None:
             self._feed.publish(RankLost(peer_id, f"rank {rank}: {reason}"))
         return counted

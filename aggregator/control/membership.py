@@ -142,7 +142,7 @@ class Membership:
         state = MemberState[member.heartbeat.state.name] if member.heartbeat else MemberState.STARTING
         return _change(member, state, "heard again")
 
-    def closed(self, peer_id: str, attendance: int, reason: str, now: float, *, polite: bool = False) -> list[Change]:
+    def closed(self, peer_id: str, attendance: int, reason: str, *, polite: bool = False) -> list[Change]:
         """Take the end of a connection; without effect when its attendance counts no more. polite: the peer said goodbye."""
         member = self._counting(peer_id, attendance)
         if member is None:

@@ -92,10 +92,6 @@ class Authorizer:
             if not calls:
                 del self._calls[identity.peer_id]
 
-    def calls_of(self, peer_id: str) -> int:
-        """Return how many calls of this member are under way."""
-        return len(self._calls.get(peer_id, ()))
-
     def on_event(self, event: RunEvent, unix: float) -> None:
         """End the calls of a member that was evicted."""
         match event:

@@ -87,11 +87,6 @@ class Upload:
         """Whether all bytes are in."""
         return self.received_bytes == self.total_bytes
 
-    @property
-    def spilled(self) -> bool:
-        """Whether the bytes lie in a file."""
-        return self._path is not None
-
     async def write(self, offset: int, data: Chunk, crc32: int) -> int:
         """Take one chunk; return received_bytes. A chunk that is in already and equal has no effect.
 

@@ -118,10 +118,6 @@ class OuterState:
         """`edit.fragments.digest.fragment_hash` of each fragment."""
         return tuple(fragment.theta_hash for fragment in self._fragments)
 
-    def statistics(self, fragment_id: int) -> Mapping[str, NormStatistics]:
-        """Return a fragment's norm statistics by peer_id."""
-        return self._fragments[fragment_id].statistics
-
     def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
         """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`."""
         fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics

@@ -15,9 +15,9 @@ import json
 import logging
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -93,38 +93,37 @@ class Checkpoints:
             group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
             self._writers = Ranks(ranks.rank, ranks.size, group)
         self._next = ranks.lead(self._tidy)
-        self._saved = threading.Event()
-        self._saved.set()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # a save that has begun is completed, also when the process ends
+        self._saving: Future[None] | None = None  # the last save
         self._clock, self._began = clock, 0.0
         self.seconds = 0.0  # that the last save took, from its beginning until it was whole
 
     @property
     def idle(self) -> bool:
-        """Whether no save is in progress at this rank."""
-        return self._saved.is_set()
+        """Whether no save is in progress at this rank. Raises what ended a save, unless the disk did."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
+        return self._saving is None
 
     def wait(self) -> None:
-        """Wait until no save is in progress at this rank."""
-        self._saved.wait()
+        """Wait until no save is in progress at this rank. Raises as `idle`."""
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
 
     def save(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Copy the tensors to the CPU, then write in the background. Call it when all ranks are idle.
 
         tensors: each rank's own; a DTensor is written once, in shards, and a name that several ranks have must mean the same.
-        scalars: values that JSON can hold, of rank 0. A failure is logged and leaves the earlier checkpoints.
+        scalars: values that JSON can hold, of rank 0. When the disk refuses, that is logged and leaves the earlier checkpoints;
+        training goes on with those. Anything else is raised where the main thread looks next: `idle`, `wait` or `save`.
         """
         self.wait()
         self._began = self._clock()
         number, self._next = self._next, self._next + 1
         text = json.dumps({"ranks": self._ranks.size, "scalars": scalars})
         held = [_held(name, tensor, self._ranks.rank) for name, tensor in tensors.items()]
-        self._saved.clear()
-        try:
-            # not a daemon: a save that has begun is completed, also when the process ends
-            threading.Thread(target=self._write, args=(held, number, text), name="checkpoint").start()
-        except BaseException:
-            self._saved.set()
-            raise
+        self._saving = self._thread.submit(self._write, held, number, text)
 
     def set_aside(self) -> None:
         """Rename all checkpoints so that they are never loaded; they are not removed."""
@@ -219,14 +218,12 @@ class Checkpoints:
             files = self._writers.collect(self._writers.together(lambda: self._write_shard(partial, mine)))
             if self._ranks.leads:
                 self._publish(partial, number, {**json.loads(text), "files": dict(files), "tensors": table})
-        except Exception as error:  # training continues with the checkpoints there are
-            why = str(error).strip().splitlines()
-            _log.warning("checkpoint %d was not written: %s", number, why[0] if why else type(error).__name__)
+        except (StorageError, OSError) as error:  # training continues with the checkpoints there are
+            _log.warning("checkpoint %d was not written: %s", number, error)
             if self._ranks.leads:
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             self.seconds = self._clock() - self._began
-            self._saved.set()
 
     def _write_shard(self, partial: Path, tensors: dict[str, Tensor]) -> tuple[str, tuple[int, str]]:
         """Write a file, durably; return its name, length and digest. Raises StorageError."""

@@ -116,7 +116,7 @@ class Coordinator:
 
     def hung_up(self, peer_id: str, attendance: int, reason: str, polite: bool) -> None:
         """The connection ended."""
-        self._changed(self.membership.closed(peer_id, attendance, reason, self._queue.now, polite=polite))
+        self._changed(self.membership.closed(peer_id, attendance, reason, polite=polite))
 
     def here(self, peer_id: str) -> None:
         """This peer attends and reports from now on."""

@@ -70,7 +70,7 @@ def test_a_busy_data_plane_is_not_silence(members: Membership) -> None:
     assert members.tick(11.0) == []
     members.tick(13.0)
     assert said(members.progress("a", 14.0)) == [("a", "exchanging", "heard again")]
-    members.closed("a", number, "stream closed", 15.0)
+    members.closed("a", number, "stream closed")
     assert members.progress("a", 16.0) == []
     assert members.progress("nobody", 16.0) == []
 
@@ -78,8 +78,8 @@ def test_a_busy_data_plane_is_not_silence(members: Membership) -> None:
 def test_a_closed_stream_is_loss_at_once_a_goodbye_is_not(members: Membership) -> None:
     first, _ = members.attended("a", 0.0)
     second, _ = members.attended("b", 0.0)
-    assert said(members.closed("a", first, "connection reset", 1.0)) == [("a", "lost", "connection reset")]
-    assert said(members.closed("b", second, "ctrl-c", 1.0, polite=True)) == [("b", "left", "ctrl-c")]
+    assert said(members.closed("a", first, "connection reset")) == [("a", "lost", "connection reset")]
+    assert said(members.closed("b", second, "ctrl-c", polite=True)) == [("b", "left", "ctrl-c")]
     assert members.tick(100.0) == []
 
 
@@ -91,14 +91,14 @@ def test_the_newest_connection_of_an_identity_wins(members: Membership) -> None:
     assert said(changes) == [("a", "lost", REPLACED), ("a", "starting", "attends")]
     with pytest.raises(RefusedError, match=REPLACED):
         members.heartbeat("a", first, TRAINING, 3.0)
-    assert members.closed("a", first, "stream closed", 3.0) == []
+    assert members.closed("a", first, "stream closed") == []
     assert live(members) == {"a"}
     assert said(members.heartbeat("a", second, TRAINING, 4.0)) == [("a", "training", "heartbeat")]
 
 
 def test_a_lost_peer_attends_again(members: Membership) -> None:
     first, _ = members.attended("a", 0.0)
-    members.closed("a", first, "stream closed", 1.0)
+    members.closed("a", first, "stream closed")
     with pytest.raises(RefusedError):
         members.heartbeat("a", first, TRAINING, 2.0)
     second, changes = members.attended("a", 3.0)
@@ -110,7 +110,7 @@ def test_eviction_is_final(members: Membership) -> None:
     number, _ = members.attended("a", 0.0)
     assert said(members.evict("a", "sends rubbish", 1.0)) == [("a", "evicted", "sends rubbish")]
     assert members.evict("a", "again", 2.0) == []
-    assert members.closed("a", number, "stream closed", 2.0) == []
+    assert members.closed("a", number, "stream closed") == []
     assert members.tick(100.0) == []
     with pytest.raises(EvictedError, match="sends rubbish"):
         members.attended("a", 3.0)
@@ -168,7 +168,7 @@ def test_every_change_is_told_exactly_once(events: list[tuple[str, str]]) -> Non
                 case "heartbeat":
                     changes = members.heartbeat(peer_id, number, TRAINING, now)
                 case "close" | "leave":
-                    changes = members.closed(peer_id, number, "end", now, polite=word == "leave")
+                    changes = members.closed(peer_id, number, "end", polite=word == "leave")
                 case "tick":
                     changes = members.tick(now)
                 case "evict":

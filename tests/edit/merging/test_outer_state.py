@@ -14,6 +14,7 @@ from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging.detector import NormStatistics
 from edit.merging.merge import Measured, Merged, measure
 from edit.merging.outer_state import OuterState
 from edit.records import Commit, Verdict
@@ -257,7 +258,8 @@ def test_statistics_of_absent_peers_are_kept() -> None:
     advance(state, 0)
     staged = [state.stage(state.reduce(i, contributions({"a": moves(1, i)["a"]}))) for i in range(len(NUMELS))]
     state.commit(2, "", staged)
-    assert {peer_id: statistics.count for peer_id, statistics in state.statistics(0).items()} == {"a": 2, "b": 1, "c": 1}
+    known = state.metadata()["statistics"][0]
+    assert {peer_id: NormStatistics.from_json(written).count for peer_id, written in known.items()} == {"a": 2, "b": 1, "c": 1}
 
 
 # Wrong input.

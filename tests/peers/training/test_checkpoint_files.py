@@ -21,6 +21,7 @@ from edit.config.run import InnerConfig, ModelConfig
 from edit.errors import ConfigError, FormatError, StorageError
 from edit.replica.ranks import ALONE, Ranks
 from peers.models.gpt import GPT
+from peers.training import checkpoint_files
 from peers.training.checkpoint import Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
 from peers.training.data import Batches, Tokens
@@ -288,6 +289,25 @@ class TestTheFolder:
         shutil.move(tmp_path / "away", tmp_path / "c")
         peer.train(1).save().wait()
         assert self.names(tmp_path / "c") == ["checkpoint-00000001", "checkpoint-00000003"]
+
+    def test_a_save_that_fails_for_another_reason_than_the_disk_ends_training(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peer = Peer(tmp_path).train(1)
+
+        def parse(values: object) -> None:
+            raise ValueError("tensor model/a: box has no file")
+
+        monkeypatch.setattr(checkpoint_files, "parse", parse)
+        peer.save()
+        with pytest.raises(ValueError, match="tensor model/a: box has no file") as raised:
+            peer.wait()
+        assert "_publish" in [entry.name for entry in raised.traceback], "it shows where"
+        with pytest.raises(ValueError, match="tensor model/a: box has no file"):
+            peer.save()
+        with pytest.raises(ValueError, match="tensor model/a: box has no file"):
+            _ = peer.checkpoints.idle
+        assert "not written" not in caplog.text and peer.checkpoints.newest() is None
 
     def test_a_folder_that_cannot_be_used_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
