@@ -1,0 +1,114 @@
+"""What README.md and docs/operating.md tell an operator to type is run, in the order in which it stands there.
+
+Left out is what trains: `edit-peer run`. Instead a bare peer founds the run with the key and certificate that `join` stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from aggregator.run_template import RUN_TOML
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import ConfigError
+from peers.identity.peer_folder import PeerFolder
+from tests.support.loops import on_a_loop
+from tests.support.served import SCHEMA, TOML, BarePeer, found_run, served
+from tests.test_documented_commands import APPS
+from tests.test_documented_settings import blocks
+from tests.test_documents import REPOSITORY
+
+README = REPOSITORY / "README.md"
+OPERATING = REPOSITORY / "docs" / "operating.md"
+
+
+def commands(document: Path, heading: str) -> Iterator[list[str]]:
+    """The command lines of one chapter."""
+    chapter = document.read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    for block in blocks(chapter, "sh"):
+        yield from (shlex.split(line, comments=True) for line in block.splitlines())
+
+
+def run(words: list[str]) -> str:
+    program, *arguments = words
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(APPS[program], arguments)
+    assert result.exit_code == 0, (words, result.exception, result.output)
+    return result.stdout
+
+
+@on_a_loop
+async def test_the_readmes_way_to_a_run_and_its_model(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        told = list(commands(README, "Run it on several machines"))
+        verbs = [words[1] for words in told]
+        assert verbs == ["init", "serve", "invite", "join", "run", "status", "export"]
+        init, _, invite, join, _, status, export = told
+        await asyncio.to_thread(run, init)
+        folder = StateFolder(Path("my-run"))
+        folder.run_toml.write_text(TOML.format(start=1, quorum=1))  # "edit my-run/run.toml between the two commands"
+        async with served(folder) as at:
+            (line,) = (await asyncio.to_thread(run, invite)).splitlines()
+            assert join[2].startswith("edit1.") and line.startswith(join[2].removesuffix("...")[:8])
+            join[2] = line
+            home = Path(join[join.index("--home") + 1])
+            assert "next: edit-peer run --home" in await asyncio.to_thread(run, join)
+            async with grpc.aio.secure_channel(at.coordinator.listen, PeerFolder(home).load().credentials) as channel:
+                peer = BarePeer(home.name, folder.run_id, channel, SCHEMA)
+                await found_run(peer)
+                shown = await asyncio.to_thread(run, status)
+                assert "collecting  outer step 0 of 100" in shown and re.search(
+                    r"^\s*university-a\s+peer\s", shown, re.MULTILINE
+                )
+                assert "model.safetensors: outer step 0" in await asyncio.to_thread(run, export)
+                with safe_open("model.safetensors", framework="pt") as file:
+                    assert sorted(file.keys()) == sorted(t.name for f in SCHEMA.fragments for t in f.tensors)
+                for further in ("pause", "resume", "drain", "members"):
+                    assert f"`{further}`" in README.read_text(encoding="utf-8")
+                    assert await asyncio.to_thread(run, ["edit-coordinator", further, "--state", "my-run"])
+                evict = ["edit-coordinator", "evict", "university-a", "--reason", "key lost", "--state", "my-run"]
+                assert "is evicted" in await asyncio.to_thread(run, evict)
+                await peer.disconnect()
+
+
+def test_a_run_with_several_aggregators_is_made_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(OPERATING.read_text(encoding="utf-8"), "toml")
+    Path("run.toml").write_text(RUN_TOML.replace("[aggregators]\n", "") + block)
+    made = [words for words in commands(OPERATING, "Several aggregators") if words[1] != "serve"]
+    assert [words[1] for words in made] == ["init", "new-aggregator"]
+    for words in made:
+        run(words)
+    addresses = tuple(tomllib.loads(block)["aggregators"]["addresses"])
+    assert StateFolder(Path("my-run-1")).config().aggregators.addresses == addresses
+    assert sorted(path.name for path in Path("my-run-1").glob("*.key")) == ["server.key"]
+
+
+def test_a_region_is_invited_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    invites = [words for words in commands(OPERATING, "Two levels: a run of sites") if words[1] == "invite"]
+    assert len(invites) == 2
+    for words in invites:
+        state = words[words.index("--state") + 1]
+        run(["edit-coordinator", "init", "--state", state])
+        assert run(words).startswith("edit1.")
+
+
+def test_what_the_readme_lets_a_run_name_is_a_model(tmp_path: Path) -> None:
+    """`builtin:gpt`, `hf:llama` and `entry:NAME` stand in the README; a name of another kind is refused."""
+    text = README.read_text(encoding="utf-8")
+    for name in ("builtin:gpt", "hf:llama", "entry:NAME"):
+        assert f"`{name}`" in text
+        folder = StateFolder.create(tmp_path / name.replace(":", "-"), f'[model]\nname = "{name}"\n')
+        assert folder.config().model.name == name
+    with pytest.raises(ConfigError, match="must be builtin:gpt, hf:MODEL_TYPE or entry:NAME"):
+        StateFolder.create(tmp_path / "other", '[model]\nname = "https://models.example/x"\n').config()
