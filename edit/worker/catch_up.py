@@ -98,12 +98,12 @@ def catch_up(own_step: int, run_step: int, *, oldest_update: int, resync: str = 
 
 
 def resume(
-    saved_step: int, run_step: int, *, exactly: bool, same_digest: bool = True
+    saved_step: int, run_step: int, *, strict: bool, max_staleness: int, same_digest: bool = True
 ) -> ResumeExactly | ResumeForward | NotOfThisRun:
     """Return how a peer goes on from a checkpoint at outer step `saved_step`.
 
-    exactly: the run is strict, or rounds need not wait for this peer because contributions outlive them; same_digest: False
-    where the outer parameters saved are not the run's although both are at the same outer step.
+    strict, max_staleness: of the run; with max_staleness > 0 rounds need not wait for this peer, because contributions outlive
+    them. same_digest: False where the outer parameters saved are not the run's although both are at the same outer step.
     """
     if saved_step > run_step:
         return NotOfThisRun(
@@ -115,4 +115,4 @@ def resume(
             f"the checkpoint's outer parameters at outer step {saved_step} are not the run's: it is of another run; "
             "remove it to start from the run's parameters"
         )
-    return ResumeExactly() if exactly or saved_step == run_step else ResumeForward()
+    return ResumeExactly() if strict or max_staleness > 0 or saved_step == run_step else ResumeForward()

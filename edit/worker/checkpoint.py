@@ -209,11 +209,8 @@ def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int
     Raises StorageError when they are damaged.
     """
     saved_step = _checked(lambda: int(scalars["outer_step"]))
-    return isinstance(resume(saved_step, run_step, exactly=_exactly(config)), ResumeForward)
-
-
-def _exactly(config: WorkerConfig) -> bool:
-    return config.sync.strict or config.rounds.max_staleness > 0
+    way = resume(saved_step, run_step, strict=config.sync.strict, max_staleness=config.rounds.max_staleness)
+    return isinstance(way, ResumeForward)
 
 
 def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
@@ -224,7 +221,13 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     scalars, exchange = checkpoint.scalars, share.exchange
     partly_applied = (scalars.get("pending") or {}).get("applied")  # then theta is between two outer steps, and so its digest
     same_digest = bool(partly_applied) or str(scalars["digest"]) == run.digest
-    way = resume(int(scalars["outer_step"]), run.outer_step, exactly=_exactly(share.config), same_digest=same_digest)
+    way = resume(
+        int(scalars["outer_step"]),
+        run.outer_step,
+        strict=share.config.sync.strict,
+        max_staleness=share.config.rounds.max_staleness,
+        same_digest=same_digest,
+    )
     if isinstance(way, NotOfThisRun):
         raise ConfigError(way.reason)
     exchange.schedule.load(scalars)

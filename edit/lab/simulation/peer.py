@@ -6,7 +6,8 @@ carried out, with counts in place of tensors and seconds on a link.
 
 A peer's life is a generator. It yields the virtual time at which it goes on, or VIEW: when a new view has changed its mind.
 Where training overlaps, an update is fetched as soon as there is one. `forward` does as `blocking`: it saves one forward at
-most. Not simulated: a founding, damaged bytes, a link that breaks while the process lives, exact resumption from a checkpoint.
+most. A checkpoint is taken to be of the outer step at which the process died. Not simulated: a founding, damaged bytes, a link
+that breaks while the process lives, and what is computed once more after an exact resumption.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.lab.simulation.training import Training, Work
 from edit.records import Aborted, Finished, NeedsSnapshot
+from edit.worker.catch_up import ResumeExactly, resume
 from edit.worker.exchange import (
     Action,
     Advanced,
@@ -269,16 +271,25 @@ class Peer:
             yield self._queue.now + self._line.latency_s
         session.welcomed(Welcome(run_id="simulated", peer_id=self.peer_id, config_json=""))
         self._look()
-        if not self._kept:
-            outer_step = yield from self._fetch_snapshot()
-            self._work.begin_anew(self._training.trained, outer_step)
-            self._exchange.schedule.abandoned()
-            yield from self._run(self._exchange.begin(outer_step))
+        if self._returns:
+            yield from self._go_on_or_begin_anew()
         self._presence.report(self._exchange.outer_step)
         while not session.under_way:
             yield VIEW
             self._look()
         self._coordinator.listeners.pop(self.peer_id, None)
+
+    def _go_on_or_begin_anew(self) -> Life:
+        """Decide as a real peer does that enters with a checkpoint, or without one."""
+        exchange, run = self._exchange, self._scenario.run
+        outer_step = yield from self._fetch_snapshot()
+        if self._kept:
+            strict, max_staleness = run.sync.strict, run.rounds.max_staleness
+            if isinstance(resume(exchange.outer_step, outer_step, strict=strict, max_staleness=max_staleness), ResumeExactly):
+                return
+        self._work.begin_anew(self._training.trained, outer_step)
+        exchange.schedule.abandoned()
+        yield from self._run(exchange.begin(outer_step))
 
     def _go_on(self) -> Life:
         """Train until an outcome or a contribution is due, and see to it."""

@@ -1,4 +1,4 @@
-"""A simulated peer's contribution on its way to the coordinator: it stands for `peers.carriers.hub.uplink`."""
+"""A simulated peer's contribution on its way to the coordinator: it stands for `peers.carriers.hub.uplink` at rank 0."""
 
 from __future__ import annotations
 
@@ -48,18 +48,16 @@ class Sending:
 
     def begin(self, session: Session, outer_step: int, shares: list[tuple[int, Share]]) -> None:
         """Contribute what was computed against `outer_step`."""
-        sent = Sent(session.open_round(outer_step, self._last_round), outer_step)
-        pending = self.pending = Pending(sent, shares)
-        if sent.round_id:
-            self._queue.at(self._queue.now + self._line.latency_s, partial(self._offer, pending))
+        self.pending = Pending(Sent(0, outer_step), shares)
+        self.advance(session)
 
     def advance(self, session: Session) -> None:
         """Begin to send what is pending, once a round is open for it."""
         pending = self.pending
         if pending is None or pending.sent.round_id:
             return
-        if round_id := session.open_round(pending.sent.outer_step, self._last_round):
-            pending.sent = Sent(round_id, pending.sent.outer_step)
+        if round_id := session.name_round(pending.sent, self._last_round):
+            pending.sent = pending.sent._replace(round_id=round_id)
             self._queue.at(self._queue.now + self._line.latency_s, partial(self._offer, pending))
 
     def again(self, session: Session) -> None:

@@ -208,6 +208,27 @@ class Session:
             return 0
         return view.round_id if view.round_id > after else 0
 
+    def name_round(self, sent: Sent, after: int, *, leads: bool = True, named: int = 0) -> int:
+        """Return the round that a contribution names from now on; 0: none is open for it yet.
+
+        With S = 0 rank 0 stays with the round it named first; another rank cannot know which one that is (it may have seen one
+        that was lost meanwhile), so it follows to each newer round of the same outer step. With S > 0 the name stays, and the
+        other ranks name what rank 0 says.
+
+        Args:
+            sent: the contribution.
+            after: the newest round that an earlier contribution named: this one names a newer one.
+            leads: whether this is rank 0.
+            named: S > 0: the round that rank 0 says; 0: it has not said any.
+        """
+        if sent.round_id and (leads or self.carries):
+            return sent.round_id
+        if self.carries and named > after:
+            return named
+        if self.carries and not leads:
+            return 0
+        return self.open_round(sent.outer_step, max(after, sent.round_id)) or sent.round_id
+
     def takes(self, round_id: int) -> bool:
         """Return whether sending what names round `round_id` is still worth trying; while offline it is."""
         return self._expel is None and (self.carries or self.view is None or self.view.round_id == round_id)

@@ -6,9 +6,8 @@ the main thread reads it there.
 
 A replica's contribution is taken only whole: from one attempt, all shards naming the round that rank 0's do. With S the run's
 max_staleness:
-- S = 0: a contribution is taken in its own round only. Rank 0 stays with the round it began to send to; another rank cannot
-  know which one that is (it may have seen one that was lost meanwhile), so it follows to each newer round of the same outer
-  step, until rank 0's decision ends the attempt.
+- S = 0: a contribution is taken in its own round only. The other ranks follow rank 0 (`Session.name_round`), until its decision
+  ends the attempt.
 - S > 0: a contribution outlives the round it names, and what is sent goes on under that name whatever round is open. The other
   ranks name what rank 0 says (`follow`). What is merged once is refused after that, so this rank may ask and send again: after
   a new connection (the coordinator may be another process) and a round that came to nothing (it may have been dropped with it).
@@ -208,27 +207,16 @@ class Uplink:
             self._last_round = max(self._last_round, attempt.sent.round_id)
 
     def _choose_round(self, attempt: _Attempt) -> None:
-        named = attempt.sent.round_id
-        if self._session.carries:
-            if named == 0:
-                attempt.sent = attempt.sent._replace(round_id=self._first_round(attempt))
+        before, leads = attempt.sent.round_id, self._rank == 0
+        round_id = self._session.name_round(attempt.sent, self._last_round, leads=leads, named=self._named)
+        if round_id == before:
             return
-        if named != 0 and self._rank == 0:
-            return
-        newer = self._session.open_round(attempt.sent.outer_step, max(self._last_round, named))
-        if newer == 0:
-            return
-        if named != 0:
+        if before:
             while attempt.sending:
                 attempt.sending.pop().cancel()
             attempt.queue = deque(attempt.kept)
             attempt.staged.clear()
-        attempt.sent = attempt.sent._replace(round_id=newer)
-
-    def _first_round(self, attempt: _Attempt) -> int:
-        if self._named > self._last_round:
-            return self._named
-        return 0 if self._rank else self._session.open_round(attempt.sent.outer_step, self._last_round)
+        attempt.sent = attempt.sent._replace(round_id=round_id)
 
     def _offer_again(self, attempt: _Attempt) -> None:
         """Queue what the coordinator may not have any more; it answers with what it has."""

@@ -34,23 +34,25 @@ def test_while_training(own: int, run: int, oldest: int, resync: str, expected: 
 
 
 @pytest.mark.parametrize(
-    ("saved", "run", "exactly", "same_digest", "expected"),
+    ("saved", "run", "strict", "max_staleness", "same_digest", "expected"),
     [
-        (3, 3, False, True, ResumeExactly()),
-        (3, 3, True, True, ResumeExactly()),
-        (3, 4, True, True, ResumeExactly()),
-        (3, 40, True, False, ResumeExactly()),
-        (3, 4, False, True, ResumeForward()),
-        (3, 4, False, False, ResumeForward()),
+        (3, 3, False, 0, True, ResumeExactly()),
+        (3, 3, True, 0, True, ResumeExactly()),
+        (3, 4, True, 0, True, ResumeExactly()),
+        (3, 4, False, 1, True, ResumeExactly()),
+        (3, 40, True, 8, False, ResumeExactly()),
+        (3, 4, False, 0, True, ResumeForward()),
+        (3, 4, False, 0, False, ResumeForward()),
     ],
 )
-def test_with_a_checkpoint(saved: int, run: int, exactly: bool, same_digest: bool, expected: object) -> None:
-    assert resume(saved, run, exactly=exactly, same_digest=same_digest) == expected
+def test_with_a_checkpoint(saved: int, run: int, strict: bool, max_staleness: int, same_digest: bool, expected: object) -> None:
+    assert resume(saved, run, strict=strict, max_staleness=max_staleness, same_digest=same_digest) == expected
 
 
-@pytest.mark.parametrize("exactly", [False, True])
-def test_a_checkpoint_of_another_run_is_refused_in_one_line(exactly: bool) -> None:
-    newer, other = resume(5, 4, exactly=exactly), resume(4, 4, exactly=exactly, same_digest=False)
+@pytest.mark.parametrize(("strict", "max_staleness"), [(False, 0), (True, 0), (False, 3)])
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(strict: bool, max_staleness: int) -> None:
+    newer = resume(5, 4, strict=strict, max_staleness=max_staleness)
+    other = resume(4, 4, strict=strict, max_staleness=max_staleness, same_digest=False)
     for refused, said in (
         (newer, "at outer step 5, the run only at 4: it is newer"),
         (other, "at outer step 4 are not the run's"),

@@ -136,6 +136,20 @@ def test_what_a_checkpoint_holds_is_not_lost() -> None:
     assert with_checkpoints_every(1) < with_checkpoints_every(10) < with_checkpoints_every(0)
 
 
+@pytest.mark.parametrize(
+    ("keeps", "away_s", "lost"),
+    [("sync.strict=false", 3.0, 0), ("sync.strict=false", 45.0, 4), ("rounds.max_staleness=1", 45.0, 0)],
+)
+def test_a_peer_that_returns_to_a_run_that_is_further_goes_on_as_a_real_one(keeps: str, away_s: float, lost: int) -> None:
+    """From its checkpoint where the run is strict, carries contributions or has not moved; else forward, from a snapshot."""
+    simulation = Simulation(Scenario.read(None, [*FLEET, "faults.checkpoint_steps=1", keeps]))
+    peer, queue = simulation.peers[0], simulation.queue
+    queue.at(45.0, lambda: peer.die(away_s))
+    outcome = simulation.run()
+    assert (outcome.failures, outcome.returns, outcome.snapshots) == (1, 1, 1)
+    assert outcome.steps_trained - outcome.steps_counted == lost
+
+
 def test_a_tenfold_slower_peer_holds_nobody_up_beyond_the_ceiling_and_its_work_still_counts() -> None:
     slow = ("classes=[{share=0.1667,slower=10.0}]", "rounds.quorum=5", "rounds.grace_s=1", "rounds.floor_s=1")
     waiting, going_on = run(*slow), run(*slow, "rounds.ceiling_s=25")

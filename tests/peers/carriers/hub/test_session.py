@@ -243,6 +243,30 @@ def test_configure_changes_the_patience() -> None:
     assert session.cut_off(20.1)
 
 
+@pytest.mark.parametrize(
+    ("max_staleness", "leads", "before", "after", "named", "expected"),
+    [
+        (0, True, 0, 0, 0, R),  # the open round
+        (0, True, 0, R, 0, 0),  # an earlier contribution named it
+        (0, True, R - 1, 0, 0, R - 1),  # rank 0 stays
+        (0, False, R - 1, 0, 0, R),  # another rank follows
+        (0, False, R, 0, 0, R),
+        (0, False, R, R, 0, R),  # nothing newer is open
+        (2, True, 0, 0, 0, R),
+        (2, True, R - 1, 0, R, R - 1),  # the name stays, whoever says what
+        (2, False, R - 1, 0, R, R - 1),
+        (2, False, 0, 0, 0, 0),  # rank 0 has not said any
+        (2, False, 0, 0, R - 2, R - 2),  # closed or not
+        (2, False, 0, R - 2, R - 2, 0),  # said of an earlier contribution
+    ],
+)
+def test_which_round_a_contribution_names(
+    max_staleness: int, leads: bool, before: int, after: int, named: int, expected: int
+) -> None:
+    session = attending(view(round_id=R), max_staleness=max_staleness)
+    assert session.name_round(Sent(before, 5), after, leads=leads, named=named) == expected
+
+
 def test_open_round_asks_for_the_step_the_phase_and_a_newer_round() -> None:
     assert attending(view(round_id=R)).open_round(5) == R
     assert attending(view(round_id=R)).open_round(5, after=R - 1) == R
