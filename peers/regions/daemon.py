@@ -17,7 +17,7 @@ from edit.fragments.schema import Schema
 from edit.regional_peer import Below, Memory, RegionalPeer
 from editpb.messages import Heartbeat, InjectionState, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
@@ -68,7 +68,7 @@ class _Regional:
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser = ConfigParser()
-        self._below = RunBelow(io, Channels(lower.endpoints, lower.credentials), lower.run_id)
+        self._below = RunBelow(io, _channels(lower), lower.run_id)
         self._step_s = 0.0
         self._moved_at = clock()
         self._told = ""
@@ -78,20 +78,16 @@ class _Regional:
         with closing(self._below):
             lower, upper = self._configuration(self._lower), self._configuration(self._upper)
             schema, below = self._founded()
-            with leaving(self._collective(self._upper)) as collective:
+            channels, siblings = _channels(self._upper), Siblings(parser=self._parser)
+            with leaving(HubCollective(self._io, channels, self._upper.identity, siblings=siblings)) as collective:
                 region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:
                     self._say_joined(region)
                     self._loop(region, schema, collective, lower.sync.interval)
             self._say_ended(region)
 
-    def _collective(self, enrolled: Enrolment) -> HubCollective:
-        channels = Channels(enrolled.endpoints, enrolled.credentials)
-        return HubCollective(self._io, channels, enrolled.identity, parser=self._parser)
-
     def _configuration(self, enrolled: Enrolment) -> RunConfig:
-        with leaving(self._collective(enrolled)) as reader:
-            config, _ = reader.configuration()
+        config, _ = read_configuration(self._io, _channels(enrolled), enrolled.identity, parser=self._parser)
         if config.aggregators.addresses:
             raise ConfigError(
                 f"run {enrolled.run_id} has {config.aggregators.count} aggregators (aggregators.addresses); the run above a "
@@ -188,3 +184,7 @@ class _Regional:
         if line != self._told:
             self._told = line
             _log.info("%s", line)
+
+
+def _channels(enrolled: Enrolment) -> Channels:
+    return Channels(enrolled.endpoints, enrolled.credentials)

@@ -182,7 +182,6 @@ def rank_of_a_peer(rank: int, settings: Settings) -> None:
             channels,
             Identity(settings.run_id, "peer", settings.name),
             ranks=ranks,
-            lazy=settings.worker.sync.mode == "forward",
         )
         try:
             with EditWorker(network, optimizer, collective, settings.worker, ranks) as worker:

@@ -15,7 +15,7 @@ from edit.records import Contribution, Outcome
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState, RunPhase
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.collective import HubCollective, read_configuration
 from peers.carriers.hub.uplink import Stage, as_it_is
 from peers.carriers.io_thread import IoThread
 from tests.support.encoded import encode
@@ -26,10 +26,10 @@ SMALL = (24, 40)
 LARGE = (24, 700_000)  # more than two chunks
 
 
-def config(groups: int = 1, max_staleness: int = 0) -> RunConfig:
+def config(groups: int = 1, max_staleness: int = 0, mode: str = "blocking") -> RunConfig:
     return RunConfig.from_mapping(
         {
-            "sync": {"groups": groups},
+            "sync": {"groups": groups, "mode": mode},
             "penalty": {"enabled": False},
             "outer": {"optimizer": "sgd", "lr": 1.0},
             "codec": {"up": "fp32", "down": "fp32"},
@@ -56,12 +56,18 @@ def vectors(sizes: Sequence[int], seed: int) -> list[Tensor]:
 class Peer:
     """A peer without a model: it contributes vectors and asks."""
 
-    def __init__(self, io: IoThread, fake: FakeCoordinator, lazy: bool = False, stage: Stage = as_it_is) -> None:
+    def __init__(self, io: IoThread, fake: FakeCoordinator, stage: Stage = as_it_is) -> None:
         self.io = io
         self.schema = fake.schema
+        self._port = fake.port
         self.collective = HubCollective(
-            io, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), lazy=lazy, stage=stage, draw=lambda: 0.0
+            io, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), stage=stage, draw=lambda: 0.0
         )
+
+    def configuration(self) -> tuple[RunConfig, int]:
+        """What a peer reads before it builds its model."""
+        channels = Channels([f"127.0.0.1:{self._port}"])
+        return read_configuration(self.io, channels, Identity(RUN_ID, "peer", "a"), draw=lambda: 0.0)
 
     def contribute(self, deltas: Sequence[Tensor], outer_step: int = 0) -> None:
         for i, delta in enumerate(deltas):
@@ -88,17 +94,17 @@ def run_of(
     *,
     founded: bool = True,
     join: bool = True,
-    lazy: bool = False,
+    mode: str = "blocking",
     groups: int = 1,
     max_staleness: int = 0,
     stage: Stage = as_it_is,
 ) -> Iterator[tuple[FakeCoordinator, Peer]]:
     theta = vectors(sizes, seed=0)
     with (
-        FakeCoordinator(config(groups, max_staleness), schema_of(sizes), theta if founded else None) as fake,
+        FakeCoordinator(config(groups, max_staleness, mode), schema_of(sizes), theta if founded else None) as fake,
         IoThread() as io,
     ):
-        peer = Peer(io, fake, lazy, stage)
+        peer = Peer(io, fake, stage)
         try:
             if join:
                 snapshot = peer.collective.join(peer.schema, lambda: theta)

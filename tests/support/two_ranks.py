@@ -82,19 +82,21 @@ def with_two_ranks(
     work: Callable[[FakeCoordinator, Rank], T],
     *,
     founded: bool = True,
-    lazy: bool = False,
+    mode: str = "blocking",
     join: bool = True,
     max_staleness: int = 0,
     stage: Stage = as_it_is,
 ) -> list[T]:
     """What `work` returns at each rank of a peer in the run of a scripted coordinator."""
     gate = threading.Barrier(2, timeout=30)
-    with FakeCoordinator(config(max_staleness=max_staleness), SCHEMA, vectors(SIZES, 0) if founded else None) as fake:
+    with FakeCoordinator(
+        config(max_staleness=max_staleness, mode=mode), SCHEMA, vectors(SIZES, 0) if founded else None
+    ) as fake:
 
         def one(ranks: Ranks) -> T:
             with IoThread() as io:
                 channels, identity = Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
-                collective = HubCollective(io, channels, identity, ranks=ranks, lazy=lazy, stage=stage, draw=lambda: 0.0)
+                collective = HubCollective(io, channels, identity, ranks=ranks, stage=stage, draw=lambda: 0.0)
                 rank = Rank(ranks, io, collective, shards(ranks.rank), gate)
                 try:
                     if join:

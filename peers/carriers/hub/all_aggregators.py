@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
@@ -15,7 +15,7 @@ from edit.replica.ranks import Ranks
 from edit.replica.replica import Outer
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective, JointStart
+from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
@@ -71,9 +71,9 @@ def agreed_configuration(
     ConfigError, RefusedError, EvictedError, Interrupted.
     """
     parser = parser or ConfigParser()
-    config, outer_step = _configuration(io, channels, identity, ranks, parser)
+    config, outer_step = read_configuration(io, channels, identity, ranks, parser)
     for number, address in enumerate(config.aggregators.addresses, start=1):
-        theirs, reached = _configuration(io, Channels((address,), channels.credentials), identity, ranks, parser)
+        theirs, reached = read_configuration(io, Channels((address,), channels.credentials), identity, ranks, parser)
         outer_step = min(outer_step, reached)
         if theirs is not config and (difference := _first_difference(config, theirs)) is not None:
             raise ConfigError(
@@ -81,13 +81,6 @@ def agreed_configuration(
                 "run.toml with `edit-coordinator new-aggregator`, and start it again"
             )
     return config, outer_step
-
-
-def _configuration(
-    io: IoThread, channels: Channels, identity: Identity, ranks: Ranks, parser: ConfigParser
-) -> tuple[RunConfig, int]:
-    with closing(HubCollective(io, channels, identity, ranks=ranks, parser=parser)) as reader:
-        return reader.configuration()
 
 
 def _first_difference(config: RunConfig, other: RunConfig) -> str | None:
@@ -144,17 +137,14 @@ class AllAggregators(CompositeCollective):
         self._server = server
         self._shown: Outer | None = None
         addresses = config.aggregators.addresses
-        start, parser = JointStart(1 + len(addresses)), parser or ConfigParser()
+        siblings = Siblings(1 + len(addresses), parser, server)
         self._connections = tuple(
             HubCollective(
                 io,
                 each,
                 identity,
                 ranks=ranks,
-                lazy=config.sync.mode == "forward",
-                start=start,
-                parser=parser,
-                server=server,
+                siblings=siblings,
             )
             for each in (channels, *(Channels((address,), channels.credentials) for address in addresses))
         )

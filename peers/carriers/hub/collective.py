@@ -46,7 +46,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["HubCollective", "JointStart"]
+__all__ = ["HubCollective", "Siblings", "read_configuration"]
 
 SOFTWARE = "edit-localsgd 0.1.0"
 _log = logging.getLogger(__name__)
@@ -63,15 +63,20 @@ class LeaderDecision:
     inner_steps: int = 0  # until the next contribution; 0: as before
 
 
-class JointStart:
-    """Lets the connections of one peer begin to train together.
+class Siblings:
+    """What the connections of one peer share: one parsed configuration, one snapshot server, one start.
 
-    No aggregator waits for this peer while it still reads the snapshots of the others.
+    They begin to train together: no aggregator waits for this peer while it still reads the snapshots of the others.
 
-    connections: how many there are.
+    Args:
+        connections: how many there are.
+        parser: of the configuration.
+        server: of this peer's snapshots; heartbeats tell of it.
     """
 
-    def __init__(self, connections: int = 1) -> None:
+    def __init__(self, connections: int = 1, parser: ConfigParser | None = None, server: SnapshotServer | None = None) -> None:
+        self.parser = parser or ConfigParser()
+        self.server = server
         self._connections = connections
         self._joined: list[HubCollective] = []
 
@@ -93,12 +98,8 @@ class HubCollective:
         channels: to the aggregator, and to other members.
         identity: this peer's.
         ranks: of this replica.
-        lazy: commits are returned with their payloads still arriving.
-        start: of the connections of this peer, when there are several.
-        parser: of the configuration; shared by the connections of one peer.
-        server: of this peer's snapshots; heartbeats tell of it.
+        siblings: what this peer's connections to all aggregators share; None: this is the only one.
         stage: applied to each contribution once its round is known.
-        clock: monotonic seconds.
         draw: random numbers in [0, 1).
     """
 
@@ -109,31 +110,27 @@ class HubCollective:
         identity: Identity,
         *,
         ranks: Ranks = ALONE,
-        lazy: bool = False,
-        start: JointStart | None = None,
-        parser: ConfigParser | None = None,
-        server: SnapshotServer | None = None,
+        siblings: Siblings | None = None,
         stage: Stage = as_it_is,
-        clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
         self._channels = channels
         self._identity = identity
         self._ranks = ranks
-        self._lazy = lazy
-        self._start = start or JointStart()
-        self._parser = parser or ConfigParser()
+        self._siblings = siblings or Siblings()
         self._stage = stage
-        self._clock, self._draw = clock, draw
-        self._session = Session(draw, clock())
+        # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
-        self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic(), server)
+        self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
+        # Changed on the loop's thread, in `IoThread.change`; the main thread reads it under the lock.
+        self._session = Session(draw, time.monotonic())
+        self._links: tuple[Uplink, Downlink] | None = None  # made once, by `join`; so the main thread may look without the lock
+        # The loop's thread's.
+        self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic(), self._siblings.server)
         self._data = DataCalls(channels, identity.run_id, self._report.traffic, draw)
-        self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None
-        self._attendance: Attendance | None = None  # from the beginning of `join`
-        self._links: tuple[Uplink, Downlink] | None = None  # once `join` knows the configuration
-        self._position = 0  # the outer step that the caller last asked about; written by the main thread only
+        self._attendance: Attendance | None = None  # made by `join`, before the loop looks
+        self._position = 0  # the outer step that the caller last asked about
 
     @property
     def peer_id(self) -> str:
@@ -141,21 +138,6 @@ class HubCollective:
         return self._identity.peer_id
 
     # ---- entering --------------------------------------------------------------------------------------------------------
-
-    def configuration(self) -> tuple[RunConfig, int]:
-        """Return the run's configuration and outer step: attend without a schema until they come, then leave.
-
-        Raises RefusedError, EvictedError, Interrupted, and ConfigError when this software does not understand the
-        configuration.
-        """
-        session = Session(self._draw, self._clock())
-        agreement = RankAgreement(self._io, self._ranks, lambda: self._io.trouble or session.expulsion)
-        attendance = self._new_attendance(session, None, lambda: None)
-        if self._ranks.leads:
-            self._io.spawn(attendance.run())
-        agreement.decide(lambda: session.welcome)
-        agreement.on_leader(lambda: attendance.goodbye("the configuration is read"))
-        return agreement.decide(lambda: attendance.welcome)
 
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.
@@ -165,7 +147,16 @@ class HubCollective:
         if self._attendance is not None:
             raise LocalProtocolError("joined twice")
         self._ranks.same("the model (its schema)", schema.schema_hash)
-        attendance = self._attendance = self._new_attendance(self._session, schema, self._advance)
+        attendance = self._attendance = Attendance(
+            channels=self._channels,
+            session=self._session,
+            io=self._io,
+            hello=_hello(self._identity, self._ranks, schema.schema_hash),
+            schema=schema,
+            report=self._report,
+            parser=self._siblings.parser,
+            changed=self._advance,
+        )
         self._io.spawn(attendance.run())
         self._found_or_wait(schema, found)
         config, _ = self._agreement.decide(lambda: attendance.welcome)
@@ -173,7 +164,7 @@ class HubCollective:
         self._io.change(partial(self._configure, config, schema, held, self._ranks.lead(lambda: time.time_ns() // 10**6)))
         snapshot = self._take_prefetched(schema) or self._first_snapshot()
         self.report(Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest))
-        together = self._start.joined(self)
+        together = self._siblings.joined(self)
         for one in together:
             one._io.post(partial(one._set_state, PeerState.TRAINING))
         for one in together:
@@ -188,26 +179,6 @@ class HubCollective:
         """
         if self._ranks.size == 1:
             self._prefetched = self._io.begin(self._fetch_ahead())
-
-    def _new_attendance(self, session: Session, schema: Schema | None, changed: Callable[[], None]) -> Attendance:
-        identity, ranks = self._identity, self._ranks
-        return Attendance(
-            channels=self._channels,
-            session=session,
-            io=self._io,
-            hello=Hello(
-                run_id=identity.run_id,
-                schema_hash=schema.schema_hash if schema is not None else "",
-                software=SOFTWARE,
-                rank=ranks.rank,
-                ranks=ranks.size,
-            ),
-            schema=schema,
-            report=self._report,
-            parser=self._parser,
-            changed=changed,
-            clock=self._clock,
-        )
 
     def _found_or_wait(self, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> None:
         """Wait until the run has parameters. Send those that `found` gives each time this peer is newly asked to found it."""
@@ -235,9 +206,7 @@ class HubCollective:
             attempt=started_ms * ATTEMPTS,
             stage=self._stage,
         )
-        downlink = Downlink(
-            self._io, self._data, self._agreement, schema, shards, config.sync, lazy=self._lazy, wanted=self._online
-        )
+        downlink = Downlink(self._io, self._data, self._agreement, schema, shards, config.sync, wanted=self._online)
         self._links = uplink, downlink
 
     def _advance(self) -> None:
@@ -249,7 +218,7 @@ class HubCollective:
         step = self._position
         if (sent := uplink.sent_to(step)) is None:
             return
-        if self._session.decide(step, sent, self._clock())[0] is Decision.COMMITTED:
+        if self._session.decide(step, sent, time.monotonic())[0] is Decision.COMMITTED:
             downlink.foresee(step + 1)
 
     def _first_snapshot(self) -> Snapshot:
@@ -278,16 +247,16 @@ class HubCollective:
         The ranks do not agree on it: a rank that owns nothing of a fragment need not call it.
         """
         uplink, _ = self._joined()
-        self._position = max(self._position, contribution.outer_step)
-        self._io.change(partial(self._send, uplink, contribution, self._position))
+        self._io.change(partial(self._send, uplink, contribution))
 
-    def _send(self, uplink: Uplink, contribution: Contribution, position: int) -> None:
+    def _send(self, uplink: Uplink, contribution: Contribution) -> None:
         """Loop's thread. A caller that reports nothing itself is where it contributes, or no round would wait for it."""
+        self._position = max(self._position, contribution.outer_step)
         uplink.add(contribution)
         uplink.advance()
         heartbeat = dataclasses.replace(self._report.heartbeat, state=PeerState.EXCHANGING)
-        if position > heartbeat.outer_step:
-            heartbeat = dataclasses.replace(heartbeat, outer_step=position, digest="")
+        if self._position > heartbeat.outer_step:
+            heartbeat = dataclasses.replace(heartbeat, outer_step=self._position, digest="")
         self._say(heartbeat)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
@@ -296,7 +265,7 @@ class HubCollective:
         What was never sent is not in doubt: cut off, it is withdrawn and Aborted. Raises RefusedError, Interrupted.
         """
         leader = LeaderDecision(Decision.EVICTED, "")
-        self._position = outer_step
+        self._io.post(partial(self._asked, outer_step))
         try:
             leader = self._decision(outer_step, block)
             outcome = self._act(leader, outer_step)
@@ -305,6 +274,10 @@ class HubCollective:
         if outcome is not None:
             self._end_attempt(leader, outcome)
         return outcome
+
+    def _asked(self, outer_step: int) -> None:
+        """Loop's thread."""
+        self._position = outer_step
 
     def snapshot(self) -> Snapshot:
         """See `Collective.snapshot`. Raises TransportError also when what arrived was damaged again and again."""
@@ -342,7 +315,7 @@ class HubCollective:
         """Rank 0's own view of the matter; under the lock."""
         session, (uplink, _) = self._session, self._joined()
         sent = uplink.sent_to(outer_step)
-        decision, reason = session.decide(outer_step, sent, self._clock())
+        decision, reason = session.decide(outer_step, sent, time.monotonic())
         inner_steps = session.view.inner_steps if session.view is not None else 0
         carried = session.carried_past(outer_step + 1, sent)
         return LeaderDecision(decision, reason, sent.round_id if sent is not None else 0, carried, inner_steps)
@@ -436,7 +409,7 @@ class HubCollective:
     @property
     def cut_off(self) -> bool:
         """Whether the coordinator has not been heard for longer than two heartbeats; all ranks ask together."""
-        return self._agreement.flag(lambda: self._session.cut_off(self._clock()))
+        return self._agreement.flag(lambda: self._session.cut_off(time.monotonic()))
 
     @property
     def last_view(self) -> View | None:
@@ -480,7 +453,7 @@ class HubCollective:
 
     def _online(self) -> bool:
         """Whether a transfer is worth another try (loop's thread)."""
-        return not self._session.cut_off(self._clock())
+        return not self._session.cut_off(time.monotonic())
 
     def _trouble(self) -> BaseException | None:
         refused = None if self._links is None else self._links[0].refused
@@ -506,3 +479,43 @@ async def _arrived(coming: concurrent.futures.Future[tuple[Schema, Snapshot]], s
 def _once() -> bool:
     """What is fetched ahead is not tried again."""
     return False
+
+
+def read_configuration(
+    io: IoThread,
+    channels: Channels,
+    identity: Identity,
+    ranks: Ranks = ALONE,
+    parser: ConfigParser | None = None,
+    draw: Callable[[], float] = random.random,
+) -> tuple[RunConfig, int]:
+    """Return the run's configuration and outer step: attend without a schema until they come, then leave.
+
+    Closes the channels, which open again when they are used. All ranks of a replica call it together. Raises RefusedError,
+    EvictedError, Interrupted, and ConfigError when this software does not understand the configuration.
+    """
+    session = Session(draw, time.monotonic())
+    agreement = RankAgreement(io, ranks, lambda: io.trouble or session.expulsion)
+    attendance = Attendance(
+        channels=channels,
+        session=session,
+        io=io,
+        hello=_hello(identity, ranks, ""),
+        schema=None,
+        report=Report(Heartbeat(state=PeerState.STARTING), Traffic()),
+        parser=parser or ConfigParser(),
+        changed=lambda: None,
+    )
+    try:
+        if ranks.leads:
+            io.spawn(attendance.run())
+        agreement.decide(lambda: session.welcome)
+        agreement.on_leader(lambda: attendance.goodbye("the configuration is read"))
+        return agreement.decide(lambda: attendance.welcome)
+    finally:
+        io.resume()
+        io.call(channels.close())
+
+
+def _hello(identity: Identity, ranks: Ranks, schema_hash: str) -> Hello:
+    return Hello(run_id=identity.run_id, schema_hash=schema_hash, software=SOFTWARE, rank=ranks.rank, ranks=ranks.size)

@@ -97,8 +97,8 @@ class Downlink:
         agreement: of the replica's ranks.
         schema: of the model.
         shards: what this rank holds, one per fragment of the schema.
-        sync: says which fragments an outer step exchanges.
-        lazy: updates are returned as soon as every rank has the manifest; their payloads arrive in the background.
+        sync: says which fragments an outer step exchanges. In its mode "forward" updates are returned as soon as every rank has
+            the manifest; their payloads arrive in the background.
         wanted: whether a transfer is worth another try.
     """
 
@@ -111,7 +111,6 @@ class Downlink:
         shards: Sequence[Shard],
         sync: SyncConfig,
         *,
-        lazy: bool,
         wanted: Wanted,
     ) -> None:
         self._io = io
@@ -120,7 +119,6 @@ class Downlink:
         self._schema = schema
         self._shards = tuple(shards)
         self._sync = sync
-        self._lazy = lazy
         self._wanted = wanted
         self._downloads: dict[int, _Download] = {}  # by outer step, until `forget`; on the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()  # of downloads, also of those that nobody asks for any more
@@ -167,7 +165,7 @@ class Downlink:
 
     async def _update(self, outer_step: int) -> Committed:
         download = self._download(outer_step)
-        if not self._lazy:
+        if self._sync.mode != "forward":
             return Committed(await download.until(lambda assembly: assembly.finish() if assembly.complete else None))
         commit = await download.until(lambda assembly: assembly.manifest)
         updates: tuple[Update, ...] = tuple(

@@ -21,7 +21,7 @@ from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_
 
 def test_the_configuration_is_asked_for_without_a_schema() -> None:
     with run_of(join=False) as (fake, peer):
-        assert peer.collective.configuration() == (config(), 0)
+        assert peer.configuration() == (config(), 0)
         assert [hello.schema_hash for hello in fake.hellos] == [""]
 
 
@@ -266,7 +266,7 @@ def test_a_peer_that_does_not_fit_is_refused_on_joining() -> None:
 def test_a_passing_failure_of_the_coordinator_is_tried_again() -> None:
     with run_of(join=False) as (fake, peer):
         fake.refuse_attendance = [(grpc.StatusCode.INTERNAL, "a bug"), (grpc.StatusCode.UNAVAILABLE, "starting")]
-        assert peer.collective.configuration() == (config(), 0)
+        assert peer.configuration() == (config(), 0)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_peer_that_is_refused_on_connecting_is_told_why_and_does_not_try_again
     with run_of(join=False) as (fake, peer):
         fake.refuse_attendance = [(code, details)]
         with pytest.raises(error, match=told):
-            peer.collective.configuration()
+            peer.configuration()
 
 
 def test_a_snapshot_that_is_gone_while_it_is_read_is_replaced_by_a_newer_one() -> None:

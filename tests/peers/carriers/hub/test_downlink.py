@@ -38,7 +38,7 @@ def applied(outcome: Committed) -> str:
 
 
 def test_a_commit_is_known_before_its_updates_are_here() -> None:
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         fake.hold_update(1)
         outcome = committed(fake, peer)
         assert outcome.commit.fragments[0].verdict_of("a") is not None
@@ -49,7 +49,7 @@ def test_a_commit_is_known_before_its_updates_are_here() -> None:
 
 
 def test_fragments_may_be_taken_in_any_order_and_again() -> None:
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         outcome = committed(fake, peer)
         last = arriving(outcome)[2].wait()
         assert applied(outcome) == outcome.commit.digest
@@ -57,7 +57,7 @@ def test_fragments_may_be_taken_in_any_order_and_again() -> None:
 
 
 def test_a_broken_stream_does_not_bring_again_what_is_here() -> None:
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         fake.hold_update(2)
         outcome = committed(fake, peer)
         for each in arriving(outcome)[:2]:
@@ -70,7 +70,7 @@ def test_a_broken_stream_does_not_bring_again_what_is_here() -> None:
 
 def test_cut_off_on_the_way_an_update_goes_on_when_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_calls, "TRIES", 1)
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         fake.hold_update(1)
         outcome = committed(fake, peer)
         fake.await_held()
@@ -83,7 +83,7 @@ def test_cut_off_on_the_way_an_update_goes_on_when_asked_again(monkeypatch: pyte
 
 
 def test_what_is_damaged_again_and_again_is_not_handed_out() -> None:
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         fake.hold_update(1)
         outcome = committed(fake, peer)
         arriving(outcome)[0].wait()
@@ -94,7 +94,7 @@ def test_what_is_damaged_again_and_again_is_not_handed_out() -> None:
 
 
 def test_an_update_in_whose_place_a_snapshot_is_taken_is_no_longer_fetched() -> None:
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         fake.hold_update(1)
         outcome = committed(fake, peer)
         fake.await_held()
@@ -104,7 +104,7 @@ def test_an_update_in_whose_place_a_snapshot_is_taken_is_no_longer_fetched() -> 
 
 
 def test_a_signal_ends_the_wait_for_an_update() -> None:
-    with run_of(SIZES, lazy=True) as (fake, peer):
+    with run_of(SIZES, mode="forward") as (fake, peer):
         fake.hold_update(0)
         outcome = committed(fake, peer)
         peer.io.post(peer.collective.interrupt)

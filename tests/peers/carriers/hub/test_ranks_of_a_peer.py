@@ -17,12 +17,15 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Aborted, Committed, EncodedTensor, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
+from editpb.identity import Identity
 from editpb.messages import Expel, RunPhase
 from peers.carriers.hub import data_calls
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import read_configuration
 from peers.carriers.hub.downlink import Arrival
 from peers.carriers.run_connection import Interrupted
 from tests.support.encoded import decode_shard
-from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
+from tests.support.fake_coordinator import FIRST_ROUND, RUN_ID, FakeCoordinator
 from tests.support.fake_run import config, open_when_ready, vectors
 from tests.support.two_ranks import SCHEMA, SIZES, Rank, shards, with_two_ranks
 
@@ -71,7 +74,8 @@ def test_every_rank_says_which_one_it_is_and_learns_the_configuration_from_rank_
     said: list[tuple[bool, int, int]] = []
 
     def work(fake: FakeCoordinator, rank: Rank) -> object:
-        configuration = rank.collective.configuration()
+        channels, identity = Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a")
+        configuration = read_configuration(rank.io, channels, identity, rank.ranks, draw=lambda: 0.0)
         rank.join()
         fake.await_(lambda f: len(f.hellos) == 3)
         said[:] = [(not hello.schema_hash, hello.rank, hello.ranks) for hello in fake.hellos]
@@ -293,7 +297,7 @@ def test_an_update_that_is_on_its_way_is_waited_for_by_all_ranks_together() -> N
         rank.only(1, lambda: fake.release_update(1))
         return [first, *(each.wait() for each in arriving[1:])]
 
-    for rank, payloads in enumerate(with_two_ranks(work, lazy=True)):
+    for rank, payloads in enumerate(with_two_ranks(work, mode="forward")):
         after = stepped(vectors(SIZES, 0), payloads, rank)
         expected = [shard.take(delta) for shard, delta in zip(shards(rank), deltas, strict=True)]
         assert len(after) == 3
