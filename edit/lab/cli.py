@@ -92,6 +92,7 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="Inject faults for so many minutes.")] = 1.0,
     peers: Annotated[int, typer.Option(help="Number of peers.")] = 3,
     sharded: Annotated[bool, typer.Option("--sharded", help="Make one of them a torchrun replica of two ranks.")] = False,
+    hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Folder for everything; one of an earlier run is wiped.")] = Path("runs/chaos"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -102,14 +103,18 @@ def chaos(
     disk. Checks that the digests of all peers are equal, no commit is lost or made twice, the run advances after every repair,
     memory stays flat, no process ends by itself, and none is left behind. Exit code 1 when one of these does not hold.
 
-    Example: edit-lab chaos --seed 7 --minutes 5
+    With --hostile members that attack the run, another behaviour every ten seconds (python -m edit.lab.hostile --help lists
+    them), also checks that honest peers stay in the commits and are never refused, that the coordinator's log and folder stay
+    small, and that all parameters stay finite. The penalty is enabled, and a quorum has an honest peer in it.
+
+    Example: edit-lab chaos --seed 7 --minutes 5 --hostile 1
     """
     from rich.console import Console
 
     from edit.lab.chaos.command import run_chaos
     from edit.lab.chaos.options import ChaosOptions
 
-    options = ChaosOptions(seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, gap_s=gap, out=out)
+    options = ChaosOptions(seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, hostile=hostile, gap_s=gap, out=out)
     run_chaos(options, as_json, Console(stderr=True))
 
 

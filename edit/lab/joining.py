@@ -1,4 +1,4 @@
-"""Enrol a peer that connects through a link: what `edit-coordinator invite` and `edit-peer join` do, without two processes."""
+"""Enrol a member: what `edit-coordinator invite` and `edit-peer join` do, without two processes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from aggregator.storage.state_folder import StateFolder
 from edit.lab.link import Link, LinkShape
 from peers.identity.enrolment import join
 
-__all__ = ["join_behind_a_link"]
+__all__ = ["enrol", "join_behind_a_link"]
+
+
+def enrol(state: Path, name: str, home: Path, role: str = "peer") -> None:
+    """Enrol `name` in the run in `state`, which is being served; its key and certificate lie in `home` afterwards."""
+    folder = StateFolder(state)
+    authority = Authority.load(folder.path, folder.run_id)
+    addresses = json.loads((state / "addresses.json").read_text())
+    invitation = authority.invite(name, role=role, enrol=(addresses["enrol_listen"],), lifetime_s=3600.0, now=time.time())
+    join(invitation.encode(), home, time.time())
 
 
 def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, shape: LinkShape) -> Link:
     """Enrol `name` in the run in `state`, which is being served, and return its link. opened: will close the link."""
+    enrol(state, name, home)
     addresses = json.loads((state / "addresses.json").read_text())
-    folder = StateFolder(state)
-    authority = Authority.load(folder.path, folder.run_id)
-    invitation = authority.invite(name, role="peer", enrol=(addresses["enrol_listen"],), lifetime_s=3600.0, now=time.time())
-    join(invitation.encode(), home, time.time())
     link = opened.enter_context(Link(("127.0.0.1", int(addresses["listen"].rpartition(":")[2])), shape))
     identity = home / "identity.json"
     identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))

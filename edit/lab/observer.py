@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from edit.errors import ConfigError, RemoteProtocolError
+from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.lab.observations import Status
 from edit.records import Snapshot
@@ -80,6 +80,14 @@ class Observer:
         if blake3(data).digest() != manifest.fragment_hash[fragment_id] or len(data) != 4 * numel:
             raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: damaged on the way")
         return torch.frombuffer(data, dtype=torch.float32)
+
+    def evict(self, peer_id: str, reason: str) -> None:
+        """Shut a member out for good. Raises TransportError when the coordinator does not."""
+        stub: Any = control_pb2_grpc.ControlStub(self.control)
+        try:
+            stub.Evict(control_pb2.EvictRequest(peer_id=peer_id, reason=reason), timeout=self.timeout_s)
+        except grpc.RpcError as error:
+            raise TransportError(f"{peer_id} was not evicted: {error.details()}") from error
 
     def close(self) -> None:
         self.control.close()

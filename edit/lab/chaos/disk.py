@@ -10,8 +10,9 @@ from typing import Protocol
 
 from edit.errors import StorageError
 
-__all__ = ["BoundedFiles", "Disk", "SmallDisk", "open_disk"]
+__all__ = ["BALLAST", "BoundedFiles", "Disk", "SmallDisk", "open_disk"]
 
+BALLAST = ".ballast"  # the file that fills a small disk
 _BLOCK = 1 << 16
 
 
@@ -34,7 +35,7 @@ class SmallDisk:
 
     def __init__(self, folder: Path, size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._ballast = folder, folder / ".ballast"
+        self._folder, self._ballast = folder, folder / BALLAST
         command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "edit-lab-chaos", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

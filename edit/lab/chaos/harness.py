@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from edit.errors import EditError, StorageError
 from edit.lab.chaos.faults import Fault, Kind
-from edit.lab.chaos.history import History, Incident, Memory
+from edit.lab.chaos.history import Files, History, Incident, Memory
 from edit.lab.chaos.invariants import Violation, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.chaos.testbed import Testbed
@@ -53,7 +53,7 @@ class Chaos:
     def __init__(self, options: ChaosOptions, say: Callable[[str], None], unix: Callable[[], float] = time.time) -> None:
         self._options, self._say, self._unix = options, say, unix
         self._testbed = Testbed(options)
-        self._history = History(options.peer_ids, options.step_tokens)
+        self._history = History(options.peer_ids, options.step_tokens, options.hostile_ids)
         self.report = Report(options, options.schedule(), self._history, self._testbed.disk.kind)
         names = (COORDINATOR, *options.peer_ids)
         self._lines = {name: JsonLines(self._testbed.metrics(name)) for name in names}
@@ -84,13 +84,18 @@ class Chaos:
     # ---- the four phases ------------------------------------------------------------------------------------------------
 
     def _found(self) -> None:
-        self._say(f"founding a run of {self._options.peers} peers in {self._options.out}; full disk: {self.report.disk}")
+        beside = f" and {self._options.hostile} hostile members" if self._options.hostile else ""
+        self._say(
+            f"founding a run of {self._options.peers} peers{beside} in {self._options.out}; full disk: {self.report.disk}"
+        )
         self._testbed.found()
         self._history.started(COORDINATOR)
         self._observer = replace(open_observer(self._testbed.folder.state), timeout_s=0.5)
         for name in self._options.peer_ids:
             self._testbed.start(name)
             self._history.started(name)
+        for name in self._options.hostile_ids:
+            self._testbed.start(name)
         since = self._unix()
         self._until(lambda: self._all_in(since), self._options.begin_s, "the run begins")
         self._began = self._unix()
@@ -121,7 +126,7 @@ class Chaos:
         self._say(f"all peers are in a commit after {self._unix() - since:.1f} s")
 
     def _finish(self) -> None:
-        ends = [self._testbed.finish(name) for name in self._options.peer_ids]
+        ends = [self._testbed.finish(name) for name in (*self._options.hostile_ids, *self._options.peer_ids)]
         self._read_status()
         ends.append(self._testbed.finish(COORDINATOR))
         self.report.ended = {end.name: end.returncode for end in ends}
@@ -131,6 +136,7 @@ class Chaos:
                 self._fail(Violation("a process that is asked to stop exits as promised", self._unix(), str(end), (end.name,)))
         self._check(journal_differs(self._history, self._journalled(), self._unix()))
         self._check(broken_at_end(self._history, self._options.bounds, self._unix()))
+        self._check_finite()
 
     # ---- steps of a phase -----------------------------------------------------------------------------------------------
 
@@ -161,8 +167,13 @@ class Chaos:
     def _read_dead_folder(self) -> None:
         try:
             self._history.recovered.append(self._testbed.read_folder())
+            self._check_finite()
         except EditError as error:
             self._fail(Violation("no commit is lost", self._unix(), str(error), (COORDINATOR,)))
+
+    def _check_finite(self) -> None:
+        if not self._testbed.finite():
+            self._fail(Violation("theta stays finite", self._unix(), "not every value of theta is finite", (COORDINATOR,)))
 
     def _journalled(self) -> dict[int, int]:
         try:
@@ -196,6 +207,7 @@ class Chaos:
             self._read_status()
             if (size := self._testbed.resident_bytes()) is not None and self._began:
                 self._history.memory.append(Memory(self._unix(), size))
+            self._history.files.append(Files(self._unix(), self._testbed.log_bytes(), self._testbed.state_bytes()))
             self._check(broken(self._history, self._options.bounds, self._unix()))
         time.sleep(_POLL_S)
 
@@ -210,6 +222,7 @@ class Chaos:
         status = self._observer.status()
         if status is None or not status.digest:
             return
+        self._history.answered = self._unix()
         if status.outer_step < self._status_step:
             text = f"the coordinator is at outer step {status.outer_step}, and was at {self._status_step}"
             self._fail(Violation("the outer step never decreases", self._unix(), text, (COORDINATOR,)))

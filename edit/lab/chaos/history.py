@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.processes import COORDINATOR
 
-__all__ = ["Claim", "Commit", "History", "Incident", "Memory", "Recovered"]
+__all__ = ["Accusation", "Claim", "Commit", "Files", "History", "Incident", "Memory", "Recovered"]
+
+_REFUSED = re.compile(r"refused: ([^;)]*)")  # of a round's reason: whose bytes were bad
+_IN_ORDER = {"invited", "starting", "training", "exchanging", "lost", "left"}  # states of a member in good standing
 
 LINE_STEPS = 10  # a peer's metrics file has a line at every tenth inner step
 
@@ -55,6 +59,24 @@ class Memory:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A sample of the sizes of what the coordinator writes."""
+
+    t: float
+    log_bytes: int
+    state_bytes: int  # its folder, metrics.jsonl included
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """The coordinator says that an honest peer misbehaved."""
+
+    t: float
+    who: str
+    text: str
+
+
 @dataclass(slots=True)
 class Incident:
     """A fault that was injected."""
@@ -87,12 +109,16 @@ class History:
 
     peers: tuple[str, ...]
     step_tokens: int  # tokens of one inner step
+    hostile: tuple[str, ...] = ()
     tokens: int = 0  # merged so far, from the coordinator's status
+    answered: float | None = None  # when the coordinator last told its status
     commits: list[Commit] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     recovered: list[Recovered] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    files: list[Files] = field(default_factory=list)
+    accusations: list[Accusation] = field(default_factory=list)
     aborted: int = 0
     lives: dict[str, int] = field(default_factory=dict)  # the number of each one's present process, from 0
     _steps: dict[tuple[str, int], _Steps] = field(default_factory=dict)
@@ -119,10 +145,15 @@ class History:
                 self._claim(source, line, own=True)
             case "peer" if line.get("digest"):
                 self._claim(str(line["peer_id"]), line, own=False)
+            case "member" if line["state"] not in _IN_ORDER:
+                self._accuse(float(line["t"]), str(line["peer_id"]), f"{line['state']} ({line['reason']})")
             case "step" if source != COORDINATOR:
                 self._step(source, int(line["step"]))
 
     def _round(self, line: Mapping[str, Any]) -> None:
+        for refused in _REFUSED.findall(str(line.get("reason", ""))):
+            for name in refused.split(", "):
+                self._accuse(float(line["t"]), name.removesuffix(" in part"), f"refused in round {line['round_id']}")
         if not line["committed"]:
             self.aborted += 1
             return
@@ -132,6 +163,10 @@ class History:
                 weights[peer] = max(weights.get(peer, 0.0), float(weight))
         t, seconds = float(line["t"]), float(line["seconds"])
         self.commits.append(Commit(t - seconds, t, line["outer_step"], line["round_id"], line["digest"], weights))
+
+    def _accuse(self, t: float, who: str, text: str) -> None:
+        if who in self.peers:
+            self.accusations.append(Accusation(t, who, text))
 
     def _claim(self, who: str, line: Mapping[str, Any], own: bool) -> None:
         self.digest_reported(who, float(line["t"]), int(line["outer_step"]), str(line["digest"]), own)
@@ -161,8 +196,8 @@ class History:
 
     @property
     def participation(self) -> float:
-        """The mean number of peers with a weight in a commit."""
-        counted = sum(weight > 0 for commit in self.commits for weight in commit.weights.values())
+        """The mean number of honest peers with a weight in a commit."""
+        counted = sum(commit.weights.get(peer, 0.0) > 0 for commit in self.commits for peer in self.peers)
         return counted / len(self.commits) if self.commits else 0.0
 
     def commit_after(self, t: float, peer: str | None = None) -> Commit | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from edit.lab.chaos.faults import Kind
 from edit.lab.chaos.history import Claim, Commit, History, Incident
@@ -13,6 +14,10 @@ __all__ = ["Bounds", "Violation", "broken", "broken_at_end", "journal_differs", 
 
 _FLAT = 1.3  # the largest size in the last third, relative to that in the middle third
 _FEW = 30  # with fewer samples in a third, memory is not judged
+_ATTACKED_BYTES = 100e6  # what attacks may cost the coordinator while they last
+_LOG_RATE = 2000.0  # bytes per second and member
+_LOG_S = 60.0  # over so long
+_STATE_BYTES = 40e6  # the coordinator's folder; the model of a chaos run is small
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,10 @@ def broken(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
     yield from _backwards(history)
     yield from _stalled(history, bounds, now)
     yield from _absent(history, bounds, now)
+    yield from _uncounted(history, bounds, now)
+    yield from _accused(history)
+    yield from _silent(history, bounds, now)
+    yield from _written(history)
 
 
 def broken_at_end(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
@@ -189,12 +198,59 @@ def _absent(history: History, bounds: Bounds, now: float) -> Iterator[Violation]
             yield Violation("a killed peer contributes again", due, text, (peer, COORDINATOR))
 
 
+def _uncounted(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
+    """Whoever is honest and undisturbed is in commits with a weight, whatever hostile members do."""
+    if not history.hostile:
+        return
+    began = history.commits[0].t if history.commits else now
+    for peer in history.peers:
+        incidents = [one for one in history.incidents if one.fault.kind.of_coordinator or one.fault.target == peer]
+        counted = [commit.t for commit in history.commits if commit.weights.get(peer, 0.0) > 0]
+        for since, until in pairwise([began, *counted, now]):
+            due = _due(since, incidents, bounds.return_s, until)
+            if due is not None and until > due:
+                text = f"{peer} is in no commit with a weight within {until - since:.0f} s"
+                yield Violation("honest peers are in the commits", due, text, (peer, COORDINATOR))
+
+
+def _accused(history: History) -> Iterator[Violation]:
+    for one in history.accusations:
+        yield Violation("no honest peer is refused or shut out", one.t, f"{one.who}: {one.text}", (one.who, COORDINATOR))
+
+
+def _silent(history: History, bounds: Bounds, now: float) -> Iterator[Violation]:
+    """The operator is told the status, unless a fault hits the coordinator."""
+    if history.answered is not None:
+        incidents = [incident for incident in history.incidents if incident.fault.kind.of_coordinator]
+        due = _due(history.answered, incidents, bounds.advance_s, now)
+        if due is not None and now > due:
+            text = f"no status within {now - history.answered:.0f} s"
+            yield Violation("the operator is answered", due, text, (COORDINATOR,))
+
+
+def _written(history: History) -> Iterator[Violation]:
+    """What the coordinator writes stays bounded: its log by a rate, its folder by a size."""
+    most = _LOG_RATE * _LOG_S * (len(history.peers) + len(history.hostile))
+    begin = 0
+    for sample in history.files:
+        while sample.t - history.files[begin].t > _LOG_S:
+            begin += 1
+        if (grown := sample.log_bytes - history.files[begin].log_bytes) > most:
+            text = f"the coordinator's log grew by {grown / 1e3:.0f} kB in {sample.t - history.files[begin].t:.0f} s"
+            yield Violation("the log grows slowly", sample.t, text, (COORDINATOR,))
+            break
+        if sample.state_bytes > _STATE_BYTES:
+            text = f"the coordinator's folder has {sample.state_bytes / 1e6:.0f} MB"
+            yield Violation("the coordinator's folder stays small", sample.t, text, (COORDINATOR,))
+            break
+
+
 def _memory(history: History) -> Iterator[Violation]:
     third = len(history.memory) // 3
     if third < _FEW:
         return
     middle = max(sample.bytes for sample in history.memory[third : 2 * third])
     last = max(sample.bytes for sample in history.memory[2 * third :])
-    if last > _FLAT * middle:
+    if last > _FLAT * middle + (_ATTACKED_BYTES if history.hostile else 0.0):
         text = f"the coordinator grew from {middle / 1e6:.0f} MB (middle third) to {last / 1e6:.0f} MB (last third)"
         yield Violation("memory is flat", history.memory[-1].t, text, (COORDINATOR,))

@@ -25,6 +25,9 @@ class ChaosOptions:
     seconds: float = 60.0  # of faults, after all peers are in a commit
     peers: int = 3
     sharded: bool = False  # the last peer is a torchrun replica of two ranks
+    hostile: int = 0  # members beside them that attack the run
+    behaviours: tuple[str, ...] = ()  # of the hostile members; none: all
+    behaviour_s: float = 10.0  # of each
     out: Path = Path("runs/chaos")
     gap_s: float = 5.0  # mean time between faults
     longest_s: float = 6.0  # of one fault
@@ -53,11 +56,17 @@ class ChaosOptions:
             raise ConfigError(f"--minutes {self.seconds / 60:g}: must be between 0.17 (ten seconds) and 1440 (a day)")
         if not 1 <= self.peers <= 64:
             raise ConfigError(f"--peers {self.peers}: must be between 1 and 64")
+        if not 0 <= self.hostile < self.peers:
+            raise ConfigError(f"--hostile {self.hostile}: must be fewer than the {self.peers} honest peers, or 0")
 
     @property
     def peer_ids(self) -> tuple[str, ...]:
         plain = tuple(f"peer-{index}" for index in range(self.peers - self.sharded))
         return (*plain, SHARDED) if self.sharded else plain
+
+    @property
+    def hostile_ids(self) -> tuple[str, ...]:
+        return tuple(f"hostile-{index}" for index in range(self.hostile))
 
     @property
     def step_tokens(self) -> int:
@@ -83,9 +92,14 @@ class ChaosOptions:
         )
 
     def run(self) -> Settings:
-        """Return the settings of run.toml: small numbers, so that what takes minutes in a real run takes seconds here."""
+        """Return the settings of run.toml: small numbers, so that what takes minutes in a real run takes seconds here.
+
+        With hostile members the quorum is one more than there are of them: every commit has an honest peer in it, and as there
+        are more honest peers than hostile ones, none of these is ever needed.
+        """
+        quorum = max(self.quorum, self.hostile + 1) if self.hostile else self.quorum
         model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": CONTEXT}
-        rounds = {"start_peers": self.peers, "quorum": self.quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
+        rounds = {"start_peers": self.peers, "quorum": quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
         return {
             "name": "chaos",
             "seed": self.seed,
@@ -93,7 +107,8 @@ class ChaosOptions:
             "inner": {"lr": 1e-3, "warmup_steps": 20, "batch_size": self.batch_size},
             "sync": {"every": self.every, "outer_steps": _ENDLESS},
             "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
-            "penalty": {"enabled": False},  # a peer that trained on while it was disconnected sends a larger norm
+            # Only against hostile members: a peer that trained on while it was disconnected sends a larger norm.
+            "penalty": {"enabled": self.hostile > 0},
             "codec": {"up": "int8", "down": "bf16"},
             "rounds": rounds,
             "membership": {"heartbeat_s": self.heartbeat_s, "lease_s": self.lease_s},

@@ -25,6 +25,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "seed": report.options.seed,
         "seconds": round(report.seconds, 1),
         "peers": report.options.peers,
+        "hostile": report.options.hostile,
         "disk": report.disk,
         "violation": str(report.violation) if report.violation is not None else None,
         "faults": {kind.name.lower(): _of_kind(history, kind) for kind in Kind if history.incidents_of(kind)},
@@ -37,7 +38,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "contributes_again_s": _spread([_again(history, one) for one in history.incidents if one.fault.kind.kills]),
         "inner_steps_made": made,
         "inner_steps_counted": counted,
-        "goodput": round(min(1.0, counted / made), 4) if made else None,
+        "goodput": round(min(1.0, counted / made), 4) if made and not history.hostile else None,  # their tokens are lies
+        "log_bytes": history.files[-1].log_bytes if history.files else None,
+        "state_bytes": max((sample.state_bytes for sample in history.files), default=None),
         "coordinator_bytes": {"median": statistics.median(sizes), "max": max(sizes)} if sizes else None,
         "exit_codes": report.ended,
     }

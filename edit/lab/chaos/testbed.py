@@ -21,13 +21,16 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
 from edit.lab.chaos import procfs
-from edit.lab.chaos.disk import open_disk
+from edit.lab.chaos.disk import BALLAST, open_disk
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.history import Recovered
 from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.demo.output_folder import DemoFolder
+from edit.lab.hostile.home import HostileHome
+from edit.lab.hostile.process import command
 from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
+from edit.lab.observer import open_observer
 from edit.lab.processes import COORDINATOR, ChildDied, Exit, Programs, Supervisor
 from edit.lab.run_toml import to_toml
 
@@ -76,7 +79,7 @@ class Testbed:
     # ---- starting -------------------------------------------------------------------------------------------------------
 
     def found(self) -> None:
-        """Create the run, serve it, enrol every peer behind its link. Raises ChildDied."""
+        """Create the run, serve it, enrol every peer behind its link, and the hostile members. Raises ChildDied."""
         folder, coordinator = self.folder, self._programs.coordinator
         folder.run_toml.write_text(to_toml(self._options.run()), encoding="utf-8")
         folder.data.mkdir()
@@ -87,6 +90,11 @@ class Testbed:
         self._wait_for_addresses()
         for name in self._options.peer_ids:
             self._links[name] = join_behind_a_link(self._open, folder.state, name, folder.home(name), LinkShape())
+        if self._options.hostile:
+            operator = open_observer(folder.state)
+            self._open.callback(operator.close)
+            for name in self._options.hostile_ids:
+                HostileHome(folder.home(name)).enrol(name, folder.state, operator)
 
     def _wait_for_addresses(self) -> None:
         give_up = time.monotonic() + _SERVE_WITHIN_S
@@ -105,6 +113,12 @@ class Testbed:
             self._supervisor.start(name, (*self._programs.coordinator, "serve", "--state", str(self.folder.state)))
             return
         home = self.folder.home(name)
+        if name in self._options.hostile_ids:
+            options, number = self._options, self._options.hostile_ids.index(name)
+            seed = options.seed * options.hostile + number
+            attack = command(HostileHome(home), seed=seed, each_s=options.behaviour_s, names=options.behaviours)
+            self._supervisor.start(name, attack)
+            return
         run = ["run", "--home", str(home), "--data", str(self.folder.data / "text.py"), "--threads", "1"]
         run += ["--metrics", str(self.metrics(name)), "--throttle", str(self._options.throttle)]
         program = self._programs.peer
@@ -184,6 +198,22 @@ class Testbed:
         """Return the coordinator's resident memory; None while it does not run."""
         running = self._supervisor.running(COORDINATOR)
         return procfs.resident_bytes(self._supervisor.pid(COORDINATOR)) if running else None
+
+    def log_bytes(self) -> int:
+        """Return the size of the coordinator's log."""
+        return (self.folder.logs / f"{COORDINATOR}.log").stat().st_size
+
+    def state_bytes(self) -> int:
+        """Return the size of the files in the coordinator's folder; one that is removed meanwhile is left out."""
+        total = 0
+        for path in self.folder.state.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size if path.is_file() and path.name != BALLAST else 0
+        return total
+
+    def finite(self) -> bool:
+        """Return whether every value of theta in the coordinator's folder is finite. Raises StorageError when it is damaged."""
+        return all(bool(fragment.isfinite().all()) for fragment in load_outer(StateFolder(self.folder.state)).theta)
 
     def running(self, name: str) -> bool:
         """Return whether this process runs."""

@@ -16,7 +16,7 @@ from edit.lab.chaos import procfs
 from edit.lab.chaos.disk import BoundedFiles
 from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.harness import Report
-from edit.lab.chaos.history import History, Incident, Memory, Recovered
+from edit.lab.chaos.history import Files, History, Incident, Memory, Recovered
 from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
@@ -259,6 +259,89 @@ def test_a_coordinator_that_grows() -> None:
     assert rules(history) == []
     history.memory[-1] = replace(history.memory[-1], bytes=131)
     assert rules(history) == ["memory is flat"]
+
+
+# ---- with hostile members ---------------------------------------------------------------------------------------------------
+
+
+def attacked(steps: int = 20) -> History:
+    history = good(steps)
+    history.hostile = ("h",)
+    return history
+
+
+def test_an_honest_peer_that_is_in_no_commit_beside_hostile_ones() -> None:
+    history = attacked()
+    for step in range(21, 60):
+        history.take(COORDINATOR, committed(step, weights=(0.0, 0.5, 0.5)))
+    assert rules(history, 50.0) == []
+    assert rules(history, 50.1) == ["honest peers are in the commits"]
+    incident_in(history, Kind.CUT, 21.0, 35.0)  # it was disturbed
+    assert rules(history, 59.0) == []
+
+
+def test_a_run_without_commits_beside_hostile_members() -> None:
+    assert rules(attacked(), 49.9) == []
+    assert set(rules(attacked(), 50.1)) == {"honest peers are in the commits"}
+
+
+def test_an_honest_peer_that_is_refused() -> None:
+    history = attacked()
+    refused = {**committed(21, t=21.0), "committed": False, "reason": "too few: 1 of quorum 2 (missing: c; refused: b, h)"}
+    history.take(COORDINATOR, refused)
+    assert rules(history) == ["no honest peer is refused or shut out"]
+    history.accusations.clear()
+    history.take(COORDINATOR, {**refused, "reason": "all 2 contributors in (refused: h)"})
+    assert rules(history) == []
+
+
+@pytest.mark.parametrize(("who", "state", "broken_rules"), [("b", "evicted", 1), ("b", "lost", 0), ("h", "evicted", 0)])
+def test_an_honest_peer_that_is_shut_out(who: str, state: str, broken_rules: int) -> None:
+    history = attacked()
+    history.take(COORDINATOR, {"kind": "member", "t": 20.5, "peer_id": who, "state": state, "reason": "because"})
+    assert rules(history) == ["no honest peer is refused or shut out"] * broken_rules
+
+
+def test_a_coordinator_that_answers_no_operator() -> None:
+    history = attacked()
+    history.answered = 20.0
+    assert rules(history, 30.0) == []
+    assert rules(history, 30.1) == ["the operator is answered"]
+    incident_in(history, Kind.STOP_COORDINATOR, 21.0, 30.1)
+    history.take(COORDINATOR, committed(21, t=31.0))
+    assert rules(history, 40.0) == []
+
+
+def test_a_log_and_a_folder_that_grow() -> None:
+    history = attacked()
+    history.files = [Files(float(i), 8000 * i, 10_000_000) for i in range(200)]  # 2000 bytes a second for each member
+    assert rules(history) == []
+    history.files = [*history.files[:-1], Files(199.0, 8000 * 199 + 1, 10_000_000)]
+    assert rules(history) == ["the log grows slowly"]
+    history.files = [Files(0.0, 0, 41_000_000)]
+    assert rules(history) == ["the coordinator's folder stays small"]
+
+
+def test_attacks_may_cost_memory_while_they_last_but_not_more_than_that() -> None:
+    history = attacked()
+    history.memory = [Memory(float(i), 300_000_000) for i in range(90)]
+    history.memory[-1] = replace(history.memory[-1], bytes=490_000_000)
+    assert rules(history) == []
+    history.memory[-1] = replace(history.memory[-1], bytes=491_000_000)
+    assert rules(history) == ["memory is flat"]
+
+
+def test_a_run_with_hostile_members_needs_none_of_them() -> None:
+    from edit.config.run import RunConfig
+
+    config = RunConfig.from_mapping(ChaosOptions(peers=3, hostile=2).run())
+    assert config.rounds.quorum == config.rounds.start_peers == 3
+    assert config.penalty.enabled and config.penalty.detector == "level"
+    with pytest.raises(ConfigError, match="--hostile 3: must be fewer"):
+        ChaosOptions(peers=3, hostile=3)
+
+
+# ---- counting ---------------------------------------------------------------------------------------------------------------
 
 
 def test_steps_of_killed_processes_are_counted_as_lost_rather_than_not() -> None:

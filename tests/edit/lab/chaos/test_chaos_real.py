@@ -1,4 +1,4 @@
-"""A short chaos run with real processes: one peer killed, the coordinator killed, another peer's link silent."""
+"""Short chaos runs with real processes: one peer killed, the coordinator killed, another link silent; a hostile member."""
 
 import io
 import json
@@ -35,3 +35,28 @@ def test_three_faults_break_nothing(tmp_path, capsys):
     assert values["outer_step"] >= values["commits"] > 2
     assert values["faults"]["kill_peer"]["contributes_again_s"]["max"] <= options.bounds.return_s
     assert [death.outer_step for death in report.history.recovered] != [0]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.skipif(not procfs.available(), reason="no /proc")
+def test_a_hostile_member_breaks_nothing(tmp_path, capsys):
+    faults = (Fault(number=1, at_s=4.0, kind=Kind.KILL_COORDINATOR, target=COORDINATOR, lasts_s=0.5),)
+    behaviours = ("bad-bytes", "x100", "heartbeats-only")
+    options = ChaosOptions(
+        peers=2,
+        hostile=1,
+        behaviours=behaviours,
+        behaviour_s=1.5,
+        seconds=10.0,
+        faults=faults,
+        throttle=2.0,
+        out=tmp_path / "chaos",
+    )
+    report = run_chaos(options, True, Console(file=io.StringIO()))
+    values = json.loads(capsys.readouterr().out)
+    assert values["violation"] is None
+    assert values["exit_codes"] == {"hostile-0": 0, "peer-0": 0, "peer-1": 0, "coordinator": 0}
+    done = [json.loads(line) for line in (options.out / "logs" / "hostile-0.log").read_text().splitlines()]
+    assert {line["name"] for line in done} == set(behaviours)
+    assert sum(line["answers"].get("INVALID_ARGUMENT", 0) for line in done if line["name"] == "bad-bytes") > 0
+    assert any("hostile-0" in commit.weights for commit in report.history.commits)
