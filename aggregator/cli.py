@@ -233,7 +233,7 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
             _words(row.role),
             _words(row.state),
             _words(row.reason),
-            _words(f"{row.phase}, optional" if row.optional else row.phase),
+            _words(_phase(row)),
             _uploaded(row),
             str(row.outer_step),
             str(row.inner_steps),
@@ -244,6 +244,13 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
             str(row.absences),
         )
     console.print(table)
+
+
+def _phase(row: MemberStatus) -> str:
+    """Return the phase, and whether rounds wait for this member."""
+    if row.quarantined_s > 0:
+        return f"quarantined for {row.quarantined_s:.0f} s"
+    return f"{row.phase}, optional" if row.optional else row.phase
 
 
 def _uploaded(row: MemberStatus) -> str:

@@ -11,13 +11,14 @@ RunFounded           the founder's parameters are on disk
 RoundChanged         the phase or the open round is another one
 ContributionRefused  a contribution that was taken is dropped, with the reason
 PeerFaulted          a peer's bytes broke the protocol
+PeerQuarantined      that happened too often: it is kept out of the rounds for a while
 StepCommitted        a commit is on disk and published
 RoundReport          a round closed, committed or aborted
 RunEnded             the last outer step or token is merged, or the run was drained; the state is checkpointed
 OrderGiven           the operator's order is on disk
 Advised              a setting cannot work, or a member is too slow for it
 
-Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`log_event`), the recent rounds that `status` shows
+Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`EventLog`), the recent rounds that `status` shows
 (`aggregator.control.status`), and the run itself (`aggregator.control.run`).
 """
 
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Advised",
     "ContributionRefused",
+    "EventLog",
     "MemberChanged",
     "MemberEnrolled",
     "OrderGiven",
     "PeerFaulted",
+    "PeerQuarantined",
     "PeerReported",
     "RankLost",
     "ResyncChanged",
@@ -52,7 +55,6 @@ __all__ = [
     "RunFounded",
     "StepCommitted",
     "Subscriber",
-    "log_event",
 ]
 
 _log = logging.getLogger(__name__)
@@ -135,6 +137,15 @@ class PeerFaulted:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerQuarantined:
+    """seconds: for how long it is kept out of the rounds; reason: of its last fault."""
+
+    peer_id: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepCommitted:
     """The outer step advanced. missing: peers that were expected and are not part of the commit."""
 
@@ -177,6 +188,7 @@ RunEvent = (
     | RoundChanged
     | ContributionRefused
     | PeerFaulted
+    | PeerQuarantined
     | StepCommitted
     | RoundReport
     | RunEnded
@@ -210,29 +222,82 @@ class RunFeed:
             subscriber(event, now)
 
 
-def log_event(event: RunEvent, unix: float) -> None:
-    """Log one line for an event that an operator wants to read."""
+_LINE_S = 1.0  # between two log lines of one kind and source
+
+
+@dataclass(slots=True)
+class _Source:
+    """The log lines of one kind and source."""
+
+    last: float  # when the last one was written, unix seconds
+    left_out: int = 0  # since then
+
+
+class EventLog:
+    """Logs one line for each event that an operator wants to read.
+
+    What one member can cause again and again has one line a second, kind and member, which counts those left out.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[tuple[object, ...], _Source] = {}
+
+    def on_event(self, event: RunEvent, unix: float) -> None:
+        """Log the line of an event, if it has one and it is not too soon for it."""
+        if (line := _line(event)) is None:
+            return
+        (level, text), more = line, ""
+        if (key := _limited(event)) is not None:
+            known = self._sources.get(key)
+            if known is not None and 0 <= unix - known.last < _LINE_S:
+                known.left_out += 1
+                return
+            if known is not None and known.left_out:
+                more = f" ({known.left_out} more like this before)"
+            self._sources[key] = _Source(unix)
+        _log.log(level, "%s%s", text, more)
+
+
+def _limited(event: RunEvent) -> tuple[object, ...] | None:
+    """Return the kind and source of an event that one member can cause again and again; None for the others."""
+    match event:
+        case MemberChanged(peer_id, state):
+            return MemberChanged, peer_id, state
+        case ResyncChanged(peer_id, reason):
+            return ResyncChanged, peer_id, bool(reason)
+        case RankLost(peer_id) | ContributionRefused(peer_id) | PeerFaulted(peer_id):
+            return type(event), peer_id
+        case RoundReport(committed=False):
+            return (RoundReport,)
+    return None
+
+
+def _line(event: RunEvent) -> tuple[int, str] | None:
+    """Return (level, text) of the log line of an event, or None."""
     match event:
         case MemberEnrolled(peer_id, role):
-            _log.info("%s enrolled as %s", peer_id, role)
+            return logging.INFO, f"{peer_id} enrolled as {role}"
         case MemberChanged(peer_id, state, reason, live=False):
-            _log.info("%s: %s (%s)", peer_id, state, reason)
+            return logging.INFO, f"{peer_id}: {state} ({reason})"
         case RankLost(peer_id, reason):
-            _log.info("%s: lost to the round (%s)", peer_id, reason)
+            return logging.INFO, f"{peer_id}: lost to the round ({reason})"
         case ResyncChanged(peer_id, reason):
-            _log.warning("%s: %s", peer_id, reason or "resynced")
+            return logging.WARNING, f"{peer_id}: {reason or 'resynced'}"
         case RunFounded(peer_id, parameters, fragments):
-            _log.info("%s founded the run: %d parameters in %d fragments", peer_id, parameters, fragments)
+            return logging.INFO, f"{peer_id} founded the run: {parameters} parameters in {fragments} fragments"
         case ContributionRefused(peer_id, reason):
-            _log.info("%s: its contribution is refused: %s", peer_id, reason)
+            return logging.INFO, f"{peer_id}: its contribution is refused: {reason}"
         case PeerFaulted(peer_id, _, reason):
-            _log.warning("%s: %s", peer_id, reason)
+            return logging.WARNING, f"{peer_id}: {reason}"
+        case PeerQuarantined(peer_id, seconds, reason):
+            return logging.WARNING, f"{peer_id}: quarantined for {seconds:.0f} s, its bytes were bad too often: {reason}"
         case RoundReport():
             result = "committed" if event.committed else "aborted"
-            _log.info("round %d %s: %s (%.2f s)", event.round_id, result, event.reason, event.seconds)
+            return logging.INFO, f"round {event.round_id} {result}: {event.reason} ({event.seconds:.2f} s)"
         case RunEnded(outer_step, tokens):
-            _log.info("finished at outer step %d, %d tokens", outer_step, tokens)
+            return logging.INFO, f"finished at outer step {outer_step}, {tokens} tokens"
         case OrderGiven(order, "", _):
-            _log.info("the operator %s the run", order)
+            return logging.INFO, f"the operator {order} the run"
         case Advised(peer_id, advice):
-            _log.warning("%s", f"{peer_id}: {advice}" if peer_id else advice)
+            return logging.WARNING, f"{peer_id}: {advice}" if peer_id else advice
+    return None

@@ -18,7 +18,7 @@ import torch
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
-from aggregator.run_feed import RunFeed, log_event
+from aggregator.run_feed import EventLog, RunFeed
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.members import Members
 from aggregator.services.authorization import Authorizer
@@ -87,7 +87,7 @@ class Coordinator:
         worker, files = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("torch", "files"))
         background = Background(worker)
         feed = RunFeed(clock.unix)
-        feed.subscribe(log_event)
+        feed.subscribe(EventLog().on_event)
         feed.subscribe(MetricsLog(folder.metrics, files).on_event)
         mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
         feed.subscribe(mark.on_event)

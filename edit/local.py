@@ -189,6 +189,7 @@ class LocalRun:
             outer_steps=sync.outer_steps,
             first_round_id=1,
             stop_tokens=sync.tokens,
+            backs_off=False,
         )
         for event in self._all_ready():
             self._feed(event)

@@ -222,6 +222,8 @@ class Run:
             joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
             if reason := impossible(self.config.rounds, self._rounds.published.outer_step, joined):
                 return reason
+            if reason := self._rounds.machine.held_back:
+                return reason
         return _PAUSED if self._resources.orders.paused else ""
 
     # ---- the operator's orders -------------------------------------------------------------------------------------------

@@ -92,14 +92,15 @@ def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner 
             bytes_received=heartbeat.bytes_received,
         )
     if rounds is not None:
-        status = _with_pace(status, rounds)
+        status = _with_pace(status, rounds, now)
     return status
 
 
-def _with_pace(status: MemberStatus, rounds: RoundRunner) -> MemberStatus:
+def _with_pace(status: MemberStatus, rounds: RoundRunner, now: float) -> MemberStatus:
     """Add where this member is in the round, and what it is given."""
     machine, phase = rounds.machine, rounds.machine.peer_phase(status.peer_id)
     upload_bytes, upload_total_bytes = rounds.upload(status.peer_id)
+    until = machine.quarantined_until(status.peer_id)
     download_s, compute_s, upload_s = (machine.deadlines.allowed_s(status.peer_id, each) for each in MEASURED)
     return replace(
         status,
@@ -111,4 +112,5 @@ def _with_pace(status: MemberStatus, rounds: RoundRunner) -> MemberStatus:
         compute_s=compute_s,
         upload_s=upload_s,
         optional=machine.is_optional(status.peer_id),
+        quarantined_s=max(0.0, until - now) if until is not None else 0.0,
     )

@@ -24,7 +24,15 @@ from functools import partial
 from aggregator.data.contributions import Contributions, ShardUpload
 from aggregator.data.published import CommittedState, PublishedState
 from aggregator.resources import Resources
-from aggregator.run_feed import ContributionRefused, PeerFaulted, RoundChanged, RoundReport, RunEnded, StepCommitted
+from aggregator.run_feed import (
+    ContributionRefused,
+    PeerFaulted,
+    PeerQuarantined,
+    RoundChanged,
+    RoundReport,
+    RunEnded,
+    StepCommitted,
+)
 from aggregator.storage.pending_injection import check_bytes
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
@@ -152,7 +160,9 @@ class RoundRunner:
             self.feed(events.Arrived(shard.header.peer_id, shard.header.round_id, shard.header.fragment_id))
 
     def fault(self, peer_id: str, round_id: int, reason: str) -> None:
-        """Exclude a peer whose bytes broke the protocol from the round that its contribution names."""
+        """Exclude a peer whose bytes broke the protocol from the round that its contribution names, unless it is already."""
+        if self.machine.is_out(peer_id):
+            return
         self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.Faulted(peer_id, round_id, reason))
 
@@ -191,6 +201,8 @@ class RoundRunner:
                 case events.Refused(peer_id, reason):
                     self._run_feed.publish(ContributionRefused(peer_id, reason))
                     self._contributions.drop(peer_id, reason)
+                case events.Quarantined(peer_id, seconds, reason):
+                    self._run_feed.publish(PeerQuarantined(peer_id, seconds, reason))
                 case events.RoundOpened(round_id):
                     self._round = _Round(round_id)
                 case events.Reduce():

@@ -13,6 +13,8 @@ In reading order:
     machine        the rules, the transition table, and the machine
     contributions  which contribution of each peer is held, across rounds
     open_round     the sets of the one open round, and which peers are ready to contribute
+    absences       which live peers are waited for no longer, because nothing came of them
+    faults         which peers are kept out of the rounds for bad bytes, and for how long
     deadlines      how long a round waits for a peer, from the peer's own measured times
     peer_timing    when each peer goes from one phase to the next: the measurements
 """

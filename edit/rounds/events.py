@@ -20,6 +20,7 @@ __all__ = [
     "Pause",
     "Phase",
     "Progress",
+    "Quarantined",
     "Reduce",
     "Reduced",
     "Refused",
@@ -152,7 +153,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The operator wants rounds again, after a Pause or a Drain."""
+    """The operator wants rounds again, after a Pause or a Drain. Faults are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,15 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantined:
+    """This peer's bytes were bad too often: nothing is taken of it, and nobody waits for it, for so long."""
+
+    peer_id: str
+    seconds: float
+    reason: str  # of its last fault
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """Merge this fragment of these peers; answer with Reduced or RoundFailed."""
 
@@ -244,4 +254,4 @@ class RunFinished:
     outer_step: int
 
 
-Effect = RoundOpened | Refused | Reduce | Commit | RoundClosed | RunFinished
+Effect = RoundOpened | Refused | Quarantined | Reduce | Commit | RoundClosed | RunFinished

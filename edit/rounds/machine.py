@@ -7,7 +7,7 @@ Rules
 Opening
  1. A round is one attempt to advance from outer step t to t + 1, with the fragments that are DUE at t (streaming exchanges
     one group of them per outer step). An aborted round is tried again with the same fragments; a commit leads to the next
-    ones. Round ids strictly increase. After a commit or an abort the next round opens in the same call.
+    ones. Round ids strictly increase. After a commit or an abort the next round opens in the same call (rule 18 excepted).
  2. READY peers are live and last reported outer step t, or t - 1: such a peer was told of the commit that led to t and
     applies it at its next step boundary; with max_staleness S down to t - 1 - S. A contribution to t is a report of t, too.
     A peer whose last report is older is hung or takes a snapshot; nobody waits for it. A round opens with one ready peer
@@ -23,7 +23,8 @@ Waiting
  4. A lost peer is expected no more, at once; a replica that lost a rank is lost, too. What it delivered stays in. If it
     returns, it is optional, or expected again when its contribution was under way.
  5. A peer whose bytes were bad is out of the round: what it delivered is dropped where it is not being merged yet. If the
-    ready peers that are left cannot make a quorum with what is in, the round is aborted at once.
+    ready peers that are left cannot make a quorum with what is in, the round is aborted at once. Rules 17 and 18 say what
+    follows.
  6. A fragment is reduced as soon as every expected peer has it in and at least a quorum has. Each Reduce has a quorum.
  7. A peer is COMPLETE when it has delivered all fragments that are due. The collection closes with a quorum of complete
     peers when (a) no expected peer is missing, or (b) the deadline is reached, or (c) every missing peer is overdue by its
@@ -70,6 +71,13 @@ Absent peers
     otherwise. Where the others cannot make a quorum it is waited for like any other: nothing is lost by that. A peer that is
     lost and returns has its absences still.
 
+Faults
+17. Three faults (bad bytes) among a peer's last sixteen outcomes, merged contributions being the others, QUARANTINE it: for a
+    minute, then for twice as long each time, up to an hour. Meanwhile nothing is taken of it and nobody waits for it; where
+    the others cannot make a quorum, no round opens. One damaged message costs a round, no more. A Resume ends all quarantines.
+18. A round that was aborted with a fault in it, or by a merge or commit that failed, is tried again at once; after two in a
+    row half a second later, then after twice as long each time, up to a minute. A commit and a Resume end that.
+
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
 GATHERING   MemberReady, Resume               enough are ready               RoundOpened                  COLLECTING
@@ -80,6 +88,8 @@ COLLECTING  any                               closes (rules 7, 15)           Red
 COLLECTING  Close                             a quorum is complete           Reduce ...                   COMMITTING
 COLLECTING  any                               deadline without quorum        RoundClosed (aborted)        opens
 COLLECTING  Faulted, MemberLost               faults leave no quorum         RoundClosed (aborted)        opens
+COLLECTING  Faulted                           one too many (rule 17)         Quarantined                  as above
+GATHERING   Tick                              it was held back, no longer    RoundOpened                  COLLECTING
 COLLECTING  MemberLost                        none ready, no quorum                                       GATHERING
 COLLECTING  any                               ends, somebody is overdue      an absence of each (rule 16)  as above
 COLLECTING  Withdrawn                                                                                     COLLECTING
@@ -96,13 +106,14 @@ any         Offered, Arrived                  not taken (rules 5, 11 to 13)  Ref
 any         Faulted                           S > 0: it was not in a merge   Refused                      as above
 any         results of another round                                                                      same
 opens:      FINISHED with RunFinished when a drain was asked for; PAUSED when a pause was; COLLECTING with RoundOpened when
-            enough are ready, and at once COMMITTING if what was carried over closes it; else GATHERING.
+            enough are ready and nothing holds it back (rules 17, 18), and at once COMMITTING if what was carried over closes
+            it; else GATHERING.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
@@ -124,6 +135,7 @@ from edit.rounds.events import (
     Pause,
     Phase,
     Progress,
+    Quarantined,
     Reduced,
     Refused,
     Resume,
@@ -134,6 +146,7 @@ from edit.rounds.events import (
     Tick,
     Withdrawn,
 )
+from edit.rounds.faults import Faults, delay_s
 from edit.rounds.open_round import OpenRound, ReadyPeers
 from edit.rounds.peer_timing import PeerTimer
 
@@ -152,6 +165,7 @@ class RoundMachine:
         stop_tokens: the run ends when so many tokens are merged; 0: no bound.
         tokens: so many tokens were merged before.
         overlap: inner steps that a peer trains behind an exchange (`SyncConfig.overlap`).
+        backs_off: whether a round waits after several that came to nothing (rule 18); not where the clock stands still.
     """
 
     def __init__(
@@ -165,6 +179,7 @@ class RoundMachine:
         stop_tokens: int = 0,
         tokens: int = 0,
         overlap: int = 0,
+        backs_off: bool = True,
     ) -> None:
         if first_round_id < 1:
             raise LocalProtocolError(f"first_round_id = {first_round_id}: must be at least 1")
@@ -180,6 +195,11 @@ class RoundMachine:
         self._book = ContributionBook(config.max_staleness, first_round_id)
         self._peers = ReadyPeers(outer_step, 1 + config.max_staleness)
         self._absences = Absences()
+        self._faults = Faults()
+        self._backs_off = backs_off
+        self._aborts = 0  # in a row, by faults and failures
+        self._opens_at = -math.inf  # no round opens before that
+        self._held_back: tuple[float, str] | None = None  # until when no round opens at least, and why
         self.deadlines = Deadlines(config)
         self._timer = PeerTimer(self.deadlines, self._book, overlap)
 
@@ -241,6 +261,19 @@ class RoundMachine:
         """Return whether rounds do not wait for this live peer, because nothing came of it twice in a row (rule 16)."""
         return self._waits and self._peers.reported(peer_id) is not None and self._absences.optional(peer_id)
 
+    def is_out(self, peer_id: str) -> bool:
+        """Return whether the open round goes on without this peer, because its bytes were bad (rule 5)."""
+        return self._round is not None and peer_id in self._round.faults
+
+    def quarantined_until(self, peer_id: str) -> float | None:
+        """Return when this peer's quarantine ends, on the clock of `now`; None when it is in none (rule 17)."""
+        return self._faults.until(peer_id)
+
+    @property
+    def held_back(self) -> str:
+        """Why no round opens although peers are ready (rules 17 and 18), or ''."""
+        return self._held_back[1] if self._held_back is not None and self.phase is Phase.GATHERING else ""
+
     def peer_phase(self, peer_id: str) -> PeerPhase | None:
         """Return what this peer does; None when it is not live."""
         reported = self._peers.reported(peer_id)
@@ -248,6 +281,8 @@ class RoundMachine:
 
     def next_wakeup(self) -> float | None:
         """Return when a Tick can change something; None: only other events can."""
+        if self._round is None:
+            return self._held_back[0] if self._held_back is not None else None
         current = self._collection
         if current is None or not self._waits or self._abandoned(current):
             return None
@@ -260,6 +295,7 @@ class RoundMachine:
 
         Raises LocalProtocolError for a result nobody asked for and a fragment of the open round that is not due.
         """
+        self._faults.release(now)
         match event:
             case Offered():
                 refused = self._offered(event, now)
@@ -276,7 +312,7 @@ class RoundMachine:
             case Withdrawn():
                 self._withdrawn(event.peer_id)
             case Faulted():
-                return [*self._faulted(event), *self._settle(now)]
+                return [*self._faulted(event, now), *self._settle(now)]
             case Reduced():
                 return self._reduced(event)
             case CommitSucceeded():
@@ -291,6 +327,8 @@ class RoundMachine:
                 return self._drain(now)
             case Resume():
                 self._pausing = self._draining = False
+                self._faults.pardon()
+                self._aborts, self._opens_at = 0, -math.inf
                 return self._open(now, assembling=True)
             case Tick():
                 pass
@@ -312,6 +350,8 @@ class RoundMachine:
         under_way = peer_id in current.wanted and self._book.get(peer_id) is not None
         if peer_id not in self._peers.ready:
             current.expect_no_more(peer_id)
+        elif peer_id in self._faults.quarantined:
+            pass
         elif self._waits and abandoned:
             current.counted_from, current.welcome_until, current.deadline = now, now + self._config.floor_s, now
             current.expect(peer_id, self._allowed_s(peer_id))
@@ -347,6 +387,7 @@ class RoundMachine:
         self._peers.advance(self._outer_step)
         self._timer.published(now)
         self._book.merged(current.complete, self._outer_step)
+        self._faults.merged(current.complete | current.partly)
         return self._end_round(current, now, committed=True, reason=current.close_reason)
 
     def _failed(self, event: RoundFailed, now: float) -> list[Effect]:
@@ -355,7 +396,7 @@ class RoundMachine:
             return []
         if current.close_reason:
             self._book.drop(*current.complete)
-        return self._end_round(current, now, committed=False, reason=event.reason)
+        return self._end_round(current, now, committed=False, reason=event.reason, failed=True)
 
     def _pause(self, now: float) -> list[Effect]:
         self._pausing, current = True, self._collection
@@ -422,6 +463,8 @@ class RoundMachine:
         """Why a fragment of this contribution is not taken (rules 5, 11 to 13), or None."""
         if late := self._late(peer_id, round_id, outer_step):
             return Refused(peer_id, late, stale=True)
+        if peer_id in self._faults.quarantined:
+            return Refused(peer_id, "quarantined: its bytes were bad too often; contribute again later", stale=True)
         due, current = self._due_now, self._round
         if fragment_id not in due:
             those = f"{', '.join(map(str, due))} {'are' if len(due) > 1 else 'is'}"
@@ -467,26 +510,42 @@ class RoundMachine:
         if (current := self._collection) is not None:
             current.withdraw(peer_id)
 
-    def _faulted(self, event: Faulted) -> list[Effect]:
+    def _faulted(self, event: Faulted, now: float) -> list[Effect]:
         """Bad bytes. What is being merged stays. Where nothing is merged before the close, the shell is to drop what it has."""
         peer_id, current = event.peer_id, self._collection
         if self._book.carries:
             if self._book.get(peer_id, event.round_id) is None or self._is_merging(peer_id):
                 return []
-        elif current is None or event.round_id != current.round_id:
+        elif current is None or event.round_id != current.round_id or peer_id in current.faults:
             return []
         self._book.drop(peer_id)
         if current is not None:
             current.fault(peer_id, event.reason)
-        return [Refused(peer_id, event.reason, stale=False)] if self._book.carries else []
+        effects: list[Effect] = [Refused(peer_id, event.reason, stale=False)] if self._book.carries else []
+        if seconds := self._faults.faulted(peer_id, now):
+            effects.append(Quarantined(peer_id, seconds, event.reason))
+        return effects
 
     # -- the life of a round ----------------------------------------------------------------------------------------------
 
     def _open(self, now: float, *, assembling: bool = False) -> list[Effect]:
         """Open a round if it is time and enough peers are ready. assembling: it opens out of GATHERING (rule 3)."""
-        ready = self._peers.ready
+        self._held_back = None
+        if self._round or self.phase is not Phase.GATHERING:
+            return []
+        ready = self._available
+        shut_out = self._peers.ready & self._faults.quarantined
         enough = self._config.start_peers if self._outer_step == 0 and self._waits else 1
-        if self._round or self.phase is not Phase.GATHERING or len(ready) < enough:
+        if shut_out and self._waits:
+            enough = max(enough, self._config.quorum)
+        if len(ready) < enough:
+            if shut_out:
+                why = f"too few peers without {', '.join(sorted(shut_out))}, quarantined for bad bytes"
+                self._held_back = self._faults.next_release(), why
+            return []
+        if now < self._opens_at:
+            why = f"faults brought {self._aborts} rounds in a row to nothing, so the next one waits"
+            self._held_back = self._opens_at, why
             return []
         if not self._due_now:
             raise LocalProtocolError(f"no fragment is due at outer step {self._outer_step}")
@@ -514,13 +573,15 @@ class RoundMachine:
 
     def _settle(self, now: float) -> list[Effect]:
         """Reduce what can be reduced; close the collection or give the round up, if it is time."""
+        if self._round is None and self._held_back is not None:
+            return self._open(now)
         current = self._collection
         if current is None:
             return []
         current.note_quorum(now)
         if reason := _closing_reason(current, self._config, now):
             return self._close_collection(reason, now)
-        if reason := _giving_up_reason(current, self._config, self._peers, now):
+        if reason := _giving_up_reason(current, self._config, self._available, now):
             self._left_out(current, now)
             return self._end_round(current, now, committed=False, reason=reason)
         return [*current.reduce_early()]
@@ -543,9 +604,14 @@ class RoundMachine:
         current.commit_asked = True
         return [Commit(current.round_id, current.outer_step + 1, current.close_reason, current.absent)]
 
-    def _end_round(self, current: OpenRound, now: float, *, committed: bool, reason: str) -> list[Effect]:
-        """The round is over: say what is kept of it, and open the next one or finish."""
+    def _end_round(self, current: OpenRound, now: float, *, committed: bool, reason: str, failed: bool = False) -> list[Effect]:
+        """The round is over: say what is kept of it, and open the next one or finish. failed: by a merge or a commit."""
         self._round = None
+        if committed:
+            self._aborts, self._opens_at = 0, -math.inf
+        elif (failed or current.faults) and self._backs_off:
+            self._aborts += 1
+            self._opens_at = now + delay_s(self._aborts)
         finished = self.phase is Phase.FINISHED
         if finished:
             self._book.clear()
@@ -572,6 +638,11 @@ class RoundMachine:
         """The round that takes contributions, or None."""
         return self._round if self._round is not None and not self._round.close_reason else None
 
+    @property
+    def _available(self) -> Set[str]:
+        """The ready peers without those that are quarantined."""
+        return self._peers.ready - self._faults.quarantined if self._faults.quarantined else self._peers.ready
+
     def _allowed_s(self, peer_id: str) -> float:
         """How long a round waits for this peer; after an absence at least ceiling_s."""
         expected = self.deadlines.expected_s(peer_id)
@@ -583,7 +654,7 @@ class RoundMachine:
 
     def _abandoned(self, current: OpenRound) -> bool:
         """Whether nobody can contribute and what is in does not suffice (rule 8)."""
-        return not self._peers.ready and len(current.complete) < current.quorum
+        return not self._available and len(current.complete) < current.quorum
 
     def _is_merging(self, peer_id: str) -> bool:
         current = self._round
@@ -604,7 +675,7 @@ def _closing_reason(current: OpenRound, config: RoundsConfig, now: float) -> str
     return f"grace over: {current.tally()}" if now >= _grace_over(current, config) else ""
 
 
-def _giving_up_reason(current: OpenRound, config: RoundsConfig, peers: ReadyPeers, now: float) -> str:
+def _giving_up_reason(current: OpenRound, config: RoundsConfig, ready: Set[str], now: float) -> str:
     """Why the round is given up now (rules 5, 8 and 15), or ''."""
     late, present = now >= current.deadline, len(current.complete)
     if present >= current.quorum or not (current.faults or late):
@@ -612,7 +683,7 @@ def _giving_up_reason(current: OpenRound, config: RoundsConfig, peers: ReadyPeer
     if config.merging == "arrivals":
         return f"bad bytes{current.without(merges=False)}"
     few = f"too few: {present} of quorum {current.quorum}"
-    left = peers.ready - current.faults.keys()
+    left = ready - current.faults.keys()
     if current.faults and len(current.complete | left) < current.quorum:
         return f"{few}{current.without(merges=False)}"
     return f"{few} at the deadline{current.without(merges=False)}" if late and left else ""

@@ -73,6 +73,7 @@ class MemberStatus:
     compute_s: float = 0.0
     upload_s: float = 0.0
     optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
+    quarantined_s: float = 0.0  # for so long it is kept out of the rounds: its bytes were bad too often
 
     def as_json(self) -> dict[str, object]:
         """Return one row of `members --json`. `json_text` writes it: a number that is not finite as null."""
@@ -100,6 +101,7 @@ class MemberStatus:
             "compute_s": self.compute_s,
             "upload_s": self.upload_s,
             "optional": self.optional,
+            "quarantined_s": self.quarantined_s,
         }
 
 

@@ -94,6 +94,7 @@ def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
         compute_s=member.compute_s,
         upload_s=member.upload_s,
         optional=member.optional,
+        quarantined_s=member.quarantined_s,
     )
 
 
@@ -123,6 +124,7 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         compute_s=row.compute_s,
         upload_s=row.upload_s,
         optional=row.optional,
+        quarantined_s=row.quarantined_s,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,10 +17,12 @@ from aggregator.metrics import MetricsLog
 from aggregator.run_feed import (
     Advised,
     ContributionRefused,
+    EventLog,
     MemberChanged,
     MemberEnrolled,
     OrderGiven,
     PeerFaulted,
+    PeerQuarantined,
     PeerReported,
     RankLost,
     ResyncChanged,
@@ -29,7 +32,6 @@ from aggregator.run_feed import (
     RunFeed,
     RunFounded,
     StepCommitted,
-    log_event,
 )
 from edit.records import Commit, FragmentCommit, PeerVerdict, Verdict
 from editpb.messages import Heartbeat, PeerState
@@ -65,6 +67,10 @@ LINES: list[tuple[RunEvent, str]] = [
     (RoundChanged("collecting", 7), ""),
     (ContributionRefused("a", "too stale"), "INFO a: its contribution is refused: too stale"),
     (PeerFaulted("a", 7, "a gap"), "WARNING a: a gap"),
+    (
+        PeerQuarantined("a", 60.0, "a gap"),
+        "WARNING a: quarantined for 60 s, its bytes were bad too often: a gap",
+    ),
     (StepCommitted(Commit(outer_step=3, round_id=7, digest="", reason="", fragments=()), ()), ""),
     (REPORT, "INFO round 7 committed: all 2 contributors in (1.23 s)"),
     (RunEnded(3, 100), "INFO finished at outer step 3, 100 tokens"),
@@ -84,8 +90,47 @@ def test_the_log_has_one_line_for_what_an_operator_wants_to_read(
     event: RunEvent, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        log_event(event, 0.0)
+        EventLog().on_event(event, 0.0)
     assert [f"{record.levelname} {record.getMessage()}" for record in caplog.records] == ([line] if line else [])
+
+
+def said(events: list[tuple[float, RunEvent]], caplog: pytest.LogCaptureFixture) -> list[str]:
+    log = EventLog()
+    with caplog.at_level(logging.INFO):
+        for unix, event in events:
+            log.on_event(event, unix)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_what_a_member_repeats_has_one_line_a_second_and_the_rest_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    faults: list[tuple[float, RunEvent]] = [(0.001 * i, PeerFaulted("a", i, f"gap {i}")) for i in range(1500)]
+    assert said([*faults, (9.0, PeerFaulted("a", 7, "gap"))], caplog) == [
+        "a: gap 0",
+        "a: gap 1000 (999 more like this before)",
+        "a: gap (499 more like this before)",
+    ]
+
+
+def test_other_members_and_kinds_have_lines_of_their_own_and_every_commit_has_one(caplog: pytest.LogCaptureFixture) -> None:
+    aborted = replace(REPORT, committed=False, reason="few")
+    mixed = [PeerFaulted("a", 1, "gap"), PeerFaulted("b", 1, "gap"), ContributionRefused("a", "old")]
+    mixed += [REPORT, REPORT, aborted, aborted]
+    assert said([(0.0, event) for event in mixed], caplog) == [
+        "a: gap",
+        "b: gap",
+        "a: its contribution is refused: old",
+        "round 7 committed: all 2 contributors in (1.23 s)",
+        "round 7 committed: all 2 contributors in (1.23 s)",
+        "round 7 aborted: few (1.23 s)",
+    ]
+
+
+def test_a_clock_that_goes_back_silences_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(said([(100.0, PeerFaulted("a", 1, "gap")), (5.0, PeerFaulted("a", 1, "gap"))], caplog)) == 2
+
+
+def test_advice_is_never_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert said([(0.0, Advised("a", "slow")), (0.0, Advised("a", "ahead"))], caplog) == ["a: slow", "a: ahead"]
 
 
 def test_metrics_have_a_line_for_each_round_change_of_a_member_and_report(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ MEMBER = MemberStatus(
     compute_s=2.0,
     upload_s=3.0,
     optional=True,
+    quarantined_s=59.5,
 )
 STATUS = RunStatus(
     run_id="run",

@@ -38,6 +38,7 @@ from edit.rounds.events import (
     Offered,
     Pause,
     Progress,
+    Quarantined,
     Reduce,
     Reduced,
     Refused,
@@ -144,6 +145,8 @@ def said(effect: Effect) -> str:
             return f"open round {effect.round_id} from step {effect.outer_step}: {expected}; until {effect.deadline:g}"
         case Refused():
             return f"refuse {effect.peer_id}{' (stale)' if effect.stale else ''}: {effect.reason}"
+        case Quarantined():
+            return f"quarantine {effect.peer_id} for {effect.seconds:g} s: {effect.reason}"
         case Reduce():
             return f"reduce fragment {effect.fragment_id} of {names(effect.peers)}"
         case Commit():
