@@ -13,11 +13,13 @@ The round machine decides which contribution of a peer is taken, how long it is 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
-from edit.codecs import codec
+from edit.codecs import Codec
+from edit.codecs.error_feedback import codec_of
+from edit.config.codec import CodecChoice
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Cover, Shard
@@ -148,14 +150,16 @@ class Contribution:
 
     Args:
         header: of any of its shards.
+        codecs: the run's for contributions, one for each fragment.
         due: the fragments that it consists of.
     """
 
-    def __init__(self, header: ContributionHeader, schema: Schema, due: Collection[int], uploads: UploadBuffer) -> None:
+    def __init__(
+        self, header: ContributionHeader, schema: Schema, codecs: Sequence[Codec], due: Collection[int], uploads: UploadBuffer
+    ) -> None:
         self.round_id, self.outer_step = header.round_id, header.outer_step
         self.fragments = {i: ShardedFragment(schema.fragments[i], uploads) for i in due}
-        encoding = codec(header.codec)
-        self.total_bytes = sum(encoding.encoded_size(schema.fragments[i].numel) for i in due)  # if all ranks use this codec
+        self.total_bytes = sum(codecs[i].encoded_size(schema.fragments[i].numel) for i in due)  # of a peer that is not sharded
 
     @property
     def received_bytes(self) -> int:
@@ -173,10 +177,11 @@ class Contribution:
 
 
 class Contributions:
-    """The contribution that is held of each peer."""
+    """The contribution that is held of each peer. choice: the run's codecs for contributions."""
 
-    def __init__(self, schema: Schema, uploads: UploadBuffer) -> None:
+    def __init__(self, schema: Schema, choice: CodecChoice, uploads: UploadBuffer) -> None:
         self._schema, self._uploads = schema, uploads
+        self._codecs = tuple(codec_of(fragment, choice) for fragment in schema.fragments)
         self._held: dict[str, Contribution] = {}  # by peer_id
 
     def of_peer(self, peer_id: str) -> Contribution | None:
@@ -191,12 +196,15 @@ class Contributions:
     def declare(self, header: ContributionHeader, due: Collection[int]) -> ShardUpload | None:
         """Return the upload for a header that the round machine took; it may begin a contribution in place of an older one.
 
-        due: the fragments that the contribution consists of. Returns and raises as `ShardedFragment.declare`.
+        due: the fragments that the contribution consists of. Returns and raises as `ShardedFragment.declare`; another codec
+        than the run's is the peer's fault.
         """
+        if header.codec != (expected := self._codecs[header.fragment_id].name):
+            raise RemoteProtocolError(f"{_who(header)} is encoded as {header.codec}, the run takes {expected}")
         contribution = self.find(header)
         if contribution is None:
             self.drop(header.peer_id, "a newer contribution of this peer has come")
-            contribution = self._held[header.peer_id] = Contribution(header, self._schema, due, self._uploads)
+            contribution = self._held[header.peer_id] = Contribution(header, self._schema, self._codecs, due, self._uploads)
         return contribution.fragments[header.fragment_id].declare(header)
 
     def fragment_of(self, shard: ShardUpload) -> ShardedFragment:

@@ -91,7 +91,7 @@ class RoundRunner:
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._policy = policy or admission(config)
-        self._contributions = Contributions(outer.schema, resources.uploads)
+        self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
         self._round: _Round | None = None
         self._checkpoint_every = config.storage.checkpoint_every

@@ -9,8 +9,8 @@ know peers, rounds, verdicts, carriers.
     int8            256 elements with one scale
     error_feedback  the residual: what a lossy codec left out is added to the next vector
 
-To add a codec: a file beside these with a class that derives from `Codec`, a line in `_CODECS`, its name in
-`edit.config.algorithm.CODECS`, and its value in proto/editpb/tensors.proto.
+To add a codec: a file beside these with a class that derives from `Codec`, a line in `_CODECS`, its name and its options in
+`edit.config.codec.CODECS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from edit.codecs.base import PIECE, Buffer, Codec
 from edit.codecs.floats import RawFloat
 from edit.codecs.int8 import BlockInt8
-from edit.config.algorithm import CodecSpec
+from edit.config.codec import CodecSpec
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import Codec, CodecSpec, codec
+from edit.config.codec import CodecChoice
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
@@ -19,12 +20,12 @@ from edit.records import EncodedTensor
 __all__ = ["ErrorFeedback", "codec_of", "with_feedback"]
 
 
-def codec_of(fragment: FragmentSpec, chosen: Codec) -> Codec:
-    """Return the codec of one fragment: the chosen one, but fp32 for buffers.
+def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
+    """Return the codec of one fragment: the one that is chosen for it, but fp32 for buffers.
 
     Buffers are few, and a rounding error of a small variance beside a large one would make it negative.
     """
-    return codec("fp32") if fragment.buffers else chosen
+    return codec("fp32" if fragment.buffers else choice.of_fragment(fragment.name))
 
 
 def with_feedback(
@@ -45,13 +46,15 @@ def with_feedback(
 class ErrorFeedback:
     """The residuals of one sender, one per fragment; zero at first, none at all for a lossless codec.
 
-    spec: the codec, or its text; shards: what this sender contributes of each fragment. A residual changes only on `commit`;
-    staging again replaces what was staged.
+    choice: of the codecs, or one for all fragments; shards: what this sender contributes of each fragment. A residual changes
+    only on `commit`; staging again replaces what was staged.
     """
 
-    def __init__(self, spec: CodecSpec | str, shards: Sequence[Shard]) -> None:
-        self._codec = codec(spec)
+    def __init__(self, choice: CodecChoice | CodecSpec | str, shards: Sequence[Shard]) -> None:
+        if not isinstance(choice, CodecChoice):
+            choice = CodecChoice(CodecSpec.parse(choice) if isinstance(choice, str) else choice)
         self._shards = tuple(shards)
+        self._codecs = tuple(codec_of(shard.fragment, choice) for shard in self._shards)
         self._residuals: dict[int, Tensor] = {}
         self._staged: dict[int, Tensor | None] = {}
 
@@ -61,7 +64,7 @@ class ErrorFeedback:
             numels = [shard.numel for shard in self._shards]
             raise LocalProtocolError(f"no fragment {i} of {delta.numel()} elements; the fragments have {numels}")
         fragment = self._shards[i].fragment
-        encoded, self._staged[i] = with_feedback(codec_of(fragment, self._codec), delta, self._residuals.get(i), fragment)
+        encoded, self._staged[i] = with_feedback(self._codecs[i], delta, self._residuals.get(i), fragment)
         return encoded
 
     def commit(self, i: int) -> None:
@@ -88,7 +91,7 @@ class ErrorFeedback:
         for i, residual in residuals.items():
             if not self._fits(i, residual.shape) or residual.dtype != torch.float32:
                 raise StorageError(f"residual.{i} {list(residual.shape)} {residual.dtype} does not fit this model's fragments")
-        self._residuals = {} if self._codec.lossless else {i: residual.clone() for i, residual in residuals.items()}
+        self._residuals = {i: residual.clone() for i, residual in residuals.items() if not self._codecs[i].lossless}
         self._staged = {}
 
     def _fits(self, i: int, shape: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
-from edit.config.algorithm import CodecSpec
+from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
@@ -25,7 +25,7 @@ class RawFloat(Codec):
     granule = 1
 
     def __init__(self, spec: CodecSpec, dtype: torch.dtype) -> None:
-        spec.settings({})
+        spec.values()
         self.name = str(spec)
         self.lossless = dtype == torch.float32
         self._dtype = dtype

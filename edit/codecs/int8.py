@@ -14,7 +14,7 @@ from torch import Tensor
 
 from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
 from edit.codecs.blocks import covering
-from edit.config.algorithm import CodecSpec
+from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
@@ -32,7 +32,7 @@ class BlockInt8(Codec):
     granule = BLOCK
 
     def __init__(self, spec: CodecSpec) -> None:
-        spec.settings({})
+        spec.values()
         self.name = str(spec)
 
     def encoded_size(self, numel: int) -> int:

@@ -4,6 +4,7 @@ Owns every setting, its default, its bounds and the message for a wrong one. Mus
 file but the one it is given.
 
     validation  bounds, types, unknown keys: how a setting is checked and what its error says
-    algorithm   the sections sync, penalty, outer, codec, rounds
+    algorithm   the sections sync, penalty, outer, rounds
+    codec       the section codec, and the text that names a codec
     run         the other sections, and the whole
 """

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edit.config.validation import one_of, positive, require, within
-from edit.errors import ConfigError
 
 __all__ = [
-    "CODECS",
-    "CodecConfig",
-    "CodecSpec",
     "OuterConfig",
     "PenaltyConfig",
     "RoundsConfig",
     "SyncConfig",
     "check_together",
 ]
-
-CODECS = ("fp32", "bf16", "fp16", "int8")  # those of `edit.codecs`, whose import needs torch; a test holds them together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,63 +197,6 @@ class OuterConfig:
         if self.correct == "heloco":
             rule = 'must be one of nesterov, delayed_nesterov with outer.correct = "heloco", which compares with the momentum'
             require(self.optimizer in ("nesterov", "delayed_nesterov"), "outer.optimizer", self.optimizer, rule)
-
-
-@dataclass(frozen=True, slots=True)
-class CodecSpec:
-    """The choice of a codec: its name and its options. Hashable; `str(spec)` is its text, the form in run.toml and JSON.
-
-    The text is the name alone or followed by options: `int8`, `name:option=8,other=0.5`. No codec has options yet.
-    """
-
-    # One of `edit.codecs.codec_names()`.
-    name: str
-    # The options that differ from the codec's defaults, by name, ascending.
-    options: tuple[tuple[str, int | float], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> CodecSpec:
-        """Read the text of a spec. Raises ConfigError when an option is not NAME=NUMBER or is given twice."""
-        name, _, rest = text.partition(":")
-        options = [item.partition("=")[::2] for item in rest.split(",")] if rest else []
-        if len(dict(options)) != len(options):
-            raise ConfigError(f"codec {text!r}: an option is given twice")
-        return cls(name, tuple(sorted((key, _number(value, text)) for key, value in options)))
-
-    def __str__(self) -> str:
-        options = ",".join(f"{key}={value!r}" for key, value in self.options)
-        return f"{self.name}:{options}" if options else self.name
-
-    def settings(self, defaults: Mapping[str, int | float]) -> dict[str, int | float]:
-        """Return `defaults` with the options put over them. Raises ConfigError for an option that is not among them."""
-        for key, _ in self.options:
-            if key not in defaults:
-                raise ConfigError(f"codec {self}: there is no option {key!r}; {self.name} has {', '.join(defaults) or 'none'}")
-        return {**defaults, **dict(self.options)}
-
-
-def _number(value: str, text: str) -> int | float:
-    try:
-        number = int(value) if value.removeprefix("-").isdecimal() else float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"codec {text!r}: an option must be NAME=NUMBER")
-    return number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodecConfig:
-    """The section [codec]: how vectors are encoded on the wire, as the text of a CodecSpec (see `edit.codecs`)."""
-
-    # Of the contributions.
-    up: str = "int8"
-    # Of the published update.
-    down: str = "bf16"
-
-    def __post_init__(self) -> None:
-        one_of("codec.up", self.up, CODECS)
-        one_of("codec.down", self.down, CODECS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

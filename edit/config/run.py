@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from edit.config.algorithm import (
-    CODECS,
-    CodecConfig,
-    CodecSpec,
     OuterConfig,
     PenaltyConfig,
     RoundsConfig,
     SyncConfig,
     check_together,
 )
+from edit.config.codec import CODECS, CodecConfig, CodecSpec
 from edit.config.validation import build, positive, require, within
 from edit.errors import ConfigError
 

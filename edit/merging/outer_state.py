@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from edit.codecs import codec
 from edit.codecs.error_feedback import codec_of, with_feedback
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
@@ -78,7 +77,7 @@ class OuterState:
         fragments_due(0, len(schema.fragments), config.sync.groups, config.sync.pattern)
         self.schema = schema
         self.config = config
-        self._codec = codec(config.codec.down)
+        self._codecs = tuple(codec_of(fragment, config.codec.downlink) for fragment in schema.fragments)
         self._merger = merger(config)
         self._outer_step = 0
         self._injected: Injected | None = None
@@ -143,8 +142,8 @@ class OuterState:
         before, fragment = self._fragments[merged.fragment_id], self.schema.fragments[merged.fragment_id]
         statistics = {**before.statistics, **merged.statistics}
         brings = injection.brings if injection is not None else None
+        encoder = self._codecs[merged.fragment_id]
         for step, slots, residual in self._steps(merged, before, injection):
-            encoder = codec_of(fragment, self._codec)
             payload, rest = with_feedback(encoder, step, residual, fragment)
             theta = before.theta.clone()
             encoder.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)

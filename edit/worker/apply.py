@@ -71,7 +71,7 @@ class ShareExchange:
         self.replica = replica
         self.config = config
         self.exchange = Exchange(sync, config.rounds.max_staleness, len(replica.schema.fragments))
-        self.feedback = ErrorFeedback(config.codec.up, replica.layout.owned)
+        self.feedback = ErrorFeedback(config.codec.uplink, replica.layout.owned)
         self.estimator: Estimator | None = LastStepEstimator(config.outer) if sync.mode == "eager" else None
         # What is kept of the pending contribution.
         self.sent = SentTensors()

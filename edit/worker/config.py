@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
-from edit.config.algorithm import CodecConfig, OuterConfig, RoundsConfig, SyncConfig, check_together
+from edit.config.algorithm import OuterConfig, RoundsConfig, SyncConfig, check_together
+from edit.config.codec import CodecConfig
 from edit.config.run import RunConfig
 from edit.config.validation import one_of, require
 
@@ -14,14 +15,14 @@ __all__ = ["WorkerConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What an `EditWorker` needs to know of its run. All peers of a run have equal sections `sync`, `rounds` and `outer`.
+    """What an `EditWorker` needs to know of its run. All peers of a run have equal sections `sync`, `codec`, `rounds`, `outer`.
 
     Raises ConfigError, naming the setting, where two sections do not go together or `buffers` is unknown.
     """
 
     # When to contribute, and how an update is applied.
     sync: SyncConfig = field(default_factory=SyncConfig)
-    # `codec.up` encodes the contributions; an update names its own codec.
+    # `codec.up` encodes the contributions, and the run takes no other; an update names its own codec.
     codec: CodecConfig = field(default_factory=CodecConfig)
     # Only `rounds.max_staleness` matters to a worker: with more than 0 a contribution may count in a later round.
     rounds: RoundsConfig = field(default_factory=RoundsConfig)

@@ -20,7 +20,6 @@ from editpb.control_messages import serving_from_pb, serving_to_pb
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
 from editpb.status_messages import fragment_verdicts_from_pb, fragment_verdicts_to_pb
 from editpb.tensor_messages import (
-    CODEC_IDS,
     boxes_to_pb,
     check_encoded_size,
     codec_from_pb,
@@ -58,7 +57,7 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
         schema_hash=header.schema_hash,
         inner_steps=header.inner_steps,
         tokens=header.tokens,
-        codec=CODEC_IDS[header.codec],
+        codec=header.codec,
         numel=header.numel,
         total_bytes=header.total_bytes,
         rank=header.rank,
@@ -168,7 +167,7 @@ def _fragment_update_to_pb(fragment: FragmentCommit, shard: Shard | None) -> dpb
     numel = payload.numel if shard is None else codec(payload.codec).cut_numel(shard)
     return dpb.FragmentUpdate(
         fragment_id=fragment.fragment_id,
-        codec=CODEC_IDS[payload.codec],
+        codec=payload.codec,
         numel=numel,
         total_bytes=codec(payload.codec).encoded_size(numel),
         verdicts=verdicts,

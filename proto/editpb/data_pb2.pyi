@@ -33,12 +33,12 @@ class ContributionHeader(_message.Message):
     boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
     inner_steps: int
     tokens: int
-    codec: _tensors_pb2.CodecId
+    codec: str
     numel: int
     total_bytes: int
     rank: int
     attempt: int
-    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[_Union[_tensors_pb2.CodecId, str]] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ContributePart(_message.Message):
     __slots__ = ("header", "chunk")
@@ -92,11 +92,11 @@ class FragmentUpdate(_message.Message):
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     rollback: bool
-    codec: _tensors_pb2.CodecId
+    codec: str
     numel: int
     total_bytes: int
     verdicts: _control_pb2.FragmentVerdicts
-    def __init__(self, fragment_id: _Optional[int] = ..., rollback: bool = ..., codec: _Optional[_Union[_tensors_pb2.CodecId, str]] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., verdicts: _Optional[_Union[_control_pb2.FragmentVerdicts, _Mapping]] = ...) -> None: ...
+    def __init__(self, fragment_id: _Optional[int] = ..., rollback: bool = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., verdicts: _Optional[_Union[_control_pb2.FragmentVerdicts, _Mapping]] = ...) -> None: ...
 
 class UpdateManifest(_message.Message):
     __slots__ = ("outer_step", "round_id", "digest", "reason", "fragments")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sized
 from typing import NoReturn
 
+from edit.config.codec import MAX_SPEC_CHARS
 from edit.errors import RemoteProtocolError
 from edit.plain_text import printable
 
@@ -31,6 +32,7 @@ __all__ = [
     "MIN_RATE",
     "MIN_STEP_S",
     "at_most",
+    "check_codec_text",
     "check_digest",
     "check_id",
     "check_measured",
@@ -64,6 +66,7 @@ MIN_RATE, MAX_TOKENS_PER_S = 1e-6, 1e12  # tokens per second, where they are kno
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_CODEC = re.compile(r"[a-z0-9]+(:[a-z]+=[0-9.]+(,[a-z]+=[0-9.]+)*)?")
 
 
 def fail(reason: str) -> NoReturn:
@@ -92,6 +95,13 @@ def check_digest(field: str, text: str, *, empty: bool = False) -> str:
     """Return `text` when it is 64 lower-case hexadecimal digits, or empty where `empty` allows it."""
     if not (_DIGEST.fullmatch(text) or (empty and not text)):
         fail(f"{field} {_short(text)} is not 64 hexadecimal digits")
+    return text
+
+
+def check_codec_text(text: str) -> str:
+    """Return `text` when it has the form of a codec: NAME or NAME:OPTION=NUMBER,... in few characters of a small alphabet."""
+    if len(text) > MAX_SPEC_CHARS or not _CODEC.fullmatch(text):
+        fail(f"codec {_short(text)} is not NAME or NAME:OPTION=NUMBER,... of at most {MAX_SPEC_CHARS} characters")
     return text
 
 

@@ -41,7 +41,7 @@ __all__ = [
 
 # The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
 # coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class PeerState(Enum):
@@ -178,7 +178,7 @@ class ContributionHeader:
     schema_hash: str
     inner_steps: int  # the work behind it, of the whole replica, equal at all ranks
     tokens: int  # likewise
-    codec: str  # the codec's name
+    codec: str  # the text of a CodecSpec
     numel: int  # elements of the payload
     total_bytes: int  # of the payload: exactly what `codec` makes of numel elements
     rank: int = 0

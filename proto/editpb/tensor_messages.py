@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
 from edit.codecs import codec
+from edit.errors import ConfigError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from editpb import limits as lim
@@ -19,7 +19,6 @@ from editpb import tensors_pb2 as tpb
 from editpb.limits import fail, within
 
 __all__ = [
-    "CODEC_IDS",
     "boxes_to_pb",
     "check_encoded_size",
     "codec_from_pb",
@@ -29,16 +28,17 @@ __all__ = [
     "shard_from_pb",
 ]
 
-# The wire's value for each codec of `edit.codecs`; a test holds the two together.
-CODEC_IDS: Mapping[str, tpb.CodecId] = MappingProxyType(
-    {"fp32": tpb.CODEC_ID_FP32, "bf16": tpb.CODEC_ID_BF16, "fp16": tpb.CODEC_ID_FP16, "int8": tpb.CODEC_ID_INT8}
-)
 
-
-def codec_from_pb(value: int) -> str:
-    """Decode the name of a codec; an unknown value is an error."""
-    name = next((name for name, codec_id in CODEC_IDS.items() if codec_id == value), None)
-    return name if name is not None else fail(f"codec {value} is not known here; the other side may be newer")
+def codec_from_pb(text: str) -> str:
+    """Decode a codec: the text of a CodecSpec that `edit.codecs` knows, written as `str` writes it."""
+    lim.check_codec_text(text)
+    try:
+        known = codec(text)
+    except ConfigError as error:
+        fail(str(error))
+    if known.name != text:
+        fail(f"codec {text!r} is not written {known.name!r}")
+    return text
 
 
 def schema_to_pb(schema: Schema) -> tpb.Schema:

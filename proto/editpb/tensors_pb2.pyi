@@ -1,24 +1,10 @@
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class CodecId(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    CODEC_ID_UNSPECIFIED: _ClassVar[CodecId]
-    CODEC_ID_FP32: _ClassVar[CodecId]
-    CODEC_ID_BF16: _ClassVar[CodecId]
-    CODEC_ID_FP16: _ClassVar[CodecId]
-    CODEC_ID_INT8: _ClassVar[CodecId]
-CODEC_ID_UNSPECIFIED: CodecId
-CODEC_ID_FP32: CodecId
-CODEC_ID_BF16: CodecId
-CODEC_ID_FP16: CodecId
-CODEC_ID_INT8: CodecId
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape")

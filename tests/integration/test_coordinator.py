@@ -222,6 +222,31 @@ def test_a_bad_contribution_is_refused_in_one_line_and_touches_nothing(
     asyncio.run(scenario())
 
 
+def test_another_codec_than_the_runs_takes_the_peer_out_of_the_round(tmp_path: Path) -> None:
+    """Whoever sends fp32 where the run says top-k sends a hundred times the bytes, and has an advantage by it."""
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+            await b.attend()
+            await b.view(lambda view: view.found)
+            await a.attend()
+            await b.found(theta())
+            await a.report(0)
+            await b.report(0)
+            view = await a.view(lambda v: v.round_id > 0)
+            data = bytes(encode("bf16", delta(1)[1]).data)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                header = a.header(view.round_id, 0, 1, len(data), {"codec": "bf16"})
+                await a.send(header, make_chunks(data))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "fragment 1, rank 0 is encoded as bf16, the run takes fp32" in refused.value.details()
+            await b.contribute(view.round_id, 0, delta(2))  # the round no longer waits for a
+            after = await b.view(lambda v: v.outer_step == 1)
+            assert after.digest == digest([t - d for t, d in zip(theta(), delta(2), strict=True)])
+
+    asyncio.run(scenario())
+
+
 def test_duplicated_chunks_and_a_repeated_contribution_count_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:

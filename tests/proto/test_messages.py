@@ -54,7 +54,7 @@ from editpb.data_messages import (
 )
 from editpb.injection_messages import inject_header_from_pb, injection_state_from_pb
 from editpb.status_messages import fragment_verdicts_from_pb
-from editpb.tensor_messages import CODEC_IDS, codec_from_pb, schema_from_pb, schema_to_pb
+from editpb.tensor_messages import codec_from_pb, schema_from_pb, schema_to_pb
 from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
 
 Reader = Callable[[Any], object]
@@ -135,12 +135,32 @@ def test_any_bytes_are_refused_by_the_parser_or_by_the_converter(kind: type[Mess
 # ---- tensors -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_codec_on_the_wire_is_implemented_and_every_implementation_may_travel() -> None:
-    on_the_wire = {value for name, value in tpb.CodecId.items() if name != "CODEC_ID_UNSPECIFIED"}
-    assert set(CODEC_IDS) == set(codec_names())
-    assert set(CODEC_IDS.values()) == on_the_wire
-    assert len(set(CODEC_IDS.values())) == len(CODEC_IDS)
-    assert [codec_from_pb(CODEC_IDS[name]) for name in codec_names()] == list(codec_names())
+@pytest.mark.parametrize("text", codec_names())
+def test_every_codec_travels_as_the_text_of_its_spec(text: str) -> None:
+    assert codec_from_pb(text) == text
+
+
+NO_CODEC = ["", "INT8", "int8 ", "int8:", "int8\n", "x" * 65, "int8:block=", "int8:block=-1", "../int8", "ïnt8"]
+
+
+@pytest.mark.parametrize("text", NO_CODEC)
+def test_a_text_that_has_not_the_form_of_a_codec_is_refused(text: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=r"is not NAME or NAME:OPTION=NUMBER,... of at most 64 characters"):
+        codec_from_pb(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("int3", "unknown codec 'int3'"),
+        ("int8:block=64", "there is no option 'block'"),
+        ("int8:a=1,a=2", "given twice"),
+        ("int8:a=1.2.3", "an option must be NAME=NUMBER"),
+    ],
+)
+def test_a_codec_that_is_not_known_here_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        codec_from_pb(text)
 
 
 _SHAPES = st.lists(st.integers(1, 9), max_size=8).map(tuple)
@@ -265,11 +285,11 @@ def test_a_wrong_heartbeat_is_refused(fields: dict[str, Any], reason: str) -> No
         (cpb.PeerMessage(), peer_message_from_pb, "without content"),
         (cpb.CoordinatorMessage(), coordinator_message_from_pb, "without content"),
         (cpb.Hello(protocol=1, run_id=RUN), hello_from_pb, "speaks protocol 1"),
-        (cpb.Hello(protocol=3, run_id="../run"), hello_from_pb, "run_id"),
-        (cpb.Hello(protocol=3, run_id=RUN, software="x" * 4097), hello_from_pb, "software"),
-        (cpb.Hello(protocol=3, run_id=RUN, rank=1), hello_from_pb, "rank is 1, not 0 to 0"),
-        (cpb.Hello(protocol=3, run_id=RUN, rank=4, ranks=4), hello_from_pb, "rank is 4, not 0 to 3"),
-        (cpb.Hello(protocol=3, run_id=RUN, ranks=65537), hello_from_pb, "ranks is 65537"),
+        (cpb.Hello(protocol=msg.PROTOCOL, run_id="../run"), hello_from_pb, "run_id"),
+        (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, software="x" * 4097), hello_from_pb, "software"),
+        (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, rank=1), hello_from_pb, "rank is 1, not 0 to 0"),
+        (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, rank=4, ranks=4), hello_from_pb, "rank is 4, not 0 to 3"),
+        (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, ranks=65537), hello_from_pb, "ranks is 65537"),
         (cpb.View(phase=0), view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
         (cpb.Welcome(run_id=RUN, peer_id="a" * 65), welcome_from_pb, "peer_id"),
         (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), welcome_from_pb, "config_json"),
@@ -319,14 +339,14 @@ def test_a_contribution_header_survives() -> None:
         ({"schema_hash": "abc"}, "schema_hash"),
         ({"inner_steps": 0}, "inner_steps"),
         ({"tokens": (1 << 64) - 1}, "tokens"),
-        ({"codec": 0}, "codec 0"),
-        ({"codec": 99}, "codec 99"),
+        ({"codec": ""}, "codec '' is not NAME"),
+        ({"codec": "int3"}, "unknown codec 'int3'"),
         ({"numel": 0}, "numel"),
         ({"numel": (1 << 40) + 1}, "numel"),
         ({"total_bytes": 1 << 63}, "total_bytes"),
         ({"total_bytes": 8}, "8 bytes announced"),
-        ({"codec": tpb.CODEC_ID_FP32}, "fp32 makes 20 of 5"),
-        ({"codec": tpb.CODEC_ID_FP32, "numel": 6, "total_bytes": 24}, "blocks.0 has 5 elements, 6"),
+        ({"codec": "fp32"}, "fp32 makes 20 of 5"),
+        ({"codec": "fp32", "numel": 6, "total_bytes": 24}, "blocks.0 has 5 elements, 6"),
     ],
 )
 def test_a_wrong_contribution_header_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -491,7 +511,7 @@ def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.Update
         (lambda m: setattr(m.fragments[0], "rollback", True), "rolled back and yet has bytes"),
         (lambda m: setattr(m.fragments[0], "total_bytes", 1 << 62), "bytes announced"),
         (lambda m: setattr(m.fragments[0], "numel", 16), "has 15 elements"),
-        (lambda m: setattr(m.fragments[1], "rollback", False), "codec 0"),
+        (lambda m: setattr(m.fragments[1], "rollback", False), "codec '' is not NAME"),
     ],
 )
 def test_a_wrong_update_manifest_is_refused(change: Callable[[dpb.UpdateManifest], object], reason: str) -> None:

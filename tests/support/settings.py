@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from edit.config.algorithm import CodecConfig, OuterConfig, RoundsConfig, SyncConfig
+from edit.config.algorithm import OuterConfig, RoundsConfig, SyncConfig
+from edit.config.codec import CodecConfig
 from edit.worker.config import WorkerConfig
 
 

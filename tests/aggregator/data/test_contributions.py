@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aggregator.data.contributions import Contributions, ShardedFragment, ShardUpload
 from aggregator.storage.upload_buffer import UploadBuffer
+from edit.config.codec import CodecChoice, CodecSpec
 from edit.config.run import PenaltyConfig
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
@@ -205,17 +206,6 @@ def test_contradictions_are_found_before_memory_is_taken(
     assert buffer.held_bytes == held
 
 
-def test_other_ranks_may_use_other_codecs(fragment: ShardedFragment) -> None:
-    """Each part is decoded by itself; a replica of mixed machines is a replica."""
-    send(fragment, TOP)
-    data = bytes(encode("bf16", BOTTOM.take(DELTA)).data)
-    upload = declared(fragment, header(BOTTOM, 1, codec="bf16", total_bytes=len(data)))
-    write(upload, data)
-    assert arrive(fragment, upload)
-    assert torch.equal(TOP.take(merged(fragment)), TOP.take(DELTA))
-    assert torch.allclose(merged(fragment), DELTA, rtol=2**-7)
-
-
 def test_a_part_that_the_disk_refused_begins_anew(tmp_path: Path, files: Executor) -> None:
     full = [True]
 
@@ -300,13 +290,21 @@ SCHEMA = Schema(
 
 @pytest.fixture
 def contributions(buffer: UploadBuffer) -> Contributions:
-    return Contributions(SCHEMA, buffer)
+    return Contributions(SCHEMA, CodecChoice(CodecSpec("fp32")), buffer)
 
 
 def taken(contributions: Contributions, **changes: object) -> ShardUpload:
     shard = contributions.declare(header(WHOLE, **changes), [2, 3])
     assert shard is not None
     return shard
+
+
+def test_another_codec_than_the_runs_is_the_peers_fault_and_takes_no_memory(
+    contributions: Contributions, buffer: UploadBuffer
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=r"fragment 3, rank 0 is encoded as bf16, the run takes fp32"):
+        taken(contributions, codec="bf16", total_bytes=2 * WHOLE.numel)
+    assert contributions.of_peer("a") is None and buffer.held_bytes == 0
 
 
 def test_a_retry_goes_on_with_the_same_upload(contributions: Contributions) -> None:

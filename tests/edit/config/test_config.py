@@ -429,4 +429,4 @@ def test_configurations_are_frozen_values() -> None:
 
 
 def test_the_names_of_codecs_are_those_of_the_registry() -> None:
-    assert edit.codec_names() == edit.config.run.CODECS
+    assert edit.codec_names() == tuple(edit.config.run.CODECS)

@@ -1,0 +1,135 @@
+"""The choice of codecs: the section [codec], the text of a codec and its options. Their formats are in `edit.codecs`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from edit.config.validation import one_of, require
+from edit.errors import ConfigError
+
+__all__ = ["CODECS", "MAX_SPEC_CHARS", "CodecChoice", "CodecConfig", "CodecOption", "CodecSpec"]
+
+MAX_SPEC_CHARS = 64  # of a spec's text
+
+
+@dataclass(frozen=True, slots=True)
+class CodecOption:
+    """What one option of a codec may be."""
+
+    # Its type is the option's.
+    default: int | float
+    low: int | float
+    high: int | float
+    power_of_two: bool = False
+
+    def fault(self, value: int | float) -> str | None:
+        """Say what `value` must be instead, or return None."""
+        if isinstance(self.default, int) and not isinstance(value, int):
+            return "must be a whole number"
+        if not self.low <= value <= self.high:
+            return f"must be between {self.low} and {self.high}"
+        if self.power_of_two and int(value).bit_count() != 1:
+            return "must be a power of two"
+        return None
+
+
+# Every codec of `edit.codecs` with its options. They stand here because the import of `edit.codecs` needs torch; a test holds
+# the two together.
+CODECS: Mapping[str, Mapping[str, CodecOption]] = MappingProxyType({"fp32": {}, "bf16": {}, "fp16": {}, "int8": {}})
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpec:
+    """The choice of a codec: its name and its options. Hashable; `str(spec)` is its text, the form in run.toml and on the wire.
+
+    The text is the name alone or followed by options: `int8`, `name:option=8,other=0.5`.
+    """
+
+    # One of `edit.codecs.codec_names()`.
+    name: str
+    # The options that were given, by name, ascending.
+    options: tuple[tuple[str, int | float], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> CodecSpec:
+        """Read the text of a spec. Raises ConfigError when an option is not NAME=NUMBER or is given twice."""
+        name, _, rest = text.partition(":")
+        options = [item.partition("=")[::2] for item in rest.split(",")] if rest else []
+        if len(dict(options)) != len(options):
+            raise ConfigError(f"codec {text!r}: an option is given twice")
+        return cls(name, tuple(sorted((key, _number(value, text)) for key, value in options)))
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={value!r}" for key, value in self.options)
+        return f"{self.name}:{options}" if options else self.name
+
+    def values(self) -> dict[str, int | float]:
+        """Return every option of the codec with its value. Raises ConfigError for an unknown codec, option or value."""
+        if (known := CODECS.get(self.name)) is None:
+            raise ConfigError(f"unknown codec {self.name!r}; known: {', '.join(CODECS)}")
+        for key, value in self.options:
+            if key not in known:
+                raise ConfigError(f"codec {self}: there is no option {key!r}; {self.name} has {', '.join(known) or 'none'}")
+            if fault := known[key].fault(value):
+                raise ConfigError(f"codec {self}: {key} {fault}")
+        return {key: option.default for key, option in known.items()} | dict(self.options)
+
+
+def _number(value: str, text: str) -> int | float:
+    try:
+        number = int(value) if value.removeprefix("-").isdecimal() else float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"codec {text!r}: an option must be NAME=NUMBER")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """The codecs of one direction: contributions, or updates."""
+
+    default: CodecSpec
+
+    def of_fragment(self, name: str) -> CodecSpec:
+        """Return the codec of the fragment of this name."""
+        return self.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecConfig:
+    """The section [codec]: how vectors are encoded on the wire, as the text of a CodecSpec (see `edit.codecs`)."""
+
+    # Of the contributions.
+    up: str = "int8"
+    # Of the published update.
+    down: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("up", "down"):
+            _check_spec(f"codec.{name}", getattr(self, name))
+
+    @property
+    def uplink(self) -> CodecChoice:
+        """How contributions are encoded."""
+        return CodecChoice(CodecSpec.parse(self.up))
+
+    @property
+    def downlink(self) -> CodecChoice:
+        """How updates are encoded."""
+        return CodecChoice(CodecSpec.parse(self.down))
+
+
+def _check_spec(field_name: str, text: str) -> None:
+    """Raise ConfigError unless `text` is that of a spec, as `str` writes it."""
+    require(len(text) <= MAX_SPEC_CHARS, field_name, text, f"must have at most {MAX_SPEC_CHARS} characters")
+    one_of(field_name, text.partition(":")[0], tuple(CODECS))
+    try:
+        spec = CodecSpec.parse(text)
+        spec.values()
+    except ConfigError as error:
+        raise ConfigError(f"{field_name}: {error}") from error
+    require(str(spec) == text, field_name, text, f"must be written {spec}")
