@@ -1,5 +1,8 @@
 """metrics.jsonl as a subscriber of the run's feed: one JSON object per line.
 
+A full file becomes metrics.jsonl.1, the one before it metrics.jsonl.2, and so on; the oldest is removed. So the disk space that
+all of them take is bounded, whatever members do. Lines are never cut: a file holds whole ones.
+
 The file thread writes the lines in order. A disk that refuses a line, or is so slow that too many wait, never stops the run:
 the first trouble of each kind is logged, and later lines are tried again. A SIGKILL may lose the last lines; the outer state is
 elsewhere (`aggregator.storage`).
@@ -7,6 +10,7 @@ elsewhere (`aggregator.storage`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -16,10 +20,17 @@ from pathlib import Path
 from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEvent
 from edit.plain_text import json_text
 
-__all__ = ["MetricsLog"]
+__all__ = ["KEPT", "MetricsLog", "file_names"]
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 1000
+_FILE_BYTES = 64 << 20
+KEPT = 4  # files, the one that is written included
+
+
+def file_names(path: Path) -> list[Path]:
+    """Return where the lines of `path` are looked for, newest first."""
+    return [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, KEPT))]
 
 
 class MetricsLog:
@@ -28,10 +39,13 @@ class MetricsLog:
     Args:
         files: the file thread; what was given to it is written when it is shut down.
         most_waiting: lines that wait to be written; more are lost.
+        file_bytes: a file that would become larger than that is full.
     """
 
-    def __init__(self, path: Path, files: Executor, most_waiting: int = _MOST_WAITING) -> None:
-        self._path, self._files = path, files
+    def __init__(
+        self, path: Path, files: Executor, most_waiting: int = _MOST_WAITING, *, file_bytes: int = _FILE_BYTES
+    ) -> None:
+        self._path, self._files, self._file_bytes = path, files, file_bytes
         self._room = threading.Semaphore(most_waiting)
         self._refused = self._overrun = False  # said already
 
@@ -56,12 +70,23 @@ class MetricsLog:
 
     def _append(self, text: str) -> None:
         """In the file thread."""
+        line = text.encode()
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(text)
+            with contextlib.suppress(FileNotFoundError):
+                if 0 < self._path.stat().st_size > self._file_bytes - len(line):
+                    self._begin_file()
+            with self._path.open("ab") as file:
+                file.write(line)
         except OSError as error:
             if not self._refused:
                 self._refused = True
                 _log.warning("metrics: %s cannot be written (%s); the run goes on without", self._path, error.strerror)
         finally:
             self._room.release()
+
+    def _begin_file(self) -> None:
+        """Move each file to the next older name; the oldest is overwritten."""
+        names = file_names(self._path)
+        for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                newer.replace(older)

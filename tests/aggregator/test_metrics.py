@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.metrics import MetricsLog
+from aggregator.metrics import KEPT, MetricsLog, file_names
 
 
 def numbers(path: Path) -> list[int]:
@@ -54,3 +54,33 @@ def test_a_disk_that_hangs_costs_lines_and_bounded_memory(tmp_path: Path, caplog
     assert numbers(path) == [0, 1, 2, 5]
     (record,) = caplog.records
     assert "is written too slowly; lines are lost" in record.getMessage()
+
+
+def test_a_full_file_is_moved_aside_and_the_disk_that_all_take_is_bounded(tmp_path: Path) -> None:
+    path, most = tmp_path / "metrics.jsonl", 400
+    with ThreadPoolExecutor(1) as files:
+        log = MetricsLog(path, files, file_bytes=most)
+        for number in range(200):
+            log.line("round", 0, {"number": number})
+    kept = [numbers(name) for name in file_names(path)]
+    assert sorted(tmp_path.iterdir()) == sorted(file_names(path)) and len(kept) == KEPT
+    assert all(300 < name.stat().st_size <= most for name in file_names(path)[1:])
+    written = [number for one in reversed(kept) for number in one]
+    assert written == list(range(written[0], 200)), "in order, none missing, the newest last"
+
+
+def test_a_restart_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for number in range(4):
+        with ThreadPoolExecutor(1) as files:
+            MetricsLog(path, files, file_bytes=100).line("round", 0, {"number": number})
+    assert [numbers(name) for name in file_names(path)[:2]] == [[2, 3], [0, 1]]
+
+
+def test_a_line_larger_than_a_file_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with ThreadPoolExecutor(1) as files:
+        log = MetricsLog(path, files, file_bytes=50)
+        for number in range(2):
+            log.line("round", 0, {"number": number, "long": "x" * 100})
+    assert [numbers(name) for name in file_names(path)[:2]] == [[1], [0]]
