@@ -18,5 +18,5 @@ Reading order:
 - estimator: `eager`: the estimate from which training goes on.
 - catch_up: how a peer comes up to date, as two tables.
 - checkpoint: the worker's own state, and going on from it.
-- aggregator_shares: the exchanges with all aggregators of a run.
+- aggregator_shares: what the exchanges with all aggregators of a run do as one.
 """

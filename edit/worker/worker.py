@@ -2,13 +2,16 @@
 
 It says when a peer acts. After an optimizer step at which the schedule says so: catch up, contribute. Before the next forward
 (or optimizer step), or after so many more steps, as the mode says: take the outcome, once. What follows from an outcome is
-decided in `edit.worker.exchange` and carried out in `edit.worker.apply`. Rules:
+decided in `edit.worker.exchange` and carried out in `edit.worker.apply`. A run with several aggregators has an exchange with
+each, for its share of the fragments. Rules:
 
 - Nothing but an optimizer step starts an exchange; forwards, evaluation, checkpointing and state_dict() never do (T5 to T8).
 - Theta, local parameters and residuals move together, on a commit, and only then.
 - While a contribution is FRESH the next forward waits for its outcome (`blocking`, `forward`). It is OVERDUE when training
   goes on without one for longer than planned: the carrier is cut off (it is in doubt), or it was sent again after coming too
   late. Then it is asked for after optimizer steps, and the progress made since sending is replayed.
+- All shares contribute at the same optimizer step: one that had no outcome for a while (its aggregator was away) waits for the
+  others' next contribution. Else two peers could wait for each other, at one aggregator each.
 """
 
 from __future__ import annotations
@@ -25,15 +28,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective, CompositeCollective, shares_of
 from edit.errors import LocalProtocolError
+from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.records import Commit
 from edit.replica.layout import is_sharded
 from edit.replica.ranks import ALONE, Ranks
 from edit.replica.replica import Outer, Replica
-from edit.worker.aggregator_shares import AggregatorShare, AggregatorShares, refuse_small_shares, separate_states
+from edit.worker.aggregator_shares import (
+    AggregatorShare,
+    join_all,
+    joint_state,
+    refuse_small_shares,
+    separate_states,
+)
 from edit.worker.apply import ShareExchange
 from edit.worker.checkpoint import Checkpoint, goes_forward, skeleton
 from edit.worker.config import WorkerConfig
@@ -78,7 +87,7 @@ class EditWorker:
         self._config = config
         self._ranks = ranks if ranks is not None else Ranks.world() if is_sharded(model) else ALONE
         self._clock = clock if clock is not None else time.monotonic
-        self._shares = AggregatorShares()
+        self._exchanges: tuple[ShareExchange, ...] = ()  # one for each aggregator; none before entering
         self._checkpoints: tuple[Checkpoint, ...] = ()
         self._hooks: list[RemovableHandle] = []
         self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
@@ -90,14 +99,12 @@ class EditWorker:
             raise LocalProtocolError("this EditWorker is already entered")
         with _outside_autograd():
             replicas = self._new_replicas()
-            self._shares = AggregatorShares(
-                [
-                    ShareExchange(replica, collective, self._optimizer, self._config, self._clock)
-                    for replica, collective in zip(replicas, self._collectives, strict=True)
-                ]
+            self._exchanges = tuple(
+                ShareExchange(replica, collective, self._optimizer, self._config, self._clock)
+                for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             checkpoints, self._checkpoints = self._checkpoints, ()
-            self._shares.join(self._collectives, checkpoints)
+            join_all(self._exchanges, self._collectives, checkpoints)
         tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
         self._exchanged = frozenset(map(id, tensors))
         forward = self._config.sync.mode == "forward"
@@ -115,12 +122,14 @@ class EditWorker:
         try:
             if kind is None:
                 with _outside_autograd():
-                    self._shares.leave()
+                    for each in self._exchanges:
+                        each.leave()
         finally:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            self._shares.drop_pending()
+            for each in self._exchanges:
+                each.run(each.exchange.drop_pending())
 
     def _new_replicas(self) -> list[Replica]:
         self._ranks.same("the worker's configuration", self._config)
@@ -136,62 +145,67 @@ class EditWorker:
     @property
     def outer_step(self) -> int:
         """The committed outer step of theta; of several shares, that of the furthest."""
-        return self._shares.outer_step
+        return self._furthest.replica.outer.outer_step
 
     @property
     def digest(self) -> str:
-        """Digest of theta; equal on all peers at the same outer step (of all shares)."""
-        return self._shares.digest
+        """Digest of theta; equal on all peers at the same outer step (of all shares), whatever the number of aggregators."""
+        outers = [each.replica.outer for each in self._entered]
+        return outers[0].digest if len(outers) == 1 else combine(one for outer in outers for one in outer.hashes)
 
     @property
     def shares(self) -> tuple[AggregatorShare, ...]:
         """Where the fragments of each aggregator stand, by aggregator; before entering none."""
-        return self._shares.shown
+        return tuple(map(AggregatorShare.of, self._exchanges))
 
     def outer_of(self, share: int = 0) -> tuple[Schema, Outer]:
         """Return theta of one aggregator's fragments as this rank holds it, and which they are.
 
         What was returned once stays as it is: later commits replace it.
         """
-        replica = self._shares.entered[share].replica
+        replica = self._entered[share].replica
         return replica.schema, replica.outer
 
     @property
     def finished(self) -> bool:
         """Whether the run has reached its last outer step; optimizer steps then no longer lead to contributions."""
-        return self._shares.finished
+        return bool(self._exchanges) and all(each.exchange.finished for each in self._exchanges)
 
     @property
     def inner_steps(self) -> int:
         """Optimizer steps since entering, and those before the checkpoint that was loaded."""
-        return self._shares.inner_steps
+        return self._exchanges[0].exchange.schedule.inner_steps if self._exchanges else 0
 
     @property
     def round_inner_steps(self) -> int:
-        """Optimizer steps since the last contribution."""
-        return self._shares.round_inner_steps
+        """Optimizer steps since the last contribution of any share."""
+        return min((each.exchange.schedule.round_inner_steps for each in self._exchanges), default=0)
 
     @property
     def pending(self) -> bool:
         """Whether a contribution waits for its outcome."""
-        return self._shares.pending
+        return any(each.exchange.pending is not None for each in self._exchanges)
 
     @property
     def last_commit(self) -> Commit | None:
-        """The commit applied last, with every peer's verdicts, without its payloads; None before the first."""
-        return self._shares.last_commit
+        """The commit applied last, with every peer's verdicts, without its payloads; None before the first.
+
+        Of several shares, that of the furthest.
+        """
+        return self._furthest.last_commit if self._exchanges else None
 
     @property
     def last_reason(self) -> str:
         """Why the last attempt ended as it did: the commit's reason, or why a round was lost or a snapshot taken."""
-        return self._shares.last_reason
+        return self._furthest.exchange.last_reason if self._exchanges else ""
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens behind the next contribution (they weigh it when the run says `weighting = "tokens"`).
 
         They are the whole replica's, so every rank adds the same.
         """
-        self._shares.count_tokens(tokens)
+        for each in self._entered:
+            each.exchange.schedule.count_tokens(tokens)
 
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
@@ -200,7 +214,8 @@ class EditWorker:
         """
         self._require_local("synchronize()")
         with _outside_autograd():
-            return self._shares.synchronize(block=block)
+            known = [each.synchronize(block=block) for each in self._entered]
+        return all(known)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
@@ -210,14 +225,15 @@ class EditWorker:
         """
         self._require_local("outer_parameters()")
         with _outside_autograd():
-            kept = self._shares.load_outer()
+            kept = [each.replica.load_outer() for each in self._entered]
         self._swapped = True
         try:
             yield self._model
         finally:
             self._swapped = False
             with _outside_autograd():
-                self._shares.restore(kept)
+                for each, copies in zip(self._entered, kept, strict=True):
+                    each.replica.restore(copies)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Return theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
@@ -225,7 +241,7 @@ class EditWorker:
         In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary.
         """
         with _outside_autograd():
-            return self._shares.outer_state_dict()
+            return {name: theta for each in self._entered for name, theta in each.replica.outer_state_dict().items()}
 
     # Checkpoints.
 
@@ -238,7 +254,7 @@ class EditWorker:
         All ranks call it together.
         """
         with _outside_autograd():
-            return self._shares.state_dict()
+            return joint_state(self._entered)
 
     def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
         """Tensors laid out as the model is, for torch.distributed.checkpoint to load into; kinds: keys of `state_dict`, but for
@@ -271,11 +287,13 @@ class EditWorker:
     # The hooks.
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._swapped or not self._shares.pending:
+        if torch.compiler.is_compiling() or self._swapped or not self.pending:
             return
-        needed = [update_points.get(module, ()) for update_points in self._update_points]
         with _outside_autograd():
-            self._shares.before_forward(needed, lazily=self._config.sync.mode == "forward")
+            for each, update_points in zip(self._exchanges, self._update_points, strict=True):
+                if each.exchange.pending is not None:
+                    each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
+                    each.apply_fragments(update_points.get(module, ()))
 
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called for every optimizer in this process: another one of the same parameters is about to change them."""
@@ -285,24 +303,40 @@ class EditWorker:
             return
         self._require_local("optimizer.step()")
         with _outside_autograd():
-            self._shares.before_other_step()
+            for each in self._exchanges:
+                each.keep_local()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
         with _outside_autograd():
-            self._shares.before_step()
+            for each in self._exchanges:
+                each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with _outside_autograd():
-            self._shares.after_step()
+            ready = [each.run(each.exchange.stepped()) for each in self._exchanges]
+            if not all(ready):
+                return
+            if not self.finished:
+                self._exchanges[0].replica.refuse_unfrozen()
+            contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
+            if any(contributed):
+                self._reset_finished()
+
+    def _reset_finished(self) -> None:
+        """Move the share of a finished run back to theta: its parameters are still trained along with the others'."""
+        for replica in (each.replica for each in self._exchanges if each.exchange.finished):
+            replica.move(replica.outer, lambda _: None)
 
     @property
-    def _replica(self) -> Replica:
-        return self._shares.entered[0].replica
+    def _entered(self) -> tuple[ShareExchange, ...]:
+        if not self._exchanges:
+            raise LocalProtocolError("enter the EditWorker first: with EditWorker(...) as worker:")
+        return self._exchanges
 
     @property
-    def _feedback(self) -> ErrorFeedback:
-        return self._shares.entered[0].feedback
+    def _furthest(self) -> ShareExchange:
+        return max(self._entered, key=lambda each: each.replica.outer.outer_step)
 
     def _require_local(self, call: str) -> None:
         if self._swapped:

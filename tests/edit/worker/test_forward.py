@@ -70,7 +70,7 @@ class Peer:
 
     @property
     def theta(self) -> Snapshot:
-        outer = self.worker._replica.outer
+        outer = self.worker.outer_of()[1]
         return Snapshot(outer.outer_step, outer.digest, outer.fragments)
 
     def script(self, faults: dict[str, Exception] | None = None, verdicts: list[Verdict | None] | None = None) -> Snapshot:
@@ -239,7 +239,7 @@ def test_what_no_forward_touches_is_in_before_the_next_step(peer: Callable[..., 
         inputs = torch.ones(1, 4)
         model(inputs).sum().backward()
         optimizer.step()
-        theta = snapshot_of(0, list(worker._replica.outer.fragments))
+        theta = snapshot_of(0, list(worker.outer_of()[1].fragments))
         answer, after = committed(theta, random_steps(theta), [Verdict.OK] * 2)
         collective.answers[0].append(answer)
         optimizer.zero_grad()
@@ -324,7 +324,7 @@ def test_fragments_with_another_verdict_keep_their_rule(peer: Callable[..., Peer
     expected = list(after.fragments)
     expected[1] = after.fragments[1] + (sent[1] - theta.fragments[1])
     assert same(p.local, expected)
-    assert sorted(p.worker._feedback.residuals()) == [0, 4]
+    assert p.worker.state_dict()["scalars"]["fragments"]["residual"] == [0, 4]
 
 
 def test_a_contribution_that_came_too_late_is_replayed_at_once_and_sent_again(peer: Callable[..., Peer]) -> None:
