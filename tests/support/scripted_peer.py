@@ -15,6 +15,7 @@ from tests.support.scripted import ScriptedCollective, committed, random_steps
 from tests.support.settings import worker_config
 
 BOTH_OK = [Verdict.OK, Verdict.OK]
+FRAGMENTS = (0, 2)  # the layers of small_mlp that have parameters
 
 
 def flat(model: nn.Module) -> list[Tensor]:
@@ -80,6 +81,10 @@ def commit_next(p: Peer, verdicts: list[Verdict | None] | None = None, seed: int
 
 
 def residuals(p: Peer) -> list[Tensor]:
-    """What the codec still owes of each fragment. The one look inside in this file."""
-    kept = p.worker._feedback.residuals()
-    return [kept.get(i, torch.zeros(outer.numel())).clone() for i, outer in enumerate(p.theta.fragments)]
+    """What the codec still owes of each fragment, as a checkpoint has it."""
+    kept = p.worker.state_dict().get("residual", {})
+    empty = [torch.zeros(outer.numel()) for outer in p.theta.fragments]
+    return [
+        torch.cat([kept[f"{i}.weight"].flatten(), kept[f"{i}.bias"]]) if f"{i}.weight" in kept else zeros
+        for i, zeros in zip(FRAGMENTS, empty, strict=True)
+    ]

@@ -143,7 +143,7 @@ def test_t7_evaluation_right_after_the_exchange_sees_the_merged_parameters(
             layer.bias.copy_(vector[layer.weight.numel() :])
         torch.testing.assert_close(outputs, reference(inputs))
     assert same(flat(p.model), list(after.fragments))
-    assert not any(part.is_inference() for part in p.worker._replica.outer.fragments)
+    assert not any(part.is_inference() for part in p.worker.outer_of()[1].fragments)
     for _ in range(2):  # nothing made under inference_mode may come back to haunt the training
         p.step()
         commit_next(p)
