@@ -192,6 +192,8 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         f"{'  draining' if run.draining and run.phase != 'finished' else ''}"
     )
     console.print(who + _words(facts))
+    if run.waiting_for:
+        console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
     if run.reason:
         console.print(_words(run.reason, "yellow"), soft_wrap=True)
 

@@ -10,7 +10,8 @@ name = "run"                    # The beginning of the run's id.
 seed = 0                        # Seeds the initial parameters and each peer's order of the data.
 
 [model]
-name = "builtin:gpt"            # builtin:gpt, hf:MODEL_TYPE (transformers) or entry:NAME (an entry point that peers allow).
+# A peer whose model is not the one that builtin:gpt says is refused. Of the others, the first peer brings the names and shapes.
+name = "builtin:gpt"            # builtin:gpt, hf:MODEL_TYPE (transformers), entry:NAME (of peers, or of own loops: any name).
 layers = 4                      # Transformer blocks; layers, heads and width are for builtin:gpt.
 heads = 4                       # Attention heads; must divide width.
 width = 128                     # Size of the hidden state.

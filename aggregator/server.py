@@ -103,7 +103,7 @@ class Coordinator:
             clock=clock,
         )
         first_round_id = folder.next_incarnation() * 1_000_000 + 1
-        run = Run(folder.run_id, config, resources, first_round_id=first_round_id)
+        run = Run(folder.run_id, config, resources, first_round_id=first_round_id, aggregator=folder.aggregator)
         authorizer = Authorizer(folder.run_id, run.members, clock.unix)
         feed.subscribe(authorizer.on_event)
         connections, strangers = _connections()

@@ -56,7 +56,7 @@ def model(parameters: int) -> Schema:
 
 def new_run(path: Path, peers: int, buffer_bytes: int) -> StateFolder:
     toml = (
-        f'name = "memory"\n[sync]\nevery = 1\nouter_steps = 1000\n[rounds]\nquorum = {peers}\n'
+        f'name = "memory"\n[model]\nname = "entry:mine"\n[sync]\nevery = 1\nouter_steps = 1000\n[rounds]\nquorum = {peers}\n'
         f"[storage]\nbuffer_bytes = {buffer_bytes}\n"
         '[membership]\nheartbeat_s = 5.0\nlease_s = 120.0\n[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'
     )

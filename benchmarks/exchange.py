@@ -140,7 +140,8 @@ def ours(peers: int, parameters: int, codec_name: str) -> list[Round]:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         (root / "run.toml").write_text(
-            f'name = "bench"\n[sync]\nevery = 1\nouter_steps = 1000\n[codec]\nup = "{codec_name}"\ndown = "{codec_name}"\n'
+            f'name = "bench"\n[model]\nname = "entry:mine"\n[sync]\nevery = 1\nouter_steps = 1000\n'
+            f'[codec]\nup = "{codec_name}"\ndown = "{codec_name}"\n'
             f"[rounds]\nstart_peers = {peers}\nquorum = {peers}\n[storage]\ncheckpoint_every = 1000\nkeep_updates = 1\n"
             f"buffer_bytes = {8 << 30}\n[membership]\nheartbeat_s = 2.0\nlease_s = 60.0\n"
             '[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'

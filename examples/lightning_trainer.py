@@ -21,6 +21,8 @@ from edit.integrations.lightning import EditCallback  # edit
 
 RUN_TOML = """
 name = "lightning"
+[model]
+name = "entry:mine"
 [sync]
 every = 20
 outer_steps = 10

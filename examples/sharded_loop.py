@@ -23,6 +23,8 @@ import peers  # edit
 
 RUN_TOML = """
 name = "sharded"
+[model]
+name = "entry:mine"
 [sync]
 every = 10
 outer_steps = 20

@@ -18,6 +18,8 @@ from edit.integrations.transformers import EditCallback  # edit
 
 RUN_TOML = """
 name = "trainer"
+[model]
+name = "entry:mine"
 [sync]
 every = 10
 outer_steps = 4

@@ -10,13 +10,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from aggregator.control.attendance import Attendance, Attendances
-from aggregator.control.founding import Founding
+from aggregator.control.founding import Founding, Transfer
 from aggregator.control.pace_advice import PaceAdvice, impossible
-from aggregator.control.schemas import Schemas
+from aggregator.control.schemas import Schemas, builtin_schema
 from aggregator.control.views import founded_view, founding_view
 from aggregator.data.published import CommittedState, PublishedState
 from aggregator.data.round_runner import RoundRunner
@@ -36,7 +37,7 @@ from aggregator.run_feed import (
 )
 from aggregator.storage.high_water import Mark
 from edit.config.run import RunConfig
-from edit.errors import RefusedError, StaleError
+from edit.errors import RefusedError, StaleError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
@@ -59,16 +60,30 @@ class Run:
 
     Args:
         first_round_id: larger than any round id of an earlier process.
+        aggregator: which of the run's aggregators this is; 0 is the coordinator.
+
+    Raises ConfigError when there are more aggregators than fragments.
     """
 
-    def __init__(self, run_id: str, config: RunConfig, resources: Resources, *, first_round_id: int) -> None:
+    def __init__(
+        self, run_id: str, config: RunConfig, resources: Resources, *, first_round_id: int, aggregator: int = 0
+    ) -> None:
         self.run_id, self.config = run_id, config
         self.members, self.clock, self.feed = resources.members, resources.clock, resources.feed
         self.attendances = Attendances(config.membership, resources.feed, resources.clock.monotonic)
-        self.founding = Founding(config, resources.store, resources.background, self.attendances)
-        self.schemas = Schemas(config.sync, resources.background, self.attendances, lambda: self._schema)
+        self.founding = Founding(
+            config,
+            resources.store,
+            resources.background,
+            self.attendances,
+            resources.feed,
+            resources.clock.monotonic,
+            self._show_change,
+        )
+        self.schemas = Schemas(config, resources.background, self.attendances, lambda: self._schema or self._builtin)
         self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
         self._resources = resources
+        self._builtin = builtin_schema(config, aggregator)
         self._first_round_id = first_round_id
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
@@ -110,6 +125,8 @@ class Run:
             await asyncio.sleep(_TICK_S)
             self.attendances.end_expired(self.clock.unix())
             self.attendances.tick()
+            if self._rounds is None:
+                self.founding.tick()
             self._tell_rounds(events.Tick())
 
     def _adopt(self, outer: OuterState) -> None:
@@ -258,25 +275,38 @@ class Run:
 
     # ---- founding ------------------------------------------------------------------------------------------------------
 
-    def check_founder(self, peer_id: str, header: FoundHeader) -> Schema:
-        """Return the announced schema. Raises StaleError when the run has parameters, and as `Founding.check`."""
+    def receive_founding(self, peer_id: str, header: FoundHeader) -> AbstractContextManager[Transfer]:
+        """Begin to take the founder's parameters; see `Founding.transfer`. Raises StaleError when the run has parameters."""
         self.check_run_id(header.run_id)
-        self._check_unfounded()
-        return self.founding.check(peer_id, header)
-
-    async def found(self, peer_id: str, schema: Schema, theta: Sequence[Tensor], claimed_digest: str) -> None:
-        """Take the founder's parameters as outer step 0. Raises StaleError, and as `Founding.take`."""
-        outer = await self.founding.take(schema, theta, claimed_digest)
-        self._check_unfounded()
-        differences = await self.schemas.differences(schema, self.attendances.other_models(schema))
-        self.feed.publish(RunFounded(peer_id, schema.numel, len(schema.fragments)))
-        self._adopt(outer)
-        self.attendances.expel_other_models(schema, differences)
-        self._show_change()
-
-    def _check_unfounded(self) -> None:
         if self._rounds is not None:
             raise StaleError("the run has parameters already; take a snapshot")
+        return self.founding.transfer(peer_id, header)
+
+    async def found(self, transfer: Transfer, theta: Sequence[Tensor], claimed_digest: str) -> None:
+        """Take the founder's parameters as outer step 0. Raises RemoteProtocolError, StorageError.
+
+        Once they are accepted, the run is founded also if the caller goes away: what is on disk and what is published are one.
+        """
+        outer = await self.founding.accept(transfer, theta, claimed_digest)
+        founded = asyncio.get_running_loop().create_future()
+        self._resources.background.spawn(self._found(transfer.turn.peer_id, outer, founded))
+        await founded
+
+    async def _found(self, peer_id: str, outer: OuterState, founded: asyncio.Future[None]) -> None:
+        try:
+            await self.founding.write(outer)
+        except StorageError as error:
+            _log.error("the run is not founded: %s", error)
+            if not founded.done():
+                founded.set_exception(error)
+            return
+        differences = await self.schemas.differences(outer.schema, self.attendances.other_models(outer.schema))
+        self.feed.publish(RunFounded(peer_id, outer.schema.numel, len(outer.schema.fragments)))
+        self._adopt(outer)
+        self.attendances.expel_other_models(outer.schema, differences)
+        self._show_change()
+        if not founded.done():
+            founded.set_result(None)
 
     # ---- what the services ask -------------------------------------------------------------------------------------------
 

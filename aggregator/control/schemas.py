@@ -7,18 +7,44 @@ only as much is decoded as names the first difference.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from aggregator.control.attendance import Attendances
 from aggregator.worker_thread import Background
-from edit.config.run import SyncConfig
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, RefusedError, RemoteProtocolError
+from edit.fragments.assignment import assign
+from edit.fragments.gpt import gpt_schema
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from editpb.tensor_messages import schema_from_bytes
 
-__all__ = ["Schemas"]
+__all__ = ["Schemas", "builtin_schema", "physical_memory_bytes"]
+
+
+def physical_memory_bytes() -> int:
+    """Return how much memory this machine, or the container that this process runs in, has."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+def builtin_schema(config: RunConfig, aggregator: int = 0) -> Schema | None:
+    """Return the schema that a run of a built-in model must have at this aggregator; None: the founder says what it is.
+
+    Raises ConfigError when there are more aggregators than fragments.
+    """
+    model, aggregators = config.model, 1 + len(config.aggregators.addresses)
+    if model.name != "builtin:gpt":
+        return None
+    schema = gpt_schema(layers=model.layers, width=model.width, vocabulary=model.vocabulary)
+    return schema.subset(assign(schema, aggregators)[aggregator]) if aggregators > 1 else schema
 
 
 class Schemas:
@@ -28,12 +54,20 @@ class Schemas:
         background: its worker thread decodes.
         attendances: whose models are known.
         required: the model that every peer must have; None: any.
+        memory_bytes: a model whose parameters and momentum do not fit in is refused; None: what this machine has.
     """
 
     def __init__(
-        self, sync: SyncConfig, background: Background, attendances: Attendances, required: Callable[[], Schema | None]
+        self,
+        config: RunConfig,
+        background: Background,
+        attendances: Attendances,
+        required: Callable[[], Schema | None],
+        memory_bytes: int | None = None,
     ) -> None:
-        self._sync, self._background, self._attendances, self._required = sync, background, attendances, required
+        self._sync, self._background, self._attendances, self._required = config.sync, background, attendances, required
+        self._model = config.model.name
+        self._memory_bytes = physical_memory_bytes() if memory_bytes is None else memory_bytes
         self._learning: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer_id, all of them members
 
     def known(self, schema_hash: str) -> Schema | None:
@@ -66,10 +100,20 @@ class Schemas:
         if required is not None:
             enough = 1 + sum(len(fragment.tensors) for fragment in required.fragments)
             difference = required.first_difference(schema_from_bytes(data, enough))
-            raise RefusedError(f"another model: {difference}") if difference else _not_announced()
+            if not difference:
+                raise _not_announced()
+            hint = (
+                f' (run.toml says {self._model}; a model of your own is "entry:NAME")'
+                if self._model.startswith("builtin:")
+                else ""
+            )
+            raise RefusedError(f"another model: {difference}{hint}")
         schema = schema_from_bytes(data)
         if schema.schema_hash != schema_hash:
             raise _not_announced()
+        if (needed := 2 * 4 * schema.numel) > self._memory_bytes:
+            have = f"this machine has {self._memory_bytes / 1e9:.3g} GB"
+            raise RefusedError(f"a model of {schema.numel} parameters needs {needed / 1e9:.3g} GB with its momentum; {have}")
         try:
             fragments_due(0, len(schema.fragments), self._sync.groups, self._sync.pattern)
         except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from aggregator.control.run import Run
 from aggregator.control.views import phase_of
 from aggregator.data.round_runner import RoundRunner
 from edit.rounds.deadlines import MEASURED
+from edit.rounds.events import Phase
 from editpb.run_status import MemberStatus, RunStatus
 
 __all__ = ["peak_memory_bytes", "run_status"]
+
+_NAMED = 8  # of the peers that are waited for
 
 
 def run_status(run: Run, rounds_after: int = 0) -> RunStatus:
@@ -39,9 +43,42 @@ def run_status(run: Run, rounds_after: int = 0) -> RunStatus:
         expected=tuple(sorted(machine.expected)) if machine is not None else (),
         arrived=tuple(sorted(machine.arrived)) if machine is not None else (),
         deadline_in_s=max(0.0, deadline - now) if deadline is not None else None,
+        waiting_for=_waiting_for(run, rounds),
         members=tuple(_members(run, rounds, now)),
         rounds=tuple(report for report in run.recent_rounds if report.round_id > rounds_after),
     )
+
+
+def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:
+    """Say in words what has to happen before the run goes on."""
+    wanted = run.config.rounds
+    if rounds is None:
+        attending = len(run.attendances.members())
+        return f"{run.founding.waiting_for()}; {attending} of {wanted.start_peers} peers here (rounds.start_peers)"
+    machine = rounds.machine
+    match machine.phase:
+        case Phase.PAUSED:
+            return "the operator: resume"
+        case Phase.COMMITTING:
+            return "the merge and the disk"
+        case Phase.GATHERING if machine.held_back:
+            return "the next attempt"
+        case Phase.GATHERING if machine.round_id == 0 and machine.enough > 1:
+            return f"peers: {len(machine.ready)} of {machine.enough} ready"
+        case Phase.GATHERING:
+            return "a peer that is ready"
+        case Phase.COLLECTING if machine.deadline is None:
+            return "a contribution"
+        case Phase.COLLECTING:
+            few = f"{len(machine.arrived)} in, quorum {wanted.quorum}"
+            return f"{_names(machine.expected - machine.arrived) or 'more contributions'} ({few})"
+    return ""
+
+
+def _names(peers: Collection[str]) -> str:
+    """Return the first peers by name, and how many others there are."""
+    first, others = sorted(peers)[:_NAMED], len(peers) - _NAMED
+    return ", ".join(first) + (f" and {others} more" if others > 0 else "")
 
 
 def peak_memory_bytes() -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 
+from aggregator.open_call import OpenCall
 from aggregator.run_feed import OrderGiven, RunEvent
 from aggregator.security.members import Members
 from edit.errors import EvictedError, RefusedError
@@ -27,12 +26,6 @@ __all__ = ["Authorizer"]
 _PARSED_CERTIFICATES = 1024  # kept, so that a peer's certificate is parsed once and not at each call
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    task: asyncio.Task[object]
-    error: EvictedError | None = None  # why it was ended
-
-
 class Authorizer:
     """Decides who may call one run, and ends the calls of a member that is evicted.
 
@@ -44,7 +37,7 @@ class Authorizer:
 
     def __init__(self, run_id: str, members: Members, unix: Callable[[], float]) -> None:
         self._run_id, self._members, self._unix = run_id, members, unix
-        self._calls: dict[str, set[_Call]] = {}  # under way, by peer_id
+        self._calls: dict[str, set[OpenCall]] = {}  # under way, by peer_id
         self._parse = lru_cache(_PARSED_CERTIFICATES)(x509.load_pem_x509_certificate)
 
     def authorize(self, context: Context, *roles: str) -> Identity:
@@ -75,17 +68,11 @@ class Authorizer:
         Raises as `authorize`.
         """
         identity = self.authorize(context, *roles)
-        task = asyncio.current_task()
-        assert task is not None
-        call = _Call(task)
+        call = OpenCall()
         self._calls.setdefault(identity.peer_id, set()).add(call)
         try:
-            yield identity
-        except asyncio.CancelledError:
-            if call.error is None:  # the caller went away, or the coordinator stops
-                raise
-            task.uncancel()
-            raise call.error from None
+            with call:
+                yield identity
         finally:
             calls = self._calls[identity.peer_id]
             calls.discard(call)
@@ -97,8 +84,7 @@ class Authorizer:
         match event:
             case OrderGiven("evicted", peer_id, reason):
                 for call in self._calls.get(peer_id, ()):
-                    call.error = EvictedError(reason)
-                    call.task.cancel()
+                    call.end(EvictedError(reason))
 
     def _certificate(self, context: Context) -> x509.Certificate:
         return self._parse(next(iter(context.auth_context()["x509_pem_cert"])))

@@ -154,11 +154,14 @@ class DataService:
         async with abort_on_error(context):
             with self._authorizer.admit(context, "peer") as identity:
                 header = found_header_from_pb((await _first(parts, "founding")).header)
-                schema = self._run.check_founder(identity.peer_id, header)
-                theta = await _receive_fragments(
-                    schema.fragments, parts, lambda: self._run.attendances.progress(identity.peer_id)
-                )
-                await self._run.found(identity.peer_id, schema, list(theta.values()), header.digest)
+                with self._run.receive_founding(identity.peer_id, header) as transfer:
+
+                    def received(count: int) -> None:
+                        transfer.received(count)
+                        self._run.attendances.progress(identity.peer_id)
+
+                    theta = await _receive_fragments(transfer.schema.fragments, parts, received)
+                    await self._run.found(transfer, list(theta.values()), header.digest)
         return dpb.FoundReply()
 
     async def Inject(self, parts: AsyncIterator[dpb.InjectPart], context: Context) -> dpb.InjectReply:
@@ -197,15 +200,18 @@ async def _first(parts: AsyncIterator[_Part], what: str) -> _Part:
 async def _receive_fragments(
     fragments: Sequence[FragmentSpec],
     parts: AsyncIterator[dpb.FoundPart] | AsyncIterator[dpb.InjectPart],
-    received: Callable[[], None] = lambda: None,
+    received: Callable[[int], None] = lambda _: None,
 ) -> dict[int, Tensor]:
-    """Return these fragments' fp32 values, by fragment_id. Raises RemoteProtocolError. received: called after each chunk."""
+    """Return these fragments' fp32 values, by fragment_id. Raises RemoteProtocolError.
+
+    received: called after each chunk, with its number of bytes.
+    """
     buffers = {f.fragment_id: Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in fragments}
     async for part in parts:
         if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id not in buffers:
             raise RemoteProtocolError("after the header only chunks of the fragments that it names follow")
         buffers[part.chunk.fragment_id].take(part.chunk.chunk)
-        received()
+        received(len(part.chunk.chunk.data))
     return {i: torch.frombuffer(buffer.finish(), dtype=torch.float32) for i, buffer in buffers.items()}
 
 

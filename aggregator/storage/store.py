@@ -10,6 +10,7 @@ a thread of its own, beside the computation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -69,8 +70,14 @@ class Store:
     # ---- writing -----------------------------------------------------------------------------------------------------------
 
     def found(self, outer: OuterState) -> None:
-        """Write the first state of the run. Raises StorageError: the run is not founded."""
-        self.checkpoint(outer)
+        """Write the first state of the run. Raises StorageError: the run is not founded, and nothing of this state stays."""
+        try:
+            self.checkpoint(outer)
+        except StorageError:
+            with contextlib.suppress(OSError):  # what cannot be removed is replaced by the next founding
+                for path_of in (checkpoint.segment_of, checkpoint.path_of):  # in this order: no segment without its checkpoint
+                    path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
+            raise
 
     def begin_fragment(
         self, round_id: int, outer_step: int, merged: Merged, injection: Injection | None = None

@@ -49,7 +49,8 @@ class ModelConfig:
     """The section [model]: which model a run trains."""
 
     # `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
-    # entry point of group `edit.models` that each peer's operator has allowed.
+    # entry point of group `edit.models` that each peer's operator has allowed, or any name for a model of the peers' own loops.
+    # The coordinator refuses a peer whose model is not the builtin's; of the others the founder says names and shapes.
     name: str = "builtin:gpt"
     # Of builtin:gpt only: transformer blocks, attention heads, size of the residual stream.
     layers: int = 4

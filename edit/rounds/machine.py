@@ -249,6 +249,17 @@ class RoundMachine:
         return frozenset(self._round.complete) if self._round else frozenset()
 
     @property
+    def ready(self) -> Set[str]:
+        """The peers that can contribute to the present outer step (rule 2), without the quarantined; for reading only."""
+        return self._available
+
+    @property
+    def enough(self) -> int:
+        """How many peers must be ready before a round opens."""
+        enough = self._config.start_peers if self._outer_step == 0 and self._waits else 1
+        return max(enough, self._config.quorum) if self._shut_out and self._waits else enough
+
+    @property
     def deadline(self) -> float | None:
         """The deadline of the open collection; None when none is open or nobody is waited for."""
         return self._round.deadline if self._round and self._waits and self.phase is Phase.COLLECTING else None
@@ -533,13 +544,9 @@ class RoundMachine:
         self._held_back = None
         if self._round or self.phase is not Phase.GATHERING:
             return []
-        ready = self._available
-        shut_out = self._peers.ready & self._faults.quarantined
-        enough = self._config.start_peers if self._outer_step == 0 and self._waits else 1
-        if shut_out and self._waits:
-            enough = max(enough, self._config.quorum)
-        if len(ready) < enough:
-            if shut_out:
+        ready = self.ready
+        if len(ready) < self.enough:
+            if shut_out := self._shut_out:
                 why = f"too few peers without {', '.join(sorted(shut_out))}, quarantined for bad bytes"
                 self._held_back = self._faults.next_release(), why
             return []
@@ -637,6 +644,11 @@ class RoundMachine:
     def _collection(self) -> OpenRound | None:
         """The round that takes contributions, or None."""
         return self._round if self._round is not None and not self._round.close_reason else None
+
+    @property
+    def _shut_out(self) -> Set[str]:
+        """The ready peers that are quarantined."""
+        return self._peers.ready & self._faults.quarantined
 
     @property
     def _available(self) -> Set[str]:

@@ -64,7 +64,8 @@ class Reassembly:
 
     def clear(self) -> None:
         """Throw away what has arrived."""
-        self._data, self._hash = bytearray(), blake3()
+        self._data = bytearray()
+        self._hash = blake3() if self._digest is not None else None
 
     def take(self, chunk: pb.Chunk) -> None:
         """Append the next chunk."""
@@ -74,13 +75,13 @@ class Reassembly:
         if offset + len(data) > self._total:
             fail(f"{self._name}: more than the announced {self._total} bytes")
         self._data += data
-        if self._digest is not None:
+        if self._hash is not None:
             self._hash.update(data)
 
     def finish(self) -> bytearray:
         """Return all bytes, once complete."""
         if not self.complete:
             fail(f"{self._name}: {len(self._data)} of {self._total} bytes arrived")
-        if self._digest is not None and self._hash.digest() != self._digest:
+        if self._hash is not None and self._hash.digest() != self._digest:
             fail(f"{self._name}: its BLAKE3 is not the manifest's")
         return self._data

@@ -270,7 +270,7 @@ class StatusRequest(_message.Message):
     def __init__(self, rounds_after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,7 @@ class StatusReply(_message.Message):
     DEADLINE_IN_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -295,7 +296,8 @@ class StatusReply(_message.Message):
     deadline_in_s: float
     tokens: int
     stop_tokens: int
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")

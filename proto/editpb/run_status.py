@@ -115,6 +115,7 @@ class RunStatus:
     outer_steps: int  # where the run ends
     round_id: int  # the open round; 0: none
     reason: str  # why the run cannot go on as it stands, or empty
+    waiting_for: str  # in words: who or what is waited for; empty when the run is finished
     draining: bool  # the run ends with the open round
     tokens: int  # merged so far
     stop_tokens: int  # where the run ends; 0: no bound
@@ -138,6 +139,7 @@ class RunStatus:
             "outer_steps": self.outer_steps,
             "round_id": self.round_id,
             "reason": self.reason,
+            "waiting_for": self.waiting_for,
             "draining": self.draining,
             "tokens": self.tokens,
             "stop_tokens": self.stop_tokens,

@@ -38,6 +38,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         deadline_in_s=-1.0 if status.deadline_in_s is None else status.deadline_in_s,
         tokens=status.tokens,
         stop_tokens=status.stop_tokens,
+        waiting_for=status.waiting_for,
     )
 
 
@@ -52,6 +53,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         outer_steps=reply.outer_steps,
         round_id=reply.view.round_id,
         reason=reply.view.reason,
+        waiting_for=reply.waiting_for,
         draining=reply.view.draining,
         tokens=reply.tokens,
         stop_tokens=reply.stop_tokens,

@@ -69,17 +69,9 @@ def test_an_eviction_ends_a_contribution_under_way(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_eviction_ends_a_founding_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eviction_ends_a_founding_under_way(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.peer("b") as b:
-            admitted: list[str] = []
-            check = run.coordinator.run.check_founder
-
-            def noted(peer_id: str, header: FoundHeader) -> Schema:
-                admitted.append(peer_id)
-                return check(peer_id, header)
-
-            monkeypatch.setattr(run.coordinator.run, "check_founder", noted)
             await a.attend()
             await a.view(lambda view: view.found)
             await b.attend()
@@ -88,7 +80,7 @@ def test_an_eviction_ends_a_founding_under_way(tmp_path: Path, monkeypatch: pyte
             await call.write(data_pb2.FoundPart(header=found_header_to_pb(header)))
             chunk = next(iter(make_chunks(theta()[0].numpy().tobytes())))
             await call.write(data_pb2.FoundPart(chunk=data_pb2.FragmentChunk(fragment_id=0, chunk=chunk)))
-            await until(lambda: admitted)
+            await until(lambda: (turn := run.coordinator.run.founding.turn) and turn.received_bytes)
             run.coordinator.run.evict("a", "bad manners")
             assert await ended(call) == (grpc.StatusCode.PERMISSION_DENIED, "evicted: bad manners")
             await b.view(lambda view: view.found)

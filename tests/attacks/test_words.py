@@ -85,6 +85,7 @@ def test_nothing_that_an_aggregator_answers_reaches_the_terminal_as_more_than_te
         outer_steps=1,
         round_id=0,
         reason=CONTROL,
+        waiting_for=CONTROL,
         draining=False,
         tokens=0,
         stop_tokens=0,
@@ -100,5 +101,5 @@ def test_nothing_that_an_aggregator_answers_reaches_the_terminal_as_more_than_te
     screen = io.StringIO()
     _print_status(Console(file=screen, width=400), status, 8)
     lines = screen.getvalue().split("\n")
-    assert len(lines) == 7, "two headlines, and two tables of a heading and a row"
+    assert len(lines) == 8, "two headlines, who is waited for, and two tables of a heading and a row"
     assert all(line.isprintable() for line in lines)

@@ -29,6 +29,8 @@ NAMES = ("a", "b")
 ROWS = 4  # of a batch
 TOML = """
 name = "asynchrony"
+[model]
+name = "entry:mine"
 [sync]
 every = 2
 {sync}

@@ -32,6 +32,8 @@ from tests.support.world import spawn
 ROUNDS, EVERY, NAMES = 4, 3, ("a", "b", "c")
 TOML = """
 name = "agree"
+[model]
+name = "entry:mine"
 [sync]
 every = 3
 outer_steps = {rounds}

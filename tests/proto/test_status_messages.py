@@ -65,6 +65,7 @@ STATUS = RunStatus(
     outer_steps=100,
     round_id=1_000_002,
     reason="rounds.quorum = 2, but only 1 peer has joined the run",
+    waiting_for="b (1 in, quorum 2)",
     draining=True,
     tokens=640,
     stop_tokens=1000,

@@ -57,6 +57,8 @@ from tests.support.encoded import encode
 
 TOML = """
 name = "test"
+[model]
+name = "entry:mine"
 [sync]
 every = 2
 outer_steps = 100

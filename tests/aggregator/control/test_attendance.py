@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from aggregator.control.attendance import Attendance, Attendances
-from aggregator.control.founding import Founding
 from aggregator.run_feed import MemberChanged, PeerReported, RankLost, ResyncChanged, RunEvent, RunFeed
 from edit.config.run import MembershipConfig
-from edit.errors import EvictedError, RefusedError, RemoteProtocolError
+from edit.errors import EvictedError, RefusedError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
-from editpb.messages import FoundHeader, Heartbeat, PeerState
+from editpb.messages import Heartbeat, PeerState
 
 
 def schema(numel: int = 4) -> Schema:
@@ -119,40 +118,3 @@ def test_an_evicted_peer_loses_all_its_streams_and_gets_no_other(site: Site) -> 
     assert all(isinstance(stream.expelled, EvictedError) for stream in streams) and other.expelled is None
     with pytest.raises(EvictedError, match="key lost"):
         site.open()
-
-
-# ---- founding --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def founding(site: Site) -> Founding:
-    return Founding(config=None, store=None, background=None, attendances=site.attendances)  # type: ignore[arg-type]
-
-
-def test_the_first_member_founds_and_when_it_leaves_the_first_by_name(site: Site, founding: Founding) -> None:
-    streams = {name: site.open(name) for name in ("m", "z", "b")}
-    site.open("a", rank=1, ranks=2)  # a rank without its rank 0 is no member
-    for name in streams:
-        founding.attended(name)
-    assert founding.founder == "m"
-    site.attendances.close(streams["z"], "goodbye", polite=True)
-    founding.left("z")
-    assert founding.founder == "m"
-    site.attendances.close(streams["m"], "the connection broke", polite=False)
-    founding.left("m")
-    assert founding.founder == "b"
-    site.attendances.close(streams["b"], "goodbye", polite=True)
-    founding.left("b")
-    assert founding.founder is None
-
-
-def test_only_the_founder_founds_and_with_the_schema_that_it_announced(site: Site, founding: Founding) -> None:
-    site.open("a")
-    site.open("b")
-    founding.attended("a")
-    header = FoundHeader(run_id="run", schema_hash=schema().schema_hash, digest="0" * 64)
-    assert founding.check("a", header) == schema()
-    with pytest.raises(RefusedError, match="the founder is a, not b"):
-        founding.check("b", header)
-    with pytest.raises(RemoteProtocolError, match="another schema than the one announced"):
-        founding.check("a", FoundHeader(run_id="run", schema_hash=schema(5).schema_hash, digest="0" * 64))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError
+from edit.fragments.gpt import gpt_schema
 from edit.fragments.schema import plan_fragments
 from peers.models.gpt import GPT, rotary_table, rotate
 
@@ -74,6 +75,12 @@ def test_fragments_follow_the_layers() -> None:
     assert [fragment.name for fragment in schema.fragments] == ["embedding", "blocks.0", "blocks.1", "norm"]
     assert schema.fragments[1].numel == schema.fragments[2].numel == 12 * 32 * 32 + 2 * 32
     assert schema.numel == 32 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32  # the head is the embedding
+
+
+@pytest.mark.parametrize("sizes", [SMALL, ModelConfig(layers=1, heads=1, width=2, context=4, vocabulary=3), ModelConfig()])
+def test_the_coordinator_knows_the_schema_without_the_model(sizes: ModelConfig) -> None:
+    schema = gpt_schema(layers=sizes.layers, width=sizes.width, vocabulary=sizes.vocabulary)
+    assert schema == plan_fragments(GPT(sizes, seed=None).named_parameters())
 
 
 def test_the_default_size_is_what_the_documentation_says() -> None:
