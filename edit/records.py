@@ -78,7 +78,7 @@ class Verdict(Enum):
 
     OK = "ok"
     NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
-    ANOMALOUS = "anomalous"  # norm more than delta standard deviations above its moving mean
+    ANOMALOUS = "anomalous"  # norm more than delta standard deviations above what its peer usually sends
     IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
     REJECTED = "rejected"  # not admitted by a policy of the run (`edit.merging.mergers.Admission`)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median, median_low
 
 import torch
 from torch import Tensor
@@ -150,8 +151,9 @@ class Edit:
 class EditByLevels:
     """EDiT with the detector "level", every learned level kept: Edit's rule, amended. norm = "raw"; `round` as Edit's.
 
-    x = log G - p log steps is judged, with 3 or more contributions relative to the round's median; what is rejected `relearn`
-    times in a row, alike, is the new history; zeros and tiny norms are idle; no share exceeds max_share / M.
+    x = log G - p log steps is judged, with 3 or more contributions relative to the round's median, against the mean or the last
+    three; what is rejected `relearn` times in a row, alike, is the new history; zeros and tiny norms are idle; no share exceeds
+    max_share / M.
     """
 
     theta: Tensor
@@ -202,40 +204,39 @@ class EditByLevels:
         x = {p: math.log(g) - self.step_power * math.log(min(steps[p], most)) for p, g in norms.items() if 0 < g < math.inf}
         ok = {p: g for p, g in norms.items() if g == 0}
         learned: list[tuple[tuple[str, str], float]] = []
+        levels = {(p, "own"): x[p] for p in x}
+        if len(x) >= 3:
+            middle = float(torch.tensor(list(x.values()), dtype=torch.float64).quantile(0.5))
+            levels |= {(p, "relative"): x[p] - middle for p in x}
+        odd = {key: self._odd(key, levels) for key in levels}
         for p in x:
-            levels = {(p, "own"): (x[p], self.delta)}
-            if len(x) >= 3:
-                relative = x[p] - float(torch.tensor(list(x.values()), dtype=torch.float64).quantile(0.5))
-                levels[p, "relative"] = (relative, self.delta * (1 + 0.25 / len(x)))
-                if relative > math.log(self.max_ratio):
-                    continue
-            odd = {key: self._odd(key, level, delta) for key, (level, delta) in levels.items()}
-            by = (
-                (p, "relative")
-                if len(self.learned.get((p, "relative"), ())) >= self.observations and len(x) >= 3
-                else (p, "own")
-            )
+            if levels.get((p, "relative"), 0) > math.log(self.max_ratio):
+                continue
+            by = (p, "relative") if (p, "relative") in levels and self._known((p, "relative")) else (p, "own")
             if not odd[by]:
                 ok[p] = norms[p]
-            for key, (level, _) in levels.items():
-                if odd[key]:
-                    row = self.row[key] = [*self.row.get(key, []), level][-self.relearn :]
+            for key in ((p, "own"), (p, "relative")):
+                if key in levels and odd[key]:
+                    row = self.row[key] = [*self.row.get(key, []), levels[key]][-self.relearn :]
                     if len(row) == self.relearn and max(row) - min(row) <= math.log(2):
-                        self.learned[key], self.row[key] = row, []
-                elif not odd[by]:
-                    learned.append((key, level))
+                        learned += [(key, math.nan), *((key, level) for level in row)]
+                elif key in levels and not odd[by]:
+                    learned.append((key, levels[key]))
         largest = max(ok, key=lambda p: ok[p], default="")
-        seen = {p: len(self.learned.get((p, "own"), ())) >= self.observations for p in norms}
         idle = set()
         for p, g in ok.items():
             tiny = g < self.idle_ratio * ok[largest]
-            below = g > 0 and seen[p] and x[p] < self._mean((p, "own"))[0] + math.log(self.idle_ratio)
-            if ok[largest] > 0 and (g == 0 or (tiny and (len(x) >= 3 or seen[largest] or below))):
+            below = g > 0 and self._known((p, "own")) and x[p] < self._mean((p, "own"))[0] + math.log(self.idle_ratio)
+            if ok[largest] > 0 and (g == 0 or (tiny and (len(x) >= 3 or self._known((largest, "own")) or below))):
                 idle.add(p)
         for key, level in learned:
-            if key[0] not in idle:
-                self.learned[key], self.row[key] = [*self.learned.get(key, []), level], []
+            if key[0] not in idle:  # NaN: what was known is forgotten
+                self.learned[key] = [] if math.isnan(level) else [*self.learned.get(key, []), level]
+                self.row[key] = []
         return sorted(set(ok) - idle)
+
+    def _known(self, key: tuple[str, str]) -> bool:
+        return len(self.learned.get(key, ())) >= self.observations
 
     def _mean(self, key: tuple[str, str]) -> tuple[float, float, float]:
         """Return mean, unbiased variance and effective number of what was learned."""
@@ -246,12 +247,29 @@ class EditByLevels:
         variance = sum(a * (b - mean) ** 2 for a, b in zip(w, levels, strict=True)) / sum(w)
         return mean, variance * n / max(n - 1, 1.0), n
 
-    def _odd(self, key: tuple[str, str], level: float, delta: float) -> bool:
-        if len(self.learned.get(key, ())) < self.observations:
-            return False
+    def _forecast(self, key: tuple[str, str]) -> tuple[float, float, float]:
+        """Return the next level, its mean square error, and the degrees of freedom of that: by the mean, or the last three."""
         mean, variance, n = self._mean(key)
-        wide = math.sqrt(1 + 1 / n) * (1 + (delta**2 + 1) / (4 * max(n - 1, 1.0)))
-        return level - mean > delta * max(math.sqrt(variance), 0.05) * wide
+        slow = mean, variance * (1 + 1 / n), max(n - 1, 1.0)
+        levels = self.learned[key]
+        misses = [levels[i] - median_low(levels[max(0, i - 3) : i]) for i in range(1, len(levels))]
+        w = [(1 - max(self.alpha, 0.1)) ** (len(misses) - 1 - i) for i in range(len(misses))]
+        if not misses:
+            return slow
+        error = sum(a * b * b for a, b in zip(w, misses, strict=True)) / sum(w)
+        fast = median_low(levels[-3:]), error, sum(w) ** 2 / sum(a * a for a in w)
+        return fast if error < slow[1] / 2 else slow
+
+    def _odd(self, key: tuple[str, str], levels: Mapping[tuple[str, str], float]) -> bool:
+        if not self._known(key):
+            return False
+        forecast, own, freedom = self._forecast(key)
+        alike = [other for other in levels if other[1] == key[1]]
+        errors = [self._forecast(other)[1] for other in alike if self._known(other)]
+        f = freedom * 4 * len(errors) / (len(errors) + 3)
+        delta = self.delta * (1 + 1 / len(alike) ** 2) if key[1] == "relative" else self.delta
+        sigma = max(math.sqrt((own + median(errors)) / 2), 0.05)
+        return levels[key] - forecast > delta * sigma * (1 + (self.delta**2 + 1) / (4 * f))
 
 
 def streaming(

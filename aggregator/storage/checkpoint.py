@@ -27,7 +27,7 @@ from edit.errors import LocalProtocolError, StorageError
 
 __all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
 
-FORMAT = 2  # 2: norm statistics of the detector "level", and the slots of buffers are gone
+FORMAT = 3  # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts
 Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 

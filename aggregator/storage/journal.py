@@ -38,7 +38,7 @@ from edit.merging.merge import Merged
 
 __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "replay", "replay_segments"]
 
-FORMAT = 2  # 2: norm statistics of the detector "level", and the slots of buffers are gone
+FORMAT = 3  # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,12 +101,13 @@ class PenaltyConfig:
     # False: no verdict but NONFINITE, no clip, and a mean by `weighting`: DiLoCo's.
     enabled: bool = True
     # `level`: the logarithm of a norm, less that of its steps, is judged; with three or more contributions, relative to the
-    # round's median; and a level that is held is learned (`edit.merging.detector`). `edit`: the paper's rule, which judges the
-    # norm by accepted norms only, so that a lasting rise is rejected for ever.
+    # round's median; trends are followed, and a level that is held is learned (`edit.merging.detector`). `edit`: the paper's
+    # rule, which judges the norm by accepted norms only, so that a lasting rise is rejected for ever.
     detector: str = "level"
     # Rate of the moving statistics of a peer's norms.
     alpha: float = 0.02
-    # Standard deviations above its mean from which a norm is anomalous; `level` allows more while it knows few norms.
+    # Standard deviations above its mean from which a norm is anomalous; with `level`: above its forecast, and more while few
+    # norms are known.
     delta: float = 3.0
     # W: norms of a peer that must be seen before one of them can be anomalous; the authors' code waits for 120.
     observations: int = 10

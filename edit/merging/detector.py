@@ -1,9 +1,10 @@
 """The detector "level": which norms of a round are anomalous or idle, by each peer's own history and by the round.
 
 The paper's detector (arXiv 2412.07210, section 3.3; `edit.merging.penalty`) judges raw norms and learns accepted ones only, so
-that a lasting rise is rejected for ever. This one judges the level x = log norm - p log steps; what all peers share is no
-anomaly, because with three or more contributions the level is taken relative to the round's median; and a level that is held is
-learned. Pure functions of floats.
+that a lasting rise is rejected for ever, and compares with a mean of long ago, so that norms that fall with the learning rate
+hide spikes. This one judges the level x = log norm - p log steps; what all peers share is no anomaly, because with three or
+more contributions the level is taken relative to the round's median; a level is compared with the better of two forecasts, one
+of which follows a trend; and a level that is held is learned. Pure functions of floats.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, Self
 from edit.config.run import PenaltyConfig
 from edit.records import Verdict
 
-__all__ = ["NormStatistics", "by_levels", "surprise"]
+__all__ = ["NormStatistics", "by_levels"]
 
 _SIGMA_FLOOR = 0.05  # in log units: a rise of a few per cent is never an anomaly, however steady a peer was
 _AGREE = math.log(2)  # rejected levels that differ by at most this factor are one level
-# Relative to the median of M, a level has longer tails than a normal value: delta is 1 + 0.25 / M times as large.
-_TAIL = 0.25
 _MEDIAN_NEEDS = 3  # contributions before a median says what is usual: of two, nobody knows which one is odd
+_LAST = 3  # levels whose median is the forecast that follows a trend
+_LATE = 0.1  # the least rate of that forecast's moving error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +39,37 @@ class NormStatistics:
     rejected: tuple[float, ...] = ()
     # The same of levels relative to the round's median; None before the first round that has one.
     relative: NormStatistics | None = None
+    # The last learned levels, at most three, and the moving mean square of the distances between each level and the median of
+    # the three before it.
+    last: tuple[float, ...] = ()
+    last_error: float = 0.0
 
     def to_json(self) -> list[object]:
         """Return the statistics as JSON values: floats survive to the bit, infinity (which JSON lacks) is text."""
         relative = self.relative.to_json() if self.relative is not None else None
         mean, variance = (value if math.isfinite(value) else str(value) for value in (self.mean, self.variance))
-        return [mean, variance, self.count, list(self.rejected), relative]
+        return [mean, variance, self.count, list(self.rejected), relative, list(self.last), self.last_error]
 
     @classmethod
     def from_json(cls, written: Any) -> Self:
         """Read what `to_json` returned. Raises TypeError or ValueError for anything else."""
-        mean, variance, count, rejected, relative = written
+        mean, variance, count, rejected, relative, last, last_error = written
         inner = cls.from_json(relative) if relative is not None else None
-        return cls(float(mean), float(variance), int(count), tuple(float(level) for level in rejected), inner)
+        levels = tuple(float(level) for level in rejected), inner, tuple(float(level) for level in last)
+        return cls(float(mean), float(variance), int(count), *levels, float(last_error))
 
 
 _NONE = NormStatistics()
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecast:
+    """What one peer's history says of its next level."""
+
+    level: float
+    # The mean square that the next level is expected to differ by, and the degrees of freedom that is known with.
+    error: float
+    freedom: float
 
 
 def by_levels(
@@ -61,19 +77,35 @@ def by_levels(
 ) -> tuple[dict[str, Verdict], dict[str, NormStatistics]]:
     """Judge every peer of one round in one fragment; return the verdicts, and the statistics after them. By peer_id.
 
-    NONFINITE: NaN or Inf. ANOMALOUS: by the round (max_ratio) or by its history, see `_judge`. IDLE: see `_idle`. A zero has no
+    NONFINITE: NaN or Inf. ANOMALOUS: further than max_ratio above the round's median, from the first round on and without a
+    trace. Otherwise by the history of levels relative to the median, once there are W of them, or else by the history of
+    levels; both are kept, because the number of contributors may change from round to round. IDLE: see `_idle`. A zero has no
     level: it is never anomalous, and never learned.
     """
     levels = _levels(norms, inner_steps, config)
     middle = median(levels.values()) if len(levels) >= _MEDIAN_NEEDS else None
-    of_few = replace(config, delta=config.delta * (1 + _TAIL / len(levels))) if middle is not None else config
+    distances = {peer: level - middle for peer, level in levels.items()} if middle is not None else {}
+    known = {peer: before.get(peer, _NONE) for peer in norms}
+    relative = {peer: known[peer].relative or _NONE for peer in distances}
+    odd = _odd(levels, known, config.delta, config)
+    # Relative to the median of M, a level has longer tails than a normal value.
+    odd_relative = _odd(distances, relative, config.delta * (1 + 1 / max(len(levels), 1) ** 2), config)
     verdicts = {peer: Verdict.OK if math.isfinite(norm) else Verdict.NONFINITE for peer, norm in norms.items()}
-    after = {peer: before.get(peer, _NONE) for peer in norms}
+    after = dict(known)
     for peer, level in levels.items():
-        anomalous, after[peer] = _judge(level, middle, before.get(peer, _NONE), config, of_few)
+        own = known[peer]
+        if middle is None:
+            anomalous = odd[peer]
+            after[peer] = replace(_after(level, own, odd[peer], anomalous, config), relative=own.relative)
+        elif distances[peer] > math.log(config.max_ratio):
+            anomalous = True
+        else:
+            anomalous = odd_relative[peer] if relative[peer].count >= config.observations else odd[peer]
+            learned = _after(distances[peer], relative[peer], odd_relative[peer], anomalous, config)
+            after[peer] = replace(_after(level, own, odd[peer], anomalous, config), relative=learned)
         verdicts[peer] = Verdict.ANOMALOUS if anomalous else Verdict.OK
     for peer in _idle(norms, levels, verdicts, before, config):
-        verdicts[peer], after[peer] = Verdict.IDLE, before.get(peer, _NONE)
+        verdicts[peer], after[peer] = Verdict.IDLE, known[peer]
     return verdicts, after
 
 
@@ -90,55 +122,54 @@ def _levels(norms: Mapping[str, float], inner_steps: Mapping[str, int], config: 
     }
 
 
-def _judge(
-    level: float, middle: float | None, before: NormStatistics, config: PenaltyConfig, of_few: PenaltyConfig
-) -> tuple[bool, NormStatistics]:
-    """Return whether a level is anomalous, by the statistics from before it, and the statistics after it.
+def _odd(
+    levels: Mapping[str, float], histories: Mapping[str, NormStatistics], delta: float, config: PenaltyConfig
+) -> dict[str, bool]:
+    """Return by peer_id whether a level lies above what its history allows; False before W levels.
 
-    Further than max_ratio above the round's median: anomalous from the first round on, and without a trace. Otherwise by the
-    history of levels relative to the median, once there are W of them, or else by the history of levels. The other history
-    is kept as well, because the number of contributors may change from round to round. of_few: the delta of relative levels.
+    Allowed is forecast + delta sigma (1 + (delta^2 + 1) / (4 f)). sigma^2 is the mean of the forecast's error and the median of
+    all peers', because the error of one short history is uncertain. The last factor is the first term of Student's quantile
+    (Fisher and Cornish 1960; Abramowitz and Stegun 26.7.5) with the f degrees of freedom that this mean has with M peers alike:
+    4 M / (M + 3) times the history's (Satterthwaite 1946). One-sided: a small norm is no anomaly.
     """
-    relative = before.relative or _NONE
-    alone = replace(before, relative=None)
-    if middle is None:
-        anomalous = surprise(level, alone, config) > 0
-        return anomalous, replace(_after(level, alone, anomalous, config), relative=before.relative)
-    distance = level - middle
-    if distance > math.log(config.max_ratio):
-        return True, before
-    by_round = relative.count >= config.observations
-    anomalous = surprise(distance, relative, of_few) > 0 if by_round else surprise(level, alone, config) > 0
-    known = _after(level, alone, anomalous, config)
-    return anomalous, replace(known, relative=_after(distance, relative, anomalous, of_few))
+    forecasts = {p: _forecast(histories[p], config) for p in levels if histories[p].count >= config.observations}
+    if not forecasts:
+        return dict.fromkeys(levels, False)
+    usual, peers = median([forecast.error for forecast in forecasts.values()]), len(forecasts)
+    odd = {}
+    for peer, level in levels.items():
+        forecast = forecasts.get(peer)
+        if forecast is None:
+            odd[peer] = False
+            continue
+        sigma = max(math.sqrt((forecast.error + usual) / 2), _SIGMA_FLOOR)
+        freedom = forecast.freedom * 4 * peers / (peers + 3)
+        odd[peer] = level - forecast.level > delta * sigma * (1 + (config.delta**2 + 1) / (4 * freedom))
+    return odd
 
 
-def surprise(level: float, statistics: NormStatistics, config: PenaltyConfig) -> float:
-    """Return how far a level lies above what its history allows; above 0 it is anomalous. -inf before W levels.
+def _forecast(statistics: NormStatistics, config: PenaltyConfig) -> _Forecast:
+    """Return the forecast of the next level, after at least one.
 
-    Allowed is mean + delta sigma sqrt(1 + 1/n) (1 + (delta^2 + 1) / (4 (n - 1))): the limit of a prediction from n normal
-    values (Hahn 1969), with the first term of Student's quantile for few of them (Fisher and Cornish 1960; Abramowitz and
-    Stegun 26.7.5). n is the effective number of values behind a moving mean, (sum w)^2 / sum w^2 (Kish 1965); sigma the
-    unbiased standard deviation. One-sided: a small norm is no anomaly.
+    It is the moving mean, with the error sigma^2 (1 + 1/n) of a prediction from n normal values (Hahn 1969). Where the median
+    of the last levels, which follows a trend, had less than half that error of late, it is that median.
     """
-    if statistics.count < config.observations:
-        return -math.inf
-    left = (1 - config.alpha) ** statistics.count
-    n = (2 - config.alpha) / config.alpha * (1 - left) / (1 + left)
+    n = _effective(statistics.count, config.alpha)
     freedom = max(n - 1, 1.0)
-    sigma = max(math.sqrt(statistics.variance * n / freedom), _SIGMA_FLOOR)
-    few = math.sqrt(1 + 1 / n) * (1 + (config.delta**2 + 1) / (4 * freedom))
-    return level - statistics.mean - config.delta * sigma * few
+    error = statistics.variance * n / freedom * (1 + 1 / n)
+    if len(statistics.last) > 1 and statistics.last_error < error / 2:
+        return _Forecast(_middle(statistics.last), statistics.last_error, _effective(statistics.count - 1, _late(config)))
+    return _Forecast(statistics.mean, error, freedom)
 
 
-def _after(level: float, statistics: NormStatistics, anomalous: bool, config: PenaltyConfig) -> NormStatistics:
-    """Return the statistics after a level whose contribution was found anomalous, or not.
+def _after(level: float, statistics: NormStatistics, odd: bool, anomalous: bool, config: PenaltyConfig) -> NormStatistics:
+    """Return the statistics after a level that they found odd, or not, and whose contribution was found anomalous, or not.
 
     What they reject themselves is not learned but kept in a row; `relearn` in a row that agree are a level that is held, and
     the statistics start anew from them. (The last of these was still rejected: a verdict is always by what was known before.)
     What they would accept is learned if it was accepted.
     """
-    if surprise(level, statistics, config) <= 0:
+    if not odd:
         return statistics if anomalous else _learned(level, statistics, config)
     row = (*statistics.rejected, level)[-config.relearn :]
     if len(row) < config.relearn or max(row) - min(row) > _AGREE:
@@ -150,12 +181,38 @@ def _after(level: float, statistics: NormStatistics, anomalous: bool, config: Pe
 
 
 def _learned(level: float, statistics: NormStatistics, config: PenaltyConfig) -> NormStatistics:
-    """Return the weighted mean and variance with one more level (West 1979), of weights (1 - alpha)^age."""
+    """Return the statistics with one more level. Mean and variance: weighted by (1 - alpha)^age (West 1979)."""
     count = statistics.count + 1
-    rate = config.alpha / -math.expm1(count * math.log1p(-config.alpha)) if config.alpha < 1 else 1.0
+    rate = _rate(count, config.alpha)
     change = level - statistics.mean
     variance = (1 - rate) * (statistics.variance + rate * change * change)
-    return NormStatistics(statistics.mean + rate * change, variance, count)
+    last_error = 0.0
+    if statistics.last:
+        miss = level - _middle(statistics.last)
+        last_error = statistics.last_error + _rate(count - 1, _late(config)) * (miss * miss - statistics.last_error)
+    last = (*statistics.last, level)[-_LAST:]
+    return NormStatistics(statistics.mean + rate * change, variance, count, last=last, last_error=last_error)
+
+
+def _middle(last: tuple[float, ...]) -> float:
+    """Return the (lower) median of a few values, as `statistics.median_low`, which is slower."""
+    return sorted(last)[(len(last) - 1) // 2]
+
+
+def _late(config: PenaltyConfig) -> float:
+    """Return the rate of the error of the last levels' median: what it was in the first rounds of a run means little."""
+    return max(config.alpha, _LATE)
+
+
+def _rate(count: int, alpha: float) -> float:
+    """Return the weight of the last of `count` values in their moving mean, corrected for its start."""
+    return alpha / -math.expm1(count * math.log1p(-alpha)) if alpha < 1 else 1.0
+
+
+def _effective(count: int, alpha: float) -> float:
+    """Return the effective number of `count` values in a moving mean, (sum w)^2 / sum w^2 (Kish 1965)."""
+    left = (1 - alpha) ** count
+    return (2 - alpha) / alpha * (1 - left) / (1 + left)
 
 
 def _idle(

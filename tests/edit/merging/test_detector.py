@@ -215,7 +215,7 @@ def test_shares_below_the_cap_keep_their_bits_and_what_is_cut_is_spread() -> Non
 
 
 def test_statistics_survive_json_to_the_bit() -> None:
-    inner = NormStatistics(math.pi, 1e-300, 3)
+    inner = NormStatistics(math.pi, 1e-300, 3, last=(0.1, -0.2, math.e), last_error=1e-9)
     for statistics in (NormStatistics(), NormStatistics(-0.1, math.inf, 7, (1.5, 2.5), inner)):
         assert NormStatistics.from_json(json.loads(json.dumps(statistics.to_json(), allow_nan=False))) == statistics
 
@@ -243,19 +243,76 @@ def test_verdicts_and_weights_are_the_naive_rules(seed: int) -> None:
     assert seen == {OK, ANOMALOUS, IDLE, NONFINITE}
 
 
-def test_the_rates_asked_for() -> None:
-    """At most 0.5 % of honest contributions rejected, x3 caught at least 90 % of the time, at a spread of 0.15."""
+@pytest.mark.parametrize("peers", [1, 2, 4])
+def test_verdicts_are_the_naive_rules_where_norms_fall(peers: int) -> None:
+    """The forecast is then the last levels' median for some, and the mean for others."""
+    run, oracle, seen = Rounds(LEVEL), EditByLevels(torch.zeros(1), lr=0.0), list[Verdict]()
+    names, judged = "abcd"[:peers], [0.97, 0.9, 0.99, 1.0]
+    for number in range(100):
+        norms = run.noisy({p: fall**number for p, fall in zip(names, judged, strict=False)}, 0.1)
+        norms = {p: torch.tensor(norm * run.chance.choice((*[1] * 20, 1.5, 2, 4))).item() for p, norm in norms.items()}
+        verdicts = run.judge(norms)
+        oracle.round({p: torch.tensor([-norm]) for p, norm in norms.items()}, dict.fromkeys(norms, 20))
+        assert {p for p, verdict in verdicts.items() if verdict is OK} == set(oracle.accepted), (number, norms)
+        seen += verdicts.values()
+    assert seen.count(ANOMALOUS) > 3 * peers
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 8])
+def test_the_rates_asked_for(peers: int) -> None:
+    """At most 0.5 % of honest contributions rejected, x3 caught at least 90 % of the time, in short runs at a spread of 0.2.
+
+    A smaller spread only makes x3 plainer; at 0.3 no rule can do both (benchmarks/penalty.py).
+    """
+    names = "abcdefgh"[:peers]
     judged = rejected = caught = 0
-    for seed in range(60):
+    for seed in range(360 // peers):
         run = Rounds(LEVEL, seed)
-        for number in range(80):
-            norms = run.noisy(dict.fromkeys("abcd", 1.0), 0.15)
+        for number in range(50):
+            norms = run.noisy(dict.fromkeys(names, 1.0), 0.2)
             if number >= LEVEL.observations:
                 tried = by_levels({**norms, "a": 3 * norms["a"]}, dict.fromkeys(norms, 20), run.history, LEVEL)[0]
                 caught += tried["a"] is ANOMALOUS
                 judged += 1
             rejected += sum(verdict is ANOMALOUS for verdict in run.judge(norms).values())
-    assert rejected / (4 * judged) <= 0.005 and caught / judged >= 0.9
+    assert rejected / (peers * judged) <= 0.005 and caught / judged >= 0.9
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+def test_norms_that_fall_with_the_learning_rate_hide_no_spike(peers: int) -> None:
+    """One or two have no median to be compared with; a mean of long ago lies far above what is usual now."""
+    names, caught = "ab"[:peers], dict[str, int]()
+    for config in (LEVEL, EDIT):
+        run = Rounds(config)
+        caught[config.detector] = 0
+        for number in range(100):
+            norms = run.noisy(dict.fromkeys(names, 0.95**number), 0.1)
+            if number >= 50:
+                tried = judge_round({**norms, "a": 3 * norms["a"]}, dict.fromkeys(norms, 20), run.history, config)[0]
+                caught[config.detector] += tried["a"] is ANOMALOUS
+            assert ANOMALOUS not in run.judge(norms).values()
+    assert caught["level"] >= 45 and caught["edit"] == 0
+
+
+def test_one_low_norm_does_not_make_the_next_usual_one_an_anomaly() -> None:
+    """Also where the last norms are the forecast: it is their median."""
+    run = Rounds(LEVEL)
+    for number in range(60):
+        run.judge(run.noisy({"a": 0.95**number}, 0.1))
+    assert run.judge({"a": 0.2 * 0.95**60})["a"] is OK
+    assert run.judge({"a": 0.95**61})["a"] is OK
+
+
+def test_the_errors_of_all_peers_bound_what_a_noisy_one_may_send() -> None:
+    """Half of the error that is allowed is the median peer's, which one peer cannot choose."""
+    noisy = {"a": 1.0, "b": 1.0, "c": 1.0}
+    alone, beside = Rounds(LEVEL), Rounds(LEVEL)
+    for number in range(40):
+        norm = math.exp(0.5 * (-1) ** number)
+        alone.judge({"c": norm})
+        beside.judge({**beside.noisy(noisy), "c": norm})
+    assert alone.judge({"c": 5.0})["c"] is OK
+    assert beside.judge({**noisy, "c": 5.0})["c"] is ANOMALOUS
 
 
 def test_the_cap_comes_after_staleness_and_arrivals_are_exempt() -> None:
