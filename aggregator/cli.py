@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import time
@@ -133,9 +132,9 @@ def _enrol_endpoints(folder: StateFolder) -> tuple[str, ...]:
     server = folder.config().server
     port = server.enrol_listen.rpartition(":")[2]
     if port == "0":
-        if not folder.addresses.exists():
+        if not (bound := folder.bound()):
             raise ConfigError(f"{folder.run_toml}: server.enrol_listen has port 0; start `edit-coordinator serve` first")
-        port = str(json.loads(folder.addresses.read_text())["enrol_listen"]).rpartition(":")[2]
+        port = bound["enrol_listen"].rpartition(":")[2]
     return tuple(f"{host}:{port}" for host in server.advertise)
 
 

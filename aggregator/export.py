@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
+from edit.durable_files import write_atomic_with
 from edit.errors import ConfigError
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
@@ -53,12 +55,7 @@ def export_parameters(folders: Sequence[StateFolder], out: Path) -> Exported:
     Raises ConfigError (also for folders of other runs, or when one is missing), StorageError.
     """
     named, exported = _load(folders)
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        save_file(named, temporary, exported.origin())
-        temporary.replace(out)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    write_atomic_with(out, lambda temporary: save_file(named, temporary, exported.origin()), failures=(SafetensorError,))
     return exported
 
 

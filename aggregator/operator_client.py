@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from aggregator.storage.state_folder import StateFolder
+from edit.durable_files import read_private
 from edit.errors import ConfigError, EditError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
@@ -39,16 +39,16 @@ _TIMEOUT_S = 20.0
 
 def connect(folder: StateFolder) -> grpc.aio.Channel:
     """Return a channel to this folder's coordinator, as its operator. Raises ConfigError when none was ever started here."""
-    if not folder.addresses.exists():
+    if not (bound := folder.bound()):
         raise ConfigError(f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {folder.path}")
-    address = str(json.loads(folder.addresses.read_text())["listen"])
     name = folder.config().server.advertise[0]  # stands in the server's certificate, whatever address it listens on
-    return grpc.aio.secure_channel(address, _credentials(folder.path), options=channel_options(server_name=name))
+    return grpc.aio.secure_channel(bound["listen"], _credentials(folder.path), options=channel_options(server_name=name))
 
 
 def _credentials(path: Path) -> grpc.ChannelCredentials:
     try:
-        ca, key, certificate = ((path / name).read_bytes() for name in ("ca.pem", "operator.key", "operator.pem"))
+        key = read_private(path / "operator.key")
+        ca, certificate = ((path / name).read_bytes() for name in ("ca.pem", "operator.pem"))
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: cannot be read ({error.strerror}); only the run's operator may do this"

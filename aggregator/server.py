@@ -94,7 +94,7 @@ class Coordinator:
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk),
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
-            members=authority.members if authority else Members(folder.path / "members.json", enrols=False),
+            members=authority.members if authority else _members_seen(folder),
             orders=OperatorFlags(folder.orders),
             background=background,
             feed=feed,
@@ -102,7 +102,7 @@ class Coordinator:
             deadlines=folder.deadlines,
             clock=clock,
         )
-        first_round_id = folder.next_incarnation() * 1_000_000 + 1
+        first_round_id = folder.first_round_id()
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id, aggregator=folder.aggregator)
         authorizer = Authorizer(folder.run_id, run.members, clock.unix)
         feed.subscribe(authorizer.on_event)
@@ -130,7 +130,7 @@ class Coordinator:
         mutual = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
         server_only = grpc.ssl_server_credentials([(key, certificate)])
         server = self.config.server
-        before = json.loads(self.folder.addresses.read_text()) if self.folder.addresses.exists() else {}
+        before = self.folder.bound()
         self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), mutual)
         if self._enrol is not None:
             address = _same_port(server.enrol_listen, before.get("enrol_listen"))
@@ -164,6 +164,11 @@ def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority 
     authority = Authority.load(folder.path, folder.run_id)
     authority.renew_server(config.server.advertise, now=now)
     return authority
+
+
+def _members_seen(folder: StateFolder) -> Members:
+    """Return whom a further aggregator has seen, and who was evicted."""
+    return Members(folder.path / "members.json", new=not folder.incarnation.exists(), enrols=False)
 
 
 def raise_file_limit() -> None:

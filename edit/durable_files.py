@@ -8,20 +8,34 @@ format it has; what lacks a format was written before formats were numbered, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from edit.errors import FormatError, StorageError
+from edit.errors import ConfigError, FormatError, StorageError
+from edit.plain_text import parse_json
 
-__all__ = ["check_format", "read_json", "rename", "sync", "write_atomic", "write_atomic_with", "write_json"]
+__all__ = [
+    "check_format",
+    "read_json",
+    "read_private",
+    "rename",
+    "sync",
+    "write_atomic",
+    "write_atomic_with",
+    "write_json",
+]
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW  # no file that was there, and none behind a link
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by these bytes, as `write_atomic_with`."""
-    write_atomic_with(path, lambda temporary: temporary.write_bytes(data), mode=mode)
+    _replace(path, lambda _, descriptor: _write_all(descriptor, data), mode, ())
 
 
 def write_atomic_with(
@@ -37,11 +51,20 @@ def write_atomic_with(
 
     Raises StorageError that names `path`: the content is as before.
     """
+    _replace(path, lambda temporary, _: write(temporary), mode, failures)
+
+
+def _replace(path: Path, write: Callable[[Path, int], object], mode: int, failures: tuple[type[Exception], ...]) -> None:
+    """See `write_atomic_with`. write: is given the empty file's path, and a descriptor of it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-        write(temporary)
+        descriptor = os.open(temporary, _NEW_FILE, mode)
+        try:
+            write(temporary, descriptor)
+            _check_ours(temporary, os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
         sync(temporary)
         rename(temporary, path)
     except BaseException as error:
@@ -51,6 +74,28 @@ def write_atomic_with(
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise StorageError(f"{path}: cannot be written ({reason})") from error
         raise
+
+
+def _check_ours(temporary: Path, created: os.stat_result) -> None:
+    """Raise OSError unless what lies there is a file of this user; give it the permissions that the file had when `created`.
+
+    A writer may have put another file there (safetensors does), but not a link, and nobody else may.
+    """
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != created.st_uid:
+            raise OSError(errno.EPERM, f"somebody else put {temporary.name} there")
+        if found.st_mode != created.st_mode:
+            os.fchmod(descriptor, stat.S_IMODE(created.st_mode))
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def rename(source: Path, target: Path) -> None:
@@ -78,11 +123,20 @@ def read_json(path: Path, *, version: int) -> dict[str, Any]:
 
     Raises OSError, ValueError for what is no JSON object, FormatError for another format.
     """
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = parse_json(path.read_bytes())
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     check_format(path, values.pop("format", 1), version)
     return values
+
+
+def read_private(path: Path) -> bytes:
+    """Return the content of a private key's file. Raises OSError, and ConfigError when others can read it, too."""
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
+        if mode & 0o077:
+            raise ConfigError(f"{path}: others can read this key (mode {mode:04o}); run: chmod 600 {path}")
+        return file.read()
 
 
 def check_format(file: object, found: object, version: int) -> None:

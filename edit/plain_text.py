@@ -1,11 +1,12 @@
-"""Text that others may have written: shown without effects on a terminal, and values as JSON that every parser reads."""
+"""Text that others may have written: shown without effects on a terminal; and JSON, as every parser reads it, of anybody."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
-__all__ = ["json_text", "printable"]
+__all__ = ["json_text", "parse_json", "printable"]
 
 
 def printable(text: str) -> str:
@@ -30,6 +31,14 @@ def json_text(value: object, *, indent: int | None = None) -> str:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
         return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value that JSON text says. Raises ValueError for anything else, and for values that are nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _finite(value: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -39,16 +40,22 @@ FolderOption = Annotated[
 
 @app.command()
 def join(
-    invitation: Annotated[str, typer.Argument(help="The line that `edit-coordinator invite` printed.")],
+    invitation: Annotated[
+        str,
+        typer.Argument(help="The line that `edit-coordinator invite` printed, a file with it, or - for stdin."),
+    ],
     home: HomeOption = Path("edit-peer"),
 ) -> None:
     """Redeem an invitation: create a key, and store the certificate in --home. Repeat it if the answer was lost.
 
-    Example: edit-peer join edit1.eyJ2Ijox... --home my-peer
+    An invitation is a secret. Other users of this machine can see a command line, but not a file of yours, or stdin.
+
+    Example: edit-peer join - --home my-peer < invitation.txt
     """
+    from peers.identity.enrolment import invitation_text
     from peers.identity.enrolment import join as redeem
 
-    identity = redeem(invitation, home, time.time())
+    identity = redeem(invitation_text(invitation, sys.stdin), home, time.time())
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
     if identity.role == "region":
         typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")

@@ -32,7 +32,7 @@ from aggregator.security.certificates import (
     public_key_of,
 )
 from aggregator.security.members import OPERATOR_ID, Members
-from edit.durable_files import read_json, write_atomic, write_json
+from edit.durable_files import read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StorageError
 from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
@@ -75,7 +75,7 @@ class Authority:
             (path / "invitations").mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
-        authority = cls(path, run_id, issuer, Members(path / "members.json"))
+        authority = cls(path, run_id, issuer, Members(path / "members.json", new=True))
         authority._issue_own("server", coordinator, now, tuple(advertise))
         authority.members.add(operator, authority._issue_own("operator", operator, now), now)
         write_atomic(path / "ca.pem", _pem(issuer.certificate))
@@ -86,7 +86,7 @@ class Authority:
     def load(cls, path: Path, run_id: str) -> Authority:
         """Open the folder. Raises ConfigError that names the file, StorageError."""
         try:
-            key = serialization.load_pem_private_key((path / "ca.key").read_bytes(), None)
+            key = serialization.load_pem_private_key(read_private(path / "ca.key"), None)
             certificate = x509.load_pem_x509_certificate((path / "ca.pem").read_bytes())
         except OSError as error:
             raise ConfigError(

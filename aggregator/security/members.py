@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from cryptography import x509
 
 from edit.durable_files import read_json, write_json
 from edit.errors import RefusedError, StorageError
+from edit.plain_text import parse_json
 from editpb.identity import Identity
 from editpb.limits import one_line
 
@@ -37,15 +37,23 @@ class Members:
 
     Args:
         path: members.json.
+        new: the run is new here, and the file is made if it is missing. Otherwise a missing file is an error: without it, an
+            evicted member would be a stranger who may come in again.
         enrols: False at a further aggregator, which is not told who was enrolled. There whoever has a certificate of the run's
             authority is a member, until evicted, or until a certificate of the same name that was issued later has been seen.
     """
 
-    def __init__(self, path: Path, *, enrols: bool = True) -> None:
+    def __init__(self, path: Path, *, new: bool = False, enrols: bool = True) -> None:
         self._path, self._enrols = path, enrols
+        if new and not path.exists():
+            self._save({})
         try:
-            rows = _read_rows(path) if path.exists() else []
-            self._records = {row["peer_id"]: MemberRecord(**row) for row in rows}
+            self._records = {row["peer_id"]: MemberRecord(**row) for row in _read_rows(path)}
+        except FileNotFoundError:
+            without = "" if enrols else f'; if nobody was evicted, write {{"format": {MEMBERS_FORMAT}, "members": []}} into it'
+            raise StorageError(
+                f"{path}: is missing: it says who is a member and who was evicted; restore it from a copy{without}"
+            ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{path}: is damaged; restore it from a copy ({error})") from error
 
@@ -115,5 +123,5 @@ class Members:
 
 def _read_rows(path: Path) -> list[Any]:
     """Return the members' records. Format 1 was a bare list of them."""
-    kept = json.loads(path.read_text())
+    kept = parse_json(path.read_bytes())
     return kept if isinstance(kept, list) else list(read_json(path, version=MEMBERS_FORMAT)["members"])

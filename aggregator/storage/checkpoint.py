@@ -24,6 +24,7 @@ from torch import Tensor
 
 from edit.durable_files import check_format, write_atomic_with
 from edit.errors import LocalProtocolError, StorageError
+from edit.plain_text import parse_json
 
 __all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
 
@@ -90,7 +91,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         if written["blake3"] != _checksum(tensors, text):
             raise StorageError(f"{path}: damaged (wrong checksum)")
-        return tensors, json.loads(text)
+        return tensors, parse_json(text)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise StorageError(f"{path}: damaged or not a checkpoint ({_said(error)})") from error
 

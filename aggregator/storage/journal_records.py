@@ -29,6 +29,7 @@ from edit.errors import LocalProtocolError, StorageError
 from edit.merging.injection import Injection
 from edit.merging.merge import Merged
 from edit.merging.penalty import NormStatistics
+from edit.plain_text import parse_json
 from edit.records import PeerVerdict, Verdict
 
 __all__ = [
@@ -113,7 +114,7 @@ def _read_record(file: BufferedReader, offset: int, size: int) -> Record:
 
 def _header(offset: int, text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text)
+        header = parse_json(text)
     except ValueError as error:
         raise BadRecord(offset, "the header is not JSON") from error
     if not isinstance(header, dict):

@@ -1,4 +1,4 @@
-"""The folder of one run: where each file lies, the exclusive lock, and how often the run was started.
+"""The folder of one run: where each file lies, the exclusive lock, the bound addresses, and how often the run was started.
 
 A run that is spread over several aggregators has a folder for each; aggregator 0's is the coordinator's.
 """
@@ -9,15 +9,20 @@ import dataclasses
 import fcntl
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
+from edit.plain_text import parse_json
 
 __all__ = ["StateFolder", "address_of"]
 
 FORMAT = 1  # of run.json
+ROUNDS_PER_START = 10**10  # round ids of one start; a year of aborted rounds does not use them up
+MAX_STARTS = (1 << 63) // ROUNDS_PER_START - 1  # round ids have 63 bits
+_SERVE_WRITES = "remove it; `edit-coordinator serve` writes it anew"
 
 
 def address_of(config: RunConfig, aggregator: int, run_toml: Path) -> str:
@@ -48,15 +53,18 @@ class StateFolder:
         self.deadlines = path / "deadlines.json"  # the peers' measured times, so that a restart need not measure them again
         self.orders = path / "orders.json"  # whether the operator paused or drained the run
         self.high_water = path / "high-water.json"  # the last committed outer step, beside the journal
+        self.incarnation = path / "incarnation"  # how often `serve` was started: no two starts use the same round ids
         self.metrics = path / "metrics.jsonl"
         self.outer = path / "outer"  # checkpoints and journals of the outer state
         self.spill = path / "spill"  # uploads above the memory bound
-        if not self.run_json.is_file():
-            raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
         try:
+            if not self.run_json.is_file():
+                raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
             values = read_json(self.run_json, version=FORMAT)
             self.run_id, self.aggregator = str(values["run_id"]), int(values.get("aggregator", 0))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{self.run_json}: cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.run_json}: is damaged; restore it from a copy ({error})") from error
 
     @classmethod
@@ -109,7 +117,13 @@ class StateFolder:
 
         Raises ConfigError when another coordinator has it: two on one folder would fork the run.
         """
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        path = self.path / "lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); `serve` needs a folder that it may write"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,12 +131,38 @@ class StateFolder:
             raise ConfigError(f"{self.path}: another coordinator is serving this folder; end it first") from None
         return descriptor
 
-    def next_incarnation(self) -> int:
-        """Count this start, durably, so that no two starts use the same round ids. Raises StorageError."""
-        path = self.path / "incarnation"
+    def first_round_id(self) -> int:
+        """Count this start, durably, and return a round id larger than any of an earlier start. Raises StorageError."""
+        mend = f"write a number larger than any before into it: the ids of rounds in {self.metrics.name} begin with it"
         try:
-            last = int(path.read_text()) if path.exists() else 0
-        except ValueError as error:
-            raise StorageError(f"{path}: is damaged; write a number larger than any before into it") from error
-        write_atomic(path, str(last + 1).encode())
-        return last + 1
+            last = int(self.incarnation.read_bytes())
+        except FileNotFoundError:
+            if self.founded:
+                raise StorageError(f"{self.incarnation}: is missing; {mend}") from None
+            last = 0
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{self.incarnation}: is damaged; {mend}") from error
+        if not 0 <= last < MAX_STARTS:
+            raise StorageError(f"{self.incarnation}: {last} is not a number of starts; {mend}")
+        write_atomic(self.incarnation, str(last + 1).encode())
+        return (last + 1) * ROUNDS_PER_START + 1
+
+    @property
+    def founded(self) -> bool:
+        """Whether the run has, or had, parameters."""
+        return self.high_water.exists() or (self.outer.is_dir() and any(self.outer.iterdir()))
+
+    def bound(self) -> Mapping[str, str]:
+        """Return the addresses that `serve` bound last, by the names that they have in run.toml; empty before the first time.
+
+        Raises ConfigError when the file is damaged.
+        """
+        try:
+            values = parse_json(self.addresses.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.addresses}: is damaged ({error}); {_SERVE_WRITES}") from error
+        if not isinstance(values, dict) or not all(isinstance(values.get(name), str) for name in ("listen", "enrol_listen")):
+            raise ConfigError(f"{self.addresses}: is damaged (no addresses); {_SERVE_WRITES}")
+        return values

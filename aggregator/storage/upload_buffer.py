@@ -183,7 +183,7 @@ def _read_file(path: Path, start: int, end: int) -> bytes:
 
 def _write_file(write: Write, path: Path, offset: int, data: Chunk) -> None:
     """In the file thread."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         rest = memoryview(data).cast("B")
         while rest:

@@ -24,6 +24,7 @@ from edit.config.algorithm import (
 from edit.config.codec import CODECS, CodecConfig, CodecSpec
 from edit.config.validation import build, positive, require, within
 from edit.errors import ConfigError
+from edit.plain_text import parse_json
 
 __all__ = [
     "CODECS",
@@ -258,6 +259,8 @@ class RunConfig:
             return cls.from_mapping(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: is not TOML: {error}") from error
+        except RecursionError:
+            raise ConfigError(f"{path}: is nested too deeply") from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -265,7 +268,7 @@ class RunConfig:
     def from_json(cls, text: str) -> RunConfig:
         """Read what `to_json` returned. Every key is present there, so ineffective keys are not looked for."""
         try:
-            mapping = json.loads(text)
+            mapping = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"configuration is not JSON: {error}") from error
         if not isinstance(mapping, dict):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from edit.errors import ConfigError, RemoteProtocolError
+from edit.plain_text import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,7 +110,7 @@ class Schema:
                         tensors=tuple(TensorSpec(name=str(t), shape=tuple(int(n) for n in shape)) for t, shape in tensors),
                         buffers=_says_buffers(more),
                     )
-                    for i, (name, tensors, *more) in enumerate(json.loads(text))
+                    for i, (name, tensors, *more) in enumerate(parse_json(text))
                 )
             )
         except (ValueError, TypeError) as error:

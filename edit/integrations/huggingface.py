@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError
+from edit.plain_text import parse_json
 
 __all__ = ["PREFIX", "build", "configuration", "first_difference", "save"]
 
@@ -165,7 +165,7 @@ def _parsed(key: str, value: str | int | float | bool) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
-        parsed = json.loads(value)
+        parsed = parse_json(value)
     except ValueError as error:
         raise ConfigError(f"model.options.{key}: not JSON ({error})") from error
     _check_plain(key, parsed)

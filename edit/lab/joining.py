@@ -19,15 +19,14 @@ def enrol(state: Path, name: str, home: Path, role: str = "peer") -> None:
     """Enrol `name` in the run in `state`, which is being served; its key and certificate lie in `home` afterwards."""
     folder = StateFolder(state)
     authority = Authority.load(folder.path, folder.run_id)
-    addresses = json.loads((state / "addresses.json").read_text())
-    invitation = authority.invite(name, role=role, enrol=(addresses["enrol_listen"],), lifetime_s=3600.0, now=time.time())
+    invitation = authority.invite(name, role=role, enrol=(folder.bound()["enrol_listen"],), lifetime_s=3600.0, now=time.time())
     join(invitation.encode(), home, time.time())
 
 
 def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, shape: LinkShape) -> Link:
     """Enrol `name` in the run in `state`, which is being served, and return its link. opened: will close the link."""
     enrol(state, name, home)
-    addresses = json.loads((state / "addresses.json").read_text())
+    addresses = StateFolder(state).bound()
     link = opened.enter_context(Link(("127.0.0.1", int(addresses["listen"].rpartition(":")[2])), shape))
     identity = home / "identity.json"
     identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))

@@ -5,7 +5,6 @@ A call on a broken connection returns None: try again later. Control and data ha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.lab.observations import Status
@@ -97,11 +97,11 @@ class Observer:
 def open_observer(state: Path) -> Observer:
     """Connect to the coordinator that serves the folder `state`, as its operator. Raises ConfigError when a file is missing."""
     try:
-        run_id = str(json.loads((state / "run.json").read_text())["run_id"])
-        address = str(json.loads((state / "addresses.json").read_text())["listen"])
+        folder = StateFolder(state)
+        address = folder.bound()["listen"]
         ca, key, certificate = ((state / name).read_bytes() for name in ("ca.pem", "operator.key", "operator.pem"))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=channel_options())  # noqa: E731
-    return Observer(run_id, connect(), connect())
+    return Observer(folder.run_id, connect(), connect())

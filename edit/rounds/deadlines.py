@@ -23,6 +23,7 @@ from statistics import median
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
+from edit.plain_text import parse_json
 
 __all__ = ["FEWEST", "MEASURED", "WINDOW", "Deadlines", "PeerPhase"]
 
@@ -109,7 +110,7 @@ class Deadlines:
         """Take what `to_json` gave. Raises ValueError when it is damaged; then nothing is taken."""
         windows = _no_measurements()
         try:
-            for peer_id, phase, times in json.loads(text):
+            for peer_id, phase, times in parse_json(text):
                 if not all(isinstance(time, int | float) and math.isfinite(time) and time >= 0 for time in times):
                     raise ValueError(f"times of {peer_id} are not seconds")
                 windows[PeerPhase(phase)][str(peer_id)].extend(float(time) for time in times)

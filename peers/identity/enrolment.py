@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import grpc
 from cryptography import x509
@@ -18,35 +18,54 @@ from edit.errors import ConfigError, RefusedError, RemoteProtocolError, Transpor
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
-from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, Invitation, is_endpoint
 from editpb.status import from_rpc
 from peers.carriers.hub.channels import enrolment_channel, handshake_refusal
 from peers.identity.peer_folder import PeerFolder, certificate_fault
 
-__all__ = ["join"]
+__all__ = ["invitation_text", "join"]
 
 TIMEOUT_S = 15.0  # of each address
 MAX_CERTIFICATE_BYTES = 16_384
+_MAX_PATH_CHARS = 255  # of the argument that names a file; an invitation is longer
 
 
-def join(invitation_text: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_S) -> Identity:
-    """Redeem an invitation into the folder `home`. now: unix seconds; timeout_s: of each address that is tried.
+def invitation_text(argument: str, stdin: TextIO) -> str:
+    """Return the invitation that an argument of the command line means.
+
+    `-` is a line of `stdin`, the path of a file what that file holds, and anything else the invitation itself. Raises
+    ConfigError when the file cannot be read.
+    """
+    if argument == "-":
+        return stdin.readline(MAX_TEXT_CHARS + 1)
+    path = Path(argument)
+    try:
+        if len(argument) <= _MAX_PATH_CHARS and path.is_file():
+            with path.open(encoding="utf-8") as file:
+                return file.read(MAX_TEXT_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{argument}: cannot be read ({error})") from error
+    return argument
+
+
+def join(invitation: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_S) -> Identity:
+    """Redeem the text of an invitation into the folder `home`. now: unix seconds; timeout_s: of each address that is tried.
 
     It can be repeated after any failure with the same invitation: the key in `home` is reused.
 
     Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (no answer),
     RemoteProtocolError (the reply does not fit), StorageError.
     """
-    invitation = Invitation.decode(invitation_text, now)
+    invited = Invitation.decode(invitation, now)
     folder = PeerFolder(home)
-    _check_unclaimed(folder, invitation.identity)
-    authority = _authority(invitation)
+    _check_unclaimed(folder, invited.identity)
+    authority = _authority(invited)
     key = folder.make_key()
-    request = pb.EnrolRequest(token=invitation.token, csr_der=_request(key, invitation.identity))
-    reply = _first_answer(invitation, lambda endpoint: _call(endpoint, authority, request, timeout_s))
-    _check_reply(reply, invitation, authority, key)
-    folder.store(invitation.identity, tuple(reply.endpoints), reply.certificate_der, invitation.ca)
-    return invitation.identity
+    request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
+    reply = _first_answer(invited, lambda endpoint: _call(endpoint, authority, request, timeout_s))
+    _check_reply(reply, invited, authority, key)
+    folder.store(invited.identity, tuple(reply.endpoints), reply.certificate_der, invited.ca)
+    return invited.identity
 
 
 def _check_unclaimed(folder: PeerFolder, invited: Identity) -> None:

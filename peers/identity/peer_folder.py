@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from edit.durable_files import read_json, write_atomic, write_json
+from edit.durable_files import read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
@@ -61,8 +61,7 @@ class PeerFolder:
         if not self._identity.exists():
             raise ConfigError(f"no invitation redeemed in {self.path}; run: edit-peer join INVITATION --home {self.path}")
         identity, endpoints = self._read_identity()
-        self._check_private()
-        ca, certificate, key = (_read(path) for path in (self._ca, self._certificate, self._key))
+        key, ca, certificate = self._read_key(), _read(self._ca), _read(self._certificate)
         repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
         try:
             own, authority = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificate(ca)
@@ -90,8 +89,7 @@ class PeerFolder:
             key = ec.generate_private_key(ec.SECP256R1())
             pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
             write_atomic(self._key, pem, mode=0o600)
-        self._check_private()
-        return _load_key(self._key, _read(self._key))
+        return _load_key(self._key, self._read_key())
 
     def store(self, identity: Identity, endpoints: Sequence[str], certificate_der: bytes, ca_der: bytes) -> None:
         """Store the result of an enrolment; identity.json last. Raises StorageError."""
@@ -116,13 +114,11 @@ class PeerFolder:
             raise ConfigError(f"{self._identity}: endpoints must be 1 to {MAX_ENDPOINTS} of HOST:PORT")
         return identity, endpoints
 
-    def _check_private(self) -> None:
+    def _read_key(self) -> bytes:
         try:
-            mode = self._key.stat().st_mode & 0o777
+            return read_private(self._key)
         except OSError as error:
             raise ConfigError(f"{self._key}: cannot be read ({error.strerror})") from error
-        if mode & 0o077:
-            raise ConfigError(f"{self._key}: others can read this key (mode {mode:04o}); run: chmod 600 {self._key}")
 
 
 def certificate_fault(

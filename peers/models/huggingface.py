@@ -6,7 +6,6 @@ Parameter names are those of transformers, so that a daemon and a user's own loo
 
 from __future__ import annotations
 
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from edit.config.run import ModelConfig
 from edit.errors import ConfigError
 from edit.integrations.huggingface import PREFIX, configuration, first_difference
 from edit.integrations.huggingface import build as build_hf
+from edit.plain_text import parse_json
 
 __all__ = ["build"]
 
@@ -57,7 +57,7 @@ def _mean_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def _check_folder(folder: Path, model: ModelConfig, config: Any) -> None:
     path = folder / "config.json"
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        written = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"--model-folder {folder}: {path.name} cannot be read ({error.strerror})") from error
     except ValueError as error:

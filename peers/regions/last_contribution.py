@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from edit.durable_files import check_format, write_atomic_with
 from edit.fragments.digest import digest
+from edit.plain_text import parse_json
 from edit.regional_peer import Sent
 
 __all__ = ["SentFile"]
@@ -49,7 +50,7 @@ class SentFile:
         with safe_open(self._path, framework="pt") as file:
             about = file.metadata()
             check_format(self._path, int(about.get("format", "1")), FORMAT)
-            run_id, upper_step, lower_step, claimed = json.loads(about["sent"])
+            run_id, upper_step, lower_step, claimed = parse_json(about["sent"])
             parameters = tuple(file.get_tensor(f"{i}") for i in range(len(file.keys())))
         if digest(parameters) != claimed:
             raise ValueError("wrong digest")

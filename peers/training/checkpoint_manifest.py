@@ -127,7 +127,7 @@ def read(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise StorageError(f"{path}: damaged (no JSON that can be read)") from error
     except ValueError as error:
         raise StorageError(f"{path}: damaged ({error})") from error

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edit.errors import ConfigError, RefusedError
+from edit.plain_text import parse_json
 from editpb.identity import Identity
 
-__all__ = ["MAX_ENDPOINTS", "TOKEN", "Invitation", "fingerprint", "is_endpoint"]
+__all__ = ["MAX_ENDPOINTS", "MAX_TEXT_CHARS", "TOKEN", "Invitation", "fingerprint", "is_endpoint"]
 
 VERSION = 1
 MAX_TEXT_CHARS = 16_384
@@ -90,8 +91,8 @@ def _values(text: str) -> Mapping[str, Any]:
         raise ConfigError(f"the invitation has version {found[1]}, this software reads version {VERSION}; update the older one")
     try:
         packed = base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), altchars=b"-_", validate=True)
-        values = json.loads(packed)
-    except (binascii.Error, ValueError, RecursionError) as error:
+        values = parse_json(packed)
+    except (binascii.Error, ValueError) as error:
         raise ConfigError(_DAMAGED) from error
     if not isinstance(values, dict) or values.get("v") != VERSION:
         raise ConfigError(_DAMAGED)

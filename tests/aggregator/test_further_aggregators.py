@@ -117,7 +117,7 @@ class TestMembers:
         self, coordinator: StateFolder, tmp_path: Path
     ) -> None:
         alice = Identity(coordinator.run_id, "peer", "alice")
-        members = Members(tmp_path / "members.json", enrols=False)
+        members = Members(tmp_path / "members.json", new=True, enrols=False)
         old, new = (self.certificate(coordinator, alice, time.time() + age) for age in (0, 60))
 
         def allowed(certificate: x509.Certificate) -> str | None:
@@ -127,11 +127,11 @@ class TestMembers:
         assert allowed(old) is None and allowed(old) is None
         assert allowed(new) is None
         assert "replaced by a newer one" in (allowed(old) or "") and allowed(new) is None
-        members = Members(tmp_path / "members.json", enrols=False)
+        members = Members(tmp_path / "members.json", new=True, enrols=False)
         assert "replaced by a newer one" in (allowed(old) or "")
 
     def test_an_eviction_holds_also_of_somebody_who_was_never_here(self, coordinator: StateFolder, tmp_path: Path) -> None:
-        members = Members(tmp_path / "members.json", enrols=False)
+        members = Members(tmp_path / "members.json", new=True, enrols=False)
         members.evict("bob", "key lost")
         members.evict("bob", "key lost")  # as often as one likes
         bob = Identity(coordinator.run_id, "peer", "bob")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edit import durable_files
-from edit.durable_files import check_format, read_json, rename, write_atomic, write_atomic_with, write_json
-from edit.errors import FormatError, StorageError
+from edit.durable_files import check_format, read_json, read_private, rename, write_atomic, write_atomic_with, write_json
+from edit.errors import ConfigError, FormatError, StorageError
 
 
 def full(*_: object) -> None:
@@ -114,3 +114,63 @@ def test_the_formats_are_compared_for_equality() -> None:
     for found in (0, 2, "1", None):
         with pytest.raises(FormatError):
             check_format("a", found, 1)
+
+
+def test_json_that_is_nested_too_deeply_is_a_value_error(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"x": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_json(tmp_path / "a.json", version=1)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / ".a.tmp").symlink_to(victim)
+    write_atomic(tmp_path / "a", b"one")
+    assert (victim.read_bytes(), (tmp_path / "a").read_bytes(), (tmp_path / "a").is_symlink()) == (b"precious", b"one", False)
+
+
+def test_a_link_that_takes_the_place_of_the_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who may write in the folder is quicker than this process, at any moment."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    really_open, really_write = os.open, os.write
+
+    def swap() -> None:
+        (tmp_path / ".a.tmp").unlink(missing_ok=True)
+        (tmp_path / ".a.tmp").symlink_to(victim)
+
+    def open_late(path: object, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            swap()
+        return really_open(path, flags, *mode)  # type: ignore[arg-type]
+
+    def write_late(descriptor: int, data: memoryview) -> int:
+        swap()
+        return really_write(descriptor, data)
+
+    for name, late in (("open", open_late), ("write", write_late)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, late)
+            with pytest.raises(StorageError, match=r"/a: cannot be written \((File exists|Too many levels of symbolic links)"):
+                write_atomic(tmp_path / "a", b"one")
+        assert victim.read_bytes() == b"precious" and names(tmp_path) == ["victim"]
+
+
+def test_a_writer_that_puts_another_file_there_cannot_widen_its_permissions(tmp_path: Path) -> None:
+    def write(file: Path) -> None:
+        file.unlink()
+        file.write_bytes(b"secret")
+        file.chmod(0o644)
+
+    write_atomic_with(tmp_path / "key", write, mode=0o600)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o610])
+def test_a_key_that_others_can_read_is_refused_with_the_mend(tmp_path: Path, mode: int) -> None:
+    write_atomic(tmp_path / "key", b"secret", mode=0o600)
+    assert read_private(tmp_path / "key") == b"secret"
+    (tmp_path / "key").chmod(mode)
+    with pytest.raises(ConfigError, match=rf"/key: others can read this key \(mode {mode:04o}\); run: chmod 600 /.*/key$"):
+        read_private(tmp_path / "key")

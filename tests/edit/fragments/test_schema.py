@@ -144,3 +144,8 @@ def test_buffers_are_part_of_the_schema_and_leave_the_hash_of_a_model_without_an
     assert plain.schema_hash != buffers.schema_hash and "a (buffers)" in str(plain.first_difference(buffers))
     with pytest.raises(RemoteProtocolError, match="unknown entry"):
         Schema.from_json('[["a",[["a.b",[2]]],"parameters"]]')
+
+
+def test_text_that_is_nested_too_deeply_is_the_other_sides_fault() -> None:
+    with pytest.raises(RemoteProtocolError, match="nested too deeply"):
+        Schema.from_json("[" * 100_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from typer.testing import CliRunner
 
 from aggregator.run_feed import RunFeed
 from aggregator.security.authority import Authority
@@ -25,8 +27,9 @@ from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity, from_auth_context
 from editpb.invitation import Invitation
+from peers import cli
 from peers.daemon import PeerOptions, server_of
-from peers.identity.enrolment import join
+from peers.identity.enrolment import invitation_text, join
 from peers.identity.peer_folder import PeerFolder
 from peers.training.torchrun import ALONE
 
@@ -159,6 +162,32 @@ def test_a_member_cannot_pose_as_the_coordinator(run: Run, tmp_path: Path, peer_
     error = serving(mallory, run.service(), lambda port: refused(run.invite(port, host=host).encode(), tmp_path / "home"))
     assert isinstance(error, (RefusedError, TransportError))
     assert run.authority.members.get("alice") is None
+
+
+def test_an_invitation_need_not_stand_on_the_command_line(run: Run, tmp_path: Path) -> None:
+    """Where every user of the machine could read it."""
+    text = run.invite(7701).encode()
+    (tmp_path / "edit1.txt").write_text(f"{text}\n")
+    assert invitation_text("-", io.StringIO(f"{text}\nnot read\n")).strip() == text
+    assert invitation_text(str(tmp_path / "edit1.txt"), io.StringIO()).strip() == text
+    assert invitation_text(text, io.StringIO()) == text
+    endless = io.StringIO("x" * 1_000_000)
+    assert len(invitation_text("-", endless)) < 20_000 and endless.tell() < 20_000
+
+
+@pytest.mark.parametrize("argument", ["-", "file"])
+def test_the_command_joins_without_an_argument_that_others_see(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    def call(port: int) -> int:
+        text = run.invite(port).encode()
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "file").write_text(text)
+        result = CliRunner().invoke(cli.app, ["join", argument, "--home", str(tmp_path / "home")], input=text)
+        return result.exit_code
+
+    assert serving(run.pair(), run.service(), call) == 0
+    assert PeerFolder(tmp_path / "home").load(NOW).identity == ALICE
 
 
 def test_what_is_not_an_invitation_leaves_no_folder(tmp_path: Path) -> None:
