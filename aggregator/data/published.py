@@ -6,8 +6,9 @@ Snapshots are cut chunk by chunk, because every member may read them, also one w
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -100,16 +101,23 @@ class PublishedState:
             raise GoneError(f"the update to outer step {outer_step} is not kept; take a snapshot")
         return commit
 
-    async def payloads(self, commit: Commit, wanted: UpdateRequest) -> AsyncIterator[tuple[int, EncodedTensor]]:
-        """Yield (fragment_id, what of it is wanted) in the commit's order, without those that were rolled back."""
+    async def payloads(
+        self, commit: Commit, wanted: UpdateRequest, room: asyncio.Semaphore
+    ) -> AsyncGenerator[tuple[int, EncodedTensor], None]:
+        """Yield (fragment_id, what of it is wanted) in the commit's order, without those that were rolled back.
+
+        room: for a shard that is cut, until the next one is asked for. Close the generator when it is not read to its end.
+        """
         for fragment in commit.fragments:
             payload = fragment.payload
             if payload is None:
                 continue
             shard = wanted.shards[fragment.fragment_id] if wanted.shards is not None else None
-            if shard is not None and not shard.is_whole:
-                payload = await self._background.in_worker(codec(payload.codec).cut, payload, shard)
-            yield fragment.fragment_id, payload
+            if shard is None or shard.is_whole:
+                yield fragment.fragment_id, payload
+                continue
+            async with room:
+                yield fragment.fragment_id, await self._background.in_worker(codec(payload.codec).cut, payload, shard)
 
     def describe_snapshot(self) -> SnapshotManifest:
         """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls.

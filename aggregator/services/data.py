@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,11 +16,12 @@ from aggregator.control.run import Run
 from aggregator.control.snapshot_donors import donors_of
 from aggregator.control.views import injection_state
 from aggregator.services.authorization import Authorizer
-from aggregator.services.snapshot_readers import SnapshotReaders
+from aggregator.services.readers import SnapshotReaders, UpdateReaders, send
 from edit.errors import EditError, RefusedError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injection
 from editpb import data_pb2 as dpb
+from editpb import tensors_pb2 as tpb
 from editpb.abort_on_error import abort_on_error
 from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
 from editpb.data_messages import (
@@ -33,7 +34,7 @@ from editpb.data_messages import (
 )
 from editpb.identity import Identity
 from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
-from editpb.messages import ContributionHeader
+from editpb.messages import ContributionHeader, UpdateRequest
 
 if TYPE_CHECKING:
     import grpc
@@ -52,7 +53,7 @@ class DataService:
 
     def __init__(self, run: Run, authorizer: Authorizer) -> None:
         self._run, self._authorizer = run, authorizer
-        self._readers = SnapshotReaders()
+        self._snapshot_readers, self._update_readers = SnapshotReaders(), UpdateReaders()
 
     async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
         """Receive one fragment of a pseudo-gradient, or a rank's part of it.
@@ -107,16 +108,24 @@ class DataService:
             return dpb.ProbeReply(received_bytes=shard.upload.received_bytes, complete=shard.upload.complete)
         raise AssertionError("unreachable: abort raises")
 
-    async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> AsyncIterator[dpb.UpdatePart]:
+    async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> None:
         """Send one commit, or what of it concerns a rank: the same bytes for every request of the same boxes."""
         async with abort_on_error(context):
-            self._authorizer.authorize(context, "peer")
+            identity = self._authorizer.authorize(context, "peer")
             published = self._run.rounds.published
             wanted = update_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
-            commit = published.update(wanted.outer_step)
-            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
-            async for fragment_id, payload in published.payloads(commit, wanted):
+            with self._update_readers.place(identity.peer_id, len(self._run.attendances.of(identity.peer_id))) as room:
+                await send(context.write, self._update_parts(context, wanted, room))
+
+    async def _update_parts(
+        self, context: Context, wanted: UpdateRequest, room: asyncio.Semaphore
+    ) -> AsyncGenerator[dpb.UpdatePart, None]:
+        published = self._run.rounds.published
+        commit = published.update(wanted.outer_step)
+        yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
+        async with contextlib.aclosing(published.payloads(commit, wanted, room)) as payloads:
+            async for fragment_id, payload in payloads:
                 for chunk in make_chunks(payload.data, CHUNK_BYTES):
                     self._authorizer.authorize(context, "peer")
                     yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment_id, chunk=chunk))
@@ -143,11 +152,15 @@ class DataService:
             wanted = snapshot_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
             chunks = published.snapshot_chunks(wanted)
-            if (chunk := next(chunks, None)) is not None:
-                with self._readers.place(identity.peer_id, identity.role) as place:
-                    every = itertools.chain([chunk], chunks)
-                    admitted = (each for each in every if self._authorizer.authorize(context, *readers))
-                    await place.write(context.write, admitted)
+            if (first := next(chunks, None)) is not None:
+                with self._snapshot_readers.place(identity.peer_id, identity.role) as place:
+
+                    async def admitted() -> AsyncGenerator[tpb.Chunk, None]:
+                        for chunk in itertools.chain([first], chunks):
+                            self._authorizer.authorize(context, *readers)
+                            yield chunk
+
+                    await send(context.write, admitted(), stalled=place.give_up)
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """Receive the founder's initial parameters."""

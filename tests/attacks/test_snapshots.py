@@ -1,26 +1,38 @@
-"""Members that ask for snapshots and do not read them: what they hold in memory is bounded, and honest peers are served."""
+"""Members that ask for snapshots or updates and read none: what they hold in memory is bounded, and honest peers are served."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 import torch
 
+import aggregator.data.published
 import aggregator.services.data
 from aggregator.data.published import MAX_PAST
-from aggregator.services.snapshot_readers import MAX_OBSERVERS, MAX_OF_MEMBER, SnapshotReaders
+from aggregator.services.readers import (
+    CALLS_OF_RANK,
+    MAX_OBSERVERS,
+    MAX_OF_MEMBER,
+    SHARDS_OF_MEMBER,
+    SnapshotReaders,
+    UpdateReaders,
+    send,
+)
 from edit.errors import TransportError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
+from edit.records import EncodedTensor
 from editpb import data_pb2, data_pb2_grpc
 from editpb.channel_options import MAX_STREAMS
-from editpb.data_messages import snapshot_request_to_pb
-from editpb.messages import SnapshotRequest
+from editpb.data_messages import snapshot_request_to_pb, update_request_to_pb
+from editpb.messages import SnapshotRequest, UpdateRequest
 from editpb.status import from_status
 from tests.support.loops import WAIT_S, on_a_loop, until
 from tests.support.served import BarePeer, Served, found_run, new_folder, served, theta
@@ -29,6 +41,7 @@ SIDE = 2048
 LARGE = Schema((FragmentSpec(fragment_id=0, name="layer", tensors=(TensorSpec(name="layer.weight", shape=(2 * SIDE, SIDE)),)),))
 HALF = Shard(LARGE.fragments[0], [Box(0, (0, 0), (2 * SIDE, SIDE // 2))])  # columns: no run of it is contiguous
 READS = 120
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))  # else gRPC reads ahead, at last all of it
 
 
 def request(run: Served, outer_step: int = 0, offset: int = 0) -> data_pb2.SnapshotRequest:
@@ -55,7 +68,9 @@ async def readers_of(run: Served, members: int, calls: int) -> AsyncIterator[lis
     async with contextlib.AsyncExitStack() as stack:
         opened: list[grpc.aio.UnaryStreamCall] = []
         for i in range(members):
-            stub = data_pb2_grpc.DataStub(await stack.enter_async_context(run.channel(f"observer-{i}", "observer")))
+            stub = data_pb2_grpc.DataStub(
+                await stack.enter_async_context(run.channel(f"observer-{i}", "observer", options=NARROW))
+            )
             opened += [stub.FetchSnapshot(request(run)) for _ in range(calls)]
         yield opened
         for call in opened:
@@ -99,21 +114,93 @@ async def test_reads_that_are_never_read_are_few_and_a_peer_is_served_beside_the
             await commit(peer, 1)
 
 
+def stall_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregator.services.data, "send", functools.partial(send, stall_s=0.2))
+
+
+async def told_to_try_again(calls: list[grpc.aio.UnaryStreamCall]) -> None:
+    """Read them now: each ends with a status that may be tried again."""
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert isinstance(from_status(caught.value.code(), caught.value.details()), TransportError)
+
+
 @on_a_loop
 async def test_whoever_stalls_gives_its_place_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readers = SnapshotReaders(stall_s=0.2)
+    readers = SnapshotReaders()
     monkeypatch.setattr(aggregator.services.data, "SnapshotReaders", lambda: readers)
+    stall_soon(monkeypatch)
     async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
         await found_run(peer)
         await peer.data.DescribeSnapshot(described(run))
         async with readers_of(run, MAX_OBSERVERS, 1) as opened, asyncio.timeout(WAIT_S):
             await until(lambda: len(readers) == MAX_OBSERVERS)
             await until(lambda: not len(readers))
-            for call in opened[:2]:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async for _ in call:
-                        pass
-                assert isinstance(from_status(caught.value.code(), caught.value.details()), TransportError)
+            await told_to_try_again(opened[:2])
+
+
+def count_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+    """The shards that were cut of updates, each of which is in memory until its reader has taken it."""
+    cuts, codec = list[Shard](), aggregator.data.published.codec
+
+    def counted(spec: str) -> SimpleNamespace:
+        def cut(payload: EncodedTensor, shard: Shard) -> EncodedTensor:
+            cuts.append(shard)
+            return codec(spec).cut(payload, shard)
+
+        return SimpleNamespace(cut=cut)
+
+    monkeypatch.setattr(aggregator.data.published, "codec", counted)
+    return cuts
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_a_loop
+async def test_updates_that_are_never_read_are_few_and_a_peer_is_served_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Each call that is not read would hold a shard of a fragment, and the whole update that it is of."""
+    most, cuts = ranks * CALLS_OF_RANK, count_cuts(monkeypatch)
+    readers = UpdateReaders()
+    monkeypatch.setattr(aggregator.services.data, "UpdateReaders", lambda: readers)
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
+        await found_run(peer)
+        async with run.replica("thief", ranks, LARGE, NARROW) as thieves:
+            for thief in thieves:
+                await thief.attend()
+            await commit(peer, 1)
+            wanted = update_request_to_pb(UpdateRequest(run_id=run.folder.run_id, outer_step=1, shards=(HALF,)))
+            calls = [thief.data.FetchUpdate(wanted) for thief in thieves for _ in range(READS // ranks)]
+            await refused(calls, len(calls) - most)
+            await until(lambda: len(cuts) == min(most, SHARDS_OF_MEMBER))
+            assert len(readers) == most
+            update = await peer.fetch(1)
+            assert update.outer_step == 1
+            await commit(peer, 2)
+            assert len(cuts) == min(most, SHARDS_OF_MEMBER)
+            for call in calls:
+                call.cancel()
+            await until(lambda: not len(readers))
+
+
+@on_a_loop
+async def test_who_reads_no_update_lets_go_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call goes on, with one message; the shard, and the update that it is of, are others' to forget."""
+    cuts = count_cuts(monkeypatch)
+    stall_soon(monkeypatch)
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
+        await found_run(peer)
+        async with run.replica("thief", 3, LARGE, NARROW) as thieves:
+            for thief in thieves:
+                await thief.attend()
+            await commit(peer, 1)
+            wanted = update_request_to_pb(UpdateRequest(run_id=run.folder.run_id, outer_step=1, shards=(HALF,)))
+            calls = [thief.data.FetchUpdate(wanted) for thief in thieves for _ in range(CALLS_OF_RANK)]
+            async with asyncio.timeout(WAIT_S):
+                await until(lambda: len(cuts) == len(calls) > SHARDS_OF_MEMBER)  # so the first ones were let go
+                await told_to_try_again(calls[:2])
 
 
 @on_a_loop

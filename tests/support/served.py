@@ -28,6 +28,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit
 from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc
+from editpb.channel_options import Options
 from editpb.chunks import make_chunks
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.data_messages import (
@@ -158,9 +159,10 @@ class Served:
 
     @asynccontextmanager
     async def channel(
-        self, peer_id: str, role: str = "peer", authority: Authority | None = None
+        self, peer_id: str, role: str = "peer", authority: Authority | None = None, options: Options = ()
     ) -> AsyncIterator[grpc.aio.Channel]:
-        async with grpc.aio.secure_channel(self.coordinator.listen, self.credentials(peer_id, role, authority)) as channel:
+        credentials = self.credentials(peer_id, role, authority)
+        async with grpc.aio.secure_channel(self.coordinator.listen, credentials, options) as channel:
             yield channel
 
     @asynccontextmanager
@@ -169,19 +171,22 @@ class Served:
             yield peer
 
     @asynccontextmanager
-    async def replica(self, peer_id: str, ranks: int, schema: Schema = SCHEMA) -> AsyncIterator[list[BarePeer]]:
+    async def replica(
+        self, peer_id: str, ranks: int, schema: Schema = SCHEMA, options: Options = ()
+    ) -> AsyncIterator[list[BarePeer]]:
         """All ranks of one replica, each with a connection of its own, under one certificate."""
         credentials = self.credentials(peer_id)
         async with contextlib.AsyncExitStack() as stack:
             yield [
-                await stack.enter_async_context(self._rank(peer_id, rank, ranks, schema, credentials)) for rank in range(ranks)
+                await stack.enter_async_context(self._rank(peer_id, rank, ranks, schema, credentials, options))
+                for rank in range(ranks)
             ]
 
     @asynccontextmanager
     async def _rank(
-        self, peer_id: str, rank: int, ranks: int, schema: Schema, credentials: grpc.ChannelCredentials
+        self, peer_id: str, rank: int, ranks: int, schema: Schema, credentials: grpc.ChannelCredentials, options: Options
     ) -> AsyncIterator[BarePeer]:
-        async with grpc.aio.secure_channel(self.coordinator.listen, credentials) as channel:
+        async with grpc.aio.secure_channel(self.coordinator.listen, credentials, options) as channel:
             peer = BarePeer(peer_id, self.folder.run_id, channel, schema, rank, ranks)
             try:
                 yield peer

@@ -1,0 +1,133 @@
+"""How many read snapshots and updates here at a time, and how long one is waited for that reads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from edit.errors import BusyError
+
+__all__ = [
+    "CALLS_OF_RANK",
+    "MAX_OBSERVERS",
+    "MAX_OF_MEMBER",
+    "MAX_READERS",
+    "SHARDS_OF_MEMBER",
+    "STALL_S",
+    "Place",
+    "SnapshotReaders",
+    "UpdateReaders",
+    "send",
+]
+
+MAX_READERS = 32  # of snapshots at a time, those that have stalled not counted
+MAX_OF_MEMBER = 8  # of one identity, those that have stalled counted; the ranks of a replica share one
+MAX_OBSERVERS = 16  # who is no peer; the other places are the peers'
+CALLS_OF_RANK = 4  # updates that a member reads at a time, for each of its ranks that attends; those that have stalled counted
+SHARDS_OF_MEMBER = 8  # shards of fragments, cut for one member, that are in memory at a time
+STALL_S = 30.0  # a reader that takes no message for so long gives its place to others
+
+_Message = TypeVar("_Message")
+
+
+async def send(
+    write: Callable[[_Message], Awaitable[None]],
+    messages: AsyncGenerator[_Message, None],
+    stall_s: float = STALL_S,
+    stalled: Callable[[], object] = lambda: None,
+) -> None:
+    """Send the messages of a stream, and close `messages`.
+
+    A reader that takes none for `stall_s` seconds has stalled: `messages` is closed with all that it holds, and `stalled` is
+    called. The message that is not read stays in memory until the reader reads again, which raises BusyError, or its connection
+    is gone: gRPC can neither take it back nor send a status past it.
+    """
+    async with contextlib.aclosing(messages):
+        async for message in messages:
+            writing = asyncio.ensure_future(write(message))
+            try:
+                done, _ = await asyncio.wait((writing,), timeout=stall_s)
+            except asyncio.CancelledError:
+                writing.cancel()
+                raise
+            if not done:
+                break
+            await writing
+        else:
+            return
+    stalled()
+    await writing
+    raise BusyError(f"nothing was read for {stall_s:g} s, so others came first; read on from here")
+
+
+class SnapshotReaders:
+    """The readers of snapshots of one coordinator. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._reading: set[Place] = set()  # without those that have stalled
+        self._of_member: Counter[str] = Counter()  # by peer_id, with those that have stalled
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+    @contextlib.contextmanager
+    def place(self, peer_id: str, role: str) -> Iterator[Place]:
+        """Take a place, until the block ends. Raises BusyError when there is none."""
+        others = sum(place.role != "peer" for place in self._reading)
+        if self._of_member[peer_id] >= MAX_OF_MEMBER:
+            raise BusyError(f"{peer_id} reads {MAX_OF_MEMBER} snapshots here already; end one of them, or try again later")
+        if len(self._reading) >= MAX_READERS or (role != "peer" and others >= MAX_OBSERVERS):
+            raise BusyError(f"{len(self._reading)} others read snapshots here already; try again later")
+        place = Place(role, self._reading)
+        self._reading.add(place)
+        self._of_member[peer_id] += 1
+        try:
+            yield place
+        finally:
+            place.give_up()
+            self._of_member -= Counter((peer_id,))  # drops what is 0
+
+
+class Place:
+    """The place of one reader."""
+
+    def __init__(self, role: str, reading: set[Place]) -> None:
+        self.role, self._reading = role, reading
+
+    def give_up(self) -> None:
+        """Leave the place to others; the reader counts among its member's as long as its call lasts."""
+        self._reading.discard(self)
+
+
+class UpdateReaders:
+    """The readers of updates of one coordinator. Used on the event loop.
+
+    Every rank of every peer reads each update, all at the same time, so only one member's are limited.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()  # by peer_id
+        self._room: dict[str, asyncio.Semaphore] = {}
+
+    def __len__(self) -> int:
+        return self._calls.total()
+
+    @contextlib.contextmanager
+    def place(self, peer_id: str, ranks: int) -> Iterator[asyncio.Semaphore]:
+        """Take a place, until the block ends; get the member's room for shards, which hold memory of their own.
+
+        ranks: of the member, that attend. Raises BusyError when it reads as many as it may.
+        """
+        most = CALLS_OF_RANK * max(1, ranks)
+        if self._calls[peer_id] >= most:
+            raise BusyError(f"{peer_id} reads {most} updates here already; end one of them, or try again later")
+        self._calls[peer_id] += 1
+        try:
+            yield self._room.setdefault(peer_id, asyncio.Semaphore(SHARDS_OF_MEMBER))
+        finally:
+            self._calls -= Counter((peer_id,))  # drops what is 0
+            if peer_id not in self._calls:
+                self._room.pop(peer_id)
