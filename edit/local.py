@@ -21,6 +21,7 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.injection import Injection, check_content, check_order, check_run
 from edit.merging.merge import Measured, ShardPayload, measure
+from edit.merging.mergers import Admission, admission, screen
 from edit.merging.norms import whole_norm
 from edit.merging.outer_state import OuterState, Staged
 from edit.records import (
@@ -105,12 +106,20 @@ class LocalRun:
             `kept_updates` commits are kept for peers that missed one.
         peers: the names of all peers.
         theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
+        policy: what may be merged; None: as the configuration says.
     """
 
-    def __init__(self, config: RunConfig, peers: Sequence[str], theta: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        peers: Sequence[str],
+        theta: Sequence[Tensor] | None = None,
+        policy: Admission | None = None,
+    ) -> None:
         if not peers or len(set(peers)) != len(peers):
             raise LocalProtocolError(f"LocalRun needs distinct peers, not {list(peers)}")
         self._config = config
+        self._policy = policy or admission(config)
         self._named = tuple(peers)
         self._present = set(peers)
         self._theta = theta
@@ -342,11 +351,12 @@ class LocalRun:
         state, fragment_id = self.state, effect.fragment_id
         held = [(peer_id, self._held[peer_id]) for peer_id in effect.peers]
         measured = [one.fragments[fragment_id].measured(peer_id, state.outer_step - one.outer_step) for peer_id, one in held]
-        merged = state.reduce(fragment_id, measured)
+        screened = screen(self._policy, state.schema.fragments[fragment_id], measured)
+        merged = screened.and_rejected(state.reduce(fragment_id, screened.admitted))
         self._round.staged.append(state.stage(merged, self._injection))
         self._round.merged.update(effect.peers)
         if fragment_id == 0:
-            self._round.tokens = sum(one.tokens for one in measured)
+            self._round.tokens = sum(one.tokens for one in screened.admitted)
         return events.Reduced(effect.round_id, fragment_id)
 
     def _commit(self, effect: events.Commit) -> events.CommitSucceeded:

@@ -40,9 +40,9 @@ from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageEr
 from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
-from edit.merging.mergers import Admission, Admitted, Rejected, admission
+from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import OuterState, Staged
-from edit.records import Commit, PeerVerdict, Verdict
+from edit.records import Commit
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from editpb.messages import ContributionHeader
@@ -243,37 +243,20 @@ class RoundRunner:
     ) -> tuple[Staged, Future[None]]:
         """In the worker thread: admit, reduce, begin to write, stage. Changes nothing but the journal."""
         outer, fragment_id = self.outer, effect.fragment_id
-        admitted, rejected = self._ask_policy(effect, measured)
-        merged = outer.reduce(fragment_id, admitted)
-        if rejected:
-            verdicts = sorted((*merged.verdicts, *rejected), key=lambda verdict: verdict.peer_id)
-            merged = replace(merged, verdicts=tuple(verdicts))
+        screened = screen(self._policy, outer.schema.fragments[fragment_id], measured)
+        self._refuse_too_few(effect, screened)
+        merged = screened.and_rejected(outer.reduce(fragment_id, screened.admitted))
         written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged, injection)
         staged = outer.stage(merged, injection)
         return replace(staged, merged=replace(merged, merged=None)), written  # it is in the step, and soon on disk: free it
 
-    def _ask_policy(
-        self, effect: events.Reduce, measured: Sequence[Measured]
-    ) -> tuple[Sequence[Measured], Sequence[PeerVerdict]]:
-        """Return what the policy admits, and the verdicts of the others. Raises RefusedError when too few are left."""
-        admitted, rejected, reasons = list[Measured](), list[PeerVerdict](), list[str]()
-        for one in measured:
-            match self._policy.admit(self.outer.schema.fragments[effect.fragment_id], one):
-                case Admitted(contribution):
-                    admitted.append(contribution)
-                case Rejected(reason):
-                    reasons.append(f"{one.peer_id}: {reason}")
-                    rejected.append(
-                        PeerVerdict(
-                            peer_id=one.peer_id, verdict=Verdict.REJECTED, norm=one.norm, weight=0.0, staleness=one.staleness
-                        )
-                    )
-        for reason in reasons:
+    def _refuse_too_few(self, effect: events.Reduce, screened: Screened) -> None:
+        """Raise RefusedError when the policy has left fewer contributions than the quorum."""
+        for reason in screened.reasons:
             _log.info("round %d, fragment %d: rejected %s", effect.round_id, effect.fragment_id, reason)
-        if rejected and len(admitted) < self._quorum:
-            few = f"{len(admitted)} of quorum {self._quorum}"
-            raise RefusedError(f"too few are admitted: {few} (rejected {'; '.join(reasons)})")
-        return admitted, rejected
+        if screened.rejected and len(screened.admitted) < self._quorum:
+            few = f"{len(screened.admitted)} of quorum {self._quorum}"
+            raise RefusedError(f"too few are admitted: {few} (rejected {'; '.join(screened.reasons)})")
 
     async def _commit(self, effect: events.Commit) -> None:
         """Make the commit durable, then apply and publish it.

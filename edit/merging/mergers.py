@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edit.config.run import PenaltyConfig, RunConfig
@@ -19,7 +19,7 @@ from edit.merging.norms import norm
 from edit.merging.penalty import NormStatistics, judge_round, weights
 from edit.records import PeerVerdict, Verdict
 
-__all__ = ["Admission", "AdmitAll", "Admitted", "EditMerger", "Merger", "Rejected", "admission", "merger"]
+__all__ = ["Admission", "AdmitAll", "Admitted", "EditMerger", "Merger", "Rejected", "Screened", "admission", "merger", "screen"]
 
 
 class Merger(Protocol):
@@ -143,6 +143,39 @@ class AdmitAll:
     def admit(self, fragment: FragmentSpec, contribution: Measured) -> Admitted | Rejected:
         """See `Admission.admit`."""
         return Admitted(contribution)
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """What an admission says of all contributions to one fragment."""
+
+    admitted: list[Measured]
+    # The verdicts of the others.
+    rejected: list[PeerVerdict]
+    # One line for each of them, for the log.
+    reasons: list[str]
+
+    def and_rejected(self, merged: Merged) -> Merged:
+        """Return what was merged of the admitted, with the verdicts of the rejected among the others."""
+        verdicts = sorted((*merged.verdicts, *self.rejected), key=lambda verdict: verdict.peer_id)
+        return replace(merged, verdicts=tuple(verdicts))
+
+
+def screen(policy: Admission, fragment: FragmentSpec, contributions: Sequence[Measured]) -> Screened:
+    """Ask the admission about each contribution to one fragment."""
+    screened = Screened([], [], [])
+    for one in contributions:
+        match policy.admit(fragment, one):
+            case Admitted(contribution):
+                screened.admitted.append(contribution)
+            case Rejected(reason):
+                screened.reasons.append(f"{one.peer_id}: {reason}")
+                screened.rejected.append(
+                    PeerVerdict(
+                        peer_id=one.peer_id, verdict=Verdict.REJECTED, norm=one.norm, weight=0.0, staleness=one.staleness
+                    )
+                )
+    return screened
 
 
 def admission(config: RunConfig) -> Admission:

@@ -11,8 +11,10 @@ from torch import nn
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.digest import digest
-from edit.fragments.schema import plan_fragments
+from edit.fragments.schema import FragmentSpec, plan_fragments
 from edit.local import LocalCollective, LocalRun
+from edit.merging.merge import Measured
+from edit.merging.mergers import Admitted, Rejected
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Verdict
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import encode
@@ -35,6 +37,41 @@ def trained(run_config: RunConfig, names: Sequence[str], rounds: int, every: int
     for peer in peers:
         peer.worker.__exit__(None, None, None)
     return peers
+
+
+class Rejecting:
+    """Admits nothing of one peer."""
+
+    def __init__(self, peer_id: str) -> None:
+        self.peer_id = peer_id
+
+    def admit(self, fragment: FragmentSpec, contribution: Measured) -> Admitted | Rejected:
+        return Rejected("its signature is wrong") if contribution.peer_id == self.peer_id else Admitted(contribution)
+
+
+@pytest.mark.parametrize("names", ["ab", "b"])
+def test_what_the_policy_rejects_is_not_merged_and_has_its_verdict(names: str) -> None:
+    run = LocalRun(config(), names, policy=Rejecting("b"))
+    peers = [Trainee(run, name, 0, every=2) for name in names]
+    for peer in peers:
+        peer.worker.__enter__()
+    before = list(run.state.theta)
+    for _ in range(2):
+        for peer in peers:
+            peer.step()
+    own = flat(peers[0].model)
+    for peer in peers:
+        peer.worker.__exit__(None, None, None)
+    commit = peers[-1].worker.last_commit
+    assert commit is not None
+    for part in commit.fragments:
+        assert [(said.peer_id, said.verdict, said.weight) for said in part.verdicts] == [
+            *([("a", Verdict.OK, 1.0)] if "a" in names else []),
+            ("b", Verdict.REJECTED, 0.0),
+        ]
+    expected = own if "a" in names else before
+    for theta, one in zip(run.state.theta, expected, strict=True):
+        torch.testing.assert_close(theta, one)
 
 
 def test_t19_replicas_coincide_after_entering_although_initialised_differently() -> None:
