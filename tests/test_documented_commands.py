@@ -79,8 +79,8 @@ def program_of(command: str) -> str | None:
 
 
 def words_of(line: str) -> list[str]:
-    """As the shell splits it; a single capital letter stands for a number, brackets for what may be left out."""
-    words = shlex.split(re.sub(r"\s+#.*|;.*", "", line).replace("[--", "--").replace("] ", " ").removesuffix("]"))
+    """As the shell splits it, without comments and redirections. A capital letter is a number; brackets are left away."""
+    words = shlex.split(re.sub(r"\s+#.*|;.*|\s+<\s.*", "", line).replace("[--", "--").replace("] ", " ").removesuffix("]"))
     return ["2" if re.fullmatch("[A-Z]", word) else word for word in words]
 
 

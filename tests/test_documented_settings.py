@@ -64,6 +64,8 @@ def settings_in(section: str, passage: str) -> Iterator[tuple[str, str, str | No
     """(section, key, what is written or None) of every setting that a passage names."""
     for match in [*NAMED.finditer(passage), *BRACKETED.finditer(passage)]:
         yield match["section"], match["key"], match["value"]
+    alone = {match["section"] for match in BRACKETED.finditer(passage) if not match["key"]}
+    section = section or (alone.pop() if len(alone) == 1 else "")  # `key = value` in `[section]`
     for match in BARE.finditer(passage):
         yield section, match["key"], match["value"]
 
