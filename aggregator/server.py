@@ -34,8 +34,9 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
-from editpb import control_pb2_grpc, data_pb2_grpc, enrolment_pb2_grpc
+from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb.channel_options import server_options
+from editpb.chunk_frames import add_data_servicer
 
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
@@ -112,7 +113,7 @@ class Coordinator:
         enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
         coordinator = cls(folder, config, run, authorizer, authority, main, enrol, background, (worker, files))
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
-        data_pb2_grpc.add_DataServicer_to_server(DataService(run, authorizer), coordinator._main)
+        add_data_servicer(DataService(run, authorizer), coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)

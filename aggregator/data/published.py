@@ -7,7 +7,6 @@ Snapshots are cut chunk by chunk, because every member may read them, also one w
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
@@ -149,5 +148,5 @@ def _chunks(shard: Shard, fragment: Tensor, offset: int) -> Iterator[pb.Chunk]:
         start = offset // 4
         part = shard.take_part(fragment, start, min(shard.numel, start + CHUNK_BYTES // 4))
         piece = part.contiguous().numpy().tobytes()[offset % 4 :]
-        yield pb.Chunk(offset=offset, data=piece, crc32=zlib.crc32(piece))
+        yield pb.Chunk(offset=offset, data=piece)
         offset += len(piece)

@@ -127,9 +127,9 @@ class RoundRunner:
             raise StaleError(refused.reason) if refused.stale else RemoteProtocolError(refused.reason)
         return self._contributions.declare(header, self._due(header.outer_step))
 
-    async def receive(self, shard: ShardUpload, offset: int, data: bytes, crc32: int) -> None:
+    async def receive(self, shard: ShardUpload, offset: int, data: bytes | memoryview) -> None:
         """Take one chunk of a shard. Raises as `Upload.write`."""
-        await shard.upload.write(offset, data, crc32)
+        await shard.upload.write(offset, data)
         now, peer_id = self._clock.monotonic(), shard.header.peer_id
         contribution = self._contributions.of_peer(peer_id)
         if contribution is not None and now - self._told.get(peer_id, -math.inf) >= _PROGRESS_S:

@@ -23,7 +23,8 @@ from edit.merging.injection import Injection
 from editpb import data_pb2 as dpb
 from editpb import tensors_pb2 as tpb
 from editpb.abort_on_error import abort_on_error
-from editpb.chunks import CHUNK_BYTES, Reassembly, make_chunks
+from editpb.chunk_frames import ReceivedChunk, update_frames
+from editpb.chunks import Reassembly
 from editpb.data_messages import (
     contribution_header_from_pb,
     found_header_from_pb,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["DataService"]
 
 _Part = TypeVar("_Part", dpb.ContributePart, dpb.FoundPart, dpb.InjectPart)
+ContributePart = dpb.ContributePart | ReceivedChunk
 
 _DRAIN_S = 5.0
 
@@ -55,7 +57,7 @@ class DataService:
         self._run, self._authorizer = run, authorizer
         self._snapshot_readers, self._update_readers = SnapshotReaders(), UpdateReaders()
 
-    async def Contribute(self, parts: AsyncIterator[dpb.ContributePart], context: Context) -> dpb.ContributionReceipt:
+    async def Contribute(self, parts: AsyncIterator[ContributePart], context: Context) -> dpb.ContributionReceipt:
         """Receive one fragment of a pseudo-gradient, or a rank's part of it.
 
         Bad bytes are that peer's fault: it is out of the round, and nothing else is touched.
@@ -79,14 +81,14 @@ class DataService:
             raise RemoteProtocolError(f"rank is {header.rank}, but Hello announced ranks = {ranks}: attend with all of them")
         return header
 
-    async def _receive(self, header: ContributionHeader, parts: AsyncIterator[dpb.ContributePart]) -> dpb.ContributionReceipt:
+    async def _receive(self, header: ContributionHeader, parts: AsyncIterator[ContributePart]) -> dpb.ContributionReceipt:
         rounds, attendances = self._run.rounds, self._run.attendances
         shard = rounds.offer(header)
         async for part in parts:
-            if part.WhichOneof("kind") != "chunk":
+            if not isinstance(part, ReceivedChunk):
                 raise RemoteProtocolError("after the header only chunks follow")
             if shard is not None:
-                await rounds.receive(shard, part.chunk.offset, part.chunk.data, part.chunk.crc32)
+                await rounds.receive(shard, part.offset, part.data)
             attendances.progress(header.peer_id)
         if shard is None:
             return dpb.ContributionReceipt(complete=True, received_bytes=header.total_bytes)
@@ -120,15 +122,15 @@ class DataService:
 
     async def _update_parts(
         self, context: Context, wanted: UpdateRequest, room: asyncio.Semaphore
-    ) -> AsyncGenerator[dpb.UpdatePart, None]:
+    ) -> AsyncGenerator[dpb.UpdatePart | bytes, None]:
         published = self._run.rounds.published
         commit = published.update(wanted.outer_step)
         yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
         async with contextlib.aclosing(published.payloads(commit, wanted, room)) as payloads:
             async for fragment_id, payload in payloads:
-                for chunk in make_chunks(payload.data, CHUNK_BYTES):
+                for frame in update_frames(fragment_id, payload.data):
                     self._authorizer.authorize(context, "peer")
-                    yield dpb.UpdatePart(chunk=dpb.FragmentChunk(fragment_id=fragment_id, chunk=chunk))
+                    yield frame
 
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         """Describe the newest snapshot, and name members that serve it, too."""
@@ -202,10 +204,10 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
 
-async def _first(parts: AsyncIterator[_Part], what: str) -> _Part:
+async def _first(parts: AsyncIterator[_Part | ReceivedChunk], what: str) -> _Part:
     """Return the first message of a request stream. Raises RemoteProtocolError unless it is the header."""
     first = await anext(parts, None)
-    if first is None or first.WhichOneof("kind") != "header":
+    if first is None or isinstance(first, ReceivedChunk) or first.WhichOneof("kind") != "header":
         raise RemoteProtocolError(f"{what} begins with its header")
     return first
 

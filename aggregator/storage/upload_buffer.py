@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
+
+import numpy as np
 
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
@@ -79,7 +80,7 @@ class Upload:
         self.received_bytes = 0  # where the next chunk starts
         self.dropped = ""  # not empty: the bytes are gone, for this reason
         self._name, self._buffer, self._path = name, buffer, path
-        self._memory = bytearray(total_bytes) if path is None else bytearray()
+        self._memory = _new_memory(total_bytes if path is None else 0)
         self._writing = asyncio.Lock()  # two streams may send the same upload: an old one that is not known to be broken yet
 
     @property
@@ -87,18 +88,15 @@ class Upload:
         """Whether all bytes are in."""
         return self.received_bytes == self.total_bytes
 
-    async def write(self, offset: int, data: Chunk, crc32: int) -> int:
+    async def write(self, offset: int, data: Chunk) -> int:
         """Take one chunk; return received_bytes. A chunk that is in already and equal has no effect.
 
         Raises:
-            RemoteProtocolError: a wrong checksum, a gap, an overlap, other bytes than before, or too many. The upload stays as
+            RemoteProtocolError: a gap, an overlap, other bytes than before, or too many. The upload stays as
                 it was.
             StorageError: the disk refused the chunk. The upload is dropped.
             StaleError: the upload was dropped meanwhile.
         """
-        if zlib.crc32(data) != crc32:
-            self._check_held()
-            raise RemoteProtocolError(f"{self._name}: wrong checksum of the chunk at {offset}")
         async with self._writing:
             self._check_held()
             end = offset + len(data)
@@ -130,7 +128,7 @@ class Upload:
         if self.dropped:
             raise StorageError(f"{self._name}: dropped, {self.dropped}")
         if self._path is None:
-            return memoryview(self._memory)
+            return self._memory
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size != self.total_bytes:
@@ -148,7 +146,7 @@ class Upload:
             self._buffer.files.submit(self._path.unlink, missing_ok=True)
         else:
             self._buffer.held_bytes -= self.total_bytes
-            self._memory = bytearray()
+            self._memory = _new_memory(0)
 
     def _check_held(self) -> None:
         if self.dropped:
@@ -156,7 +154,7 @@ class Upload:
 
     async def _bytes_at(self, start: int, end: int) -> Chunk:
         if self._path is None:
-            return memoryview(self._memory)[start:end]
+            return self._memory[start:end]
         try:
             return await asyncio.get_running_loop().run_in_executor(self._buffer.files, _read_file, self._path, start, end)
         except OSError as error:
@@ -172,6 +170,11 @@ class Upload:
         except OSError as error:
             self.drop("the disk refused it")
             raise StorageError(f"{self._path}: cannot be written ({error.strerror})") from error
+
+
+def _new_memory(size: int) -> memoryview:
+    """Return `size` bytes that are not cleared: an upload is read only when all of it has been written."""
+    return np.empty(size, np.uint8).data
 
 
 def _read_file(path: Path, start: int, end: int) -> bytes:

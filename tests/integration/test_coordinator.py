@@ -175,12 +175,6 @@ DATA = bytes(encode("fp32", delta(1)[1]).data)
 CHUNKS = list(make_chunks(DATA, 512))
 
 
-def _damaged() -> list[object]:
-    chunks = list(make_chunks(DATA, 512))
-    chunks[1].data = b"x" * len(chunks[1].data)
-    return chunks
-
-
 @pytest.mark.parametrize(
     ("changes", "chunks", "code", "words"),
     [
@@ -193,9 +187,8 @@ def _damaged() -> list[object]:
         ({"numel": 299, "total_bytes": 299 * 4}, CHUNKS, grpc.StatusCode.INVALID_ARGUMENT, "299"),
         ({}, [*CHUNKS, *make_chunks(b"more" * 4)], grpc.StatusCode.INVALID_ARGUMENT, ""),
         ({}, [CHUNKS[1], CHUNKS[0], *CHUNKS[2:]], grpc.StatusCode.INVALID_ARGUMENT, "gap"),
-        ({}, _damaged(), grpc.StatusCode.INVALID_ARGUMENT, "checksum"),
     ],
-    ids=["peer_id", "run", "schema", "round", "outer_step", "size", "numel", "surplus", "reordered", "damaged"],
+    ids=["peer_id", "run", "schema", "round", "outer_step", "size", "numel", "surplus", "reordered"],
 )
 def test_a_bad_contribution_is_refused_in_one_line_and_touches_nothing(
     tmp_path: Path, changes: dict[str, object], chunks: list[object], code: grpc.StatusCode, words: str

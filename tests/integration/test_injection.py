@@ -220,7 +220,7 @@ def test_only_a_region_may_inject_and_it_takes_no_part_in_rounds(tmp_path: Path)
 
 Alter = Callable[[list[data_pb2.InjectPart]], object]
 DAMAGE: list[tuple[str, Alter, str]] = [
-    ("a flipped byte", lambda m: setattr(m[1].chunk.chunk, "data", b"\0" * 20), "CRC-32"),
+    ("a flipped byte", lambda m: setattr(m[1].chunk.chunk, "data", b"\1" * len(m[1].chunk.chunk.data)), "does not have the digest"),
     ("another digest", lambda m: setattr(m[0].header, "digest", "0" * 64), "does not have the digest"),
     ("a missing chunk", lambda m: m.pop(2), "a chunk at byte 512 where 0 was due"),
     ("too short", lambda m: m.pop(), "bytes arrived"),

@@ -23,7 +23,7 @@ from editpb import data_pb2 as dpb
 from editpb import limits
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
-from editpb.chunks import checked
+from editpb.chunks import Reassembly
 from editpb.control_messages import (
     coordinator_message_from_pb,
     coordinator_message_to_pb,
@@ -61,7 +61,7 @@ Reader = Callable[[Any], object]
 
 READERS: list[tuple[type[Message], Reader]] = [
     (tpb.Schema, schema_from_pb),
-    (tpb.Chunk, checked),
+    (tpb.Chunk, lambda m: Reassembly("x", 40, 40).take(m)),
     (cpb.PeerMessage, peer_message_from_pb),
     (cpb.CoordinatorMessage, coordinator_message_from_pb),
     (cpb.FragmentVerdicts, fragment_verdicts_from_pb),

@@ -106,7 +106,7 @@ class FakeData(data_pb2_grpc.DataServicer):
             for chunk in make_chunks(fragment.payload.data if fragment.payload is not None else b""):
                 if fake.damage_updates > 0:
                     fake.damage_updates -= 1
-                    chunk = _damaged(chunk)
+                    chunk = tensors_pb2.Chunk(offset=chunk.offset + 1, data=chunk.data)
                 yield data_pb2.UpdatePart(chunk=data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk))
 
     async def DescribeSnapshot(
@@ -177,4 +177,4 @@ def _cut(commit: Commit, shards: Sequence[Shard]) -> Commit:
 
 
 def _damaged(chunk: tensors_pb2.Chunk) -> tensors_pb2.Chunk:
-    return tensors_pb2.Chunk(offset=chunk.offset, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:], crc32=chunk.crc32)
+    return tensors_pb2.Chunk(offset=chunk.offset, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,12 +52,12 @@ async def short(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_p
 async def too_much(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
     """One chunk that goes beyond the end."""
     more = data[wanted.offset :] + b"more"
-    yield tensors_pb2.Chunk(offset=wanted.offset, data=more, crc32=zlib.crc32(more))
+    yield tensors_pb2.Chunk(offset=wanted.offset, data=more)
 
 
 async def damaged(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
     async for chunk in honest(wanted, data):
-        yield tensors_pb2.Chunk(offset=chunk.offset, data=chunk.data, crc32=chunk.crc32 ^ 1)
+        yield tensors_pb2.Chunk(offset=chunk.offset, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:])
 
 
 async def silent(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:

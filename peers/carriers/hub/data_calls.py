@@ -27,6 +27,7 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor, Snapshot
 from editpb import data_pb2, data_pb2_grpc
+from editpb.chunk_frames import ReceivedChunk, contribute_frames, data_stub
 from editpb.chunks import Reassembly, make_chunks
 from editpb.data_messages import (
     commit_from_parts,
@@ -109,10 +110,11 @@ class DataCalls:
         """
         message = contribution_header_to_pb(header)
 
-        def parts(start: int) -> Iterator[data_pb2.ContributePart]:
+        def parts(start: int) -> Iterator[data_pb2.ContributePart | bytes]:
             yield self._up(data_pb2.ContributePart(header=message))
-            for chunk in make_chunks(data, start=start):
-                yield self._up(data_pb2.ContributePart(chunk=chunk))
+            for frame in contribute_frames(data, start=start):
+                self._traffic.sent += len(frame)
+                yield frame
 
         async def attempt() -> None:
             nonlocal resuming
@@ -138,11 +140,15 @@ class DataCalls:
             try:
                 async with StallTimeout(self._stall_s) as moving:
                     async for part in moving.reading(call):
-                        if begun and not assembly.take(self._down(part)):
-                            continue
-                        if not begun:
+                        if begun == isinstance(part, data_pb2.UpdatePart):
+                            raise RemoteProtocolError("an update is its manifest, and then chunks")
+                        if isinstance(part, data_pb2.UpdatePart):
                             assembly.begin(self._down(part))
                             begun = True
+                        else:
+                            self._traffic.received += len(part.data)
+                            if not assembly.take(part):
+                                continue
                         arrived()
             finally:
                 call.cancel()
@@ -222,7 +228,7 @@ class DataCalls:
         digest = manifest.fragment_hash[fragment.fragment_id] if shard.is_whole else None
         into = Reassembly(f"snapshot of fragment {fragment.name}", 4 * shard.numel, 4 * shard.numel, digest)
 
-        async def attempt() -> bytearray:
+        async def attempt() -> memoryview:
             request = SnapshotRequest(
                 run_id=self._run_id,
                 outer_step=manifest.outer_step,
@@ -254,7 +260,7 @@ class DataCalls:
         return held
 
     def _stub(self) -> data_pb2_grpc.DataStub:
-        return data_pb2_grpc.DataStub(self._channels.data())
+        return data_stub(self._channels.data())
 
     def _up(self, message: _Message) -> _Message:
         self._traffic.sent += message.ByteSize()
@@ -286,7 +292,7 @@ class UpdateAssembly:
         self._shards = tuple(shards)
         self._manifest: UpdateManifest | None = None
         self._updates: list[FragmentUpdate] = []  # of the first stream's manifest, which lists all fragments
-        self._data: dict[int, bytearray] = {}  # by position in the manifest; whole ones only
+        self._data: dict[int, memoryview] = {}  # by position in the manifest; whole ones only
         self._arriving: list[tuple[int, Reassembly]] = []  # of the present stream, in their order
 
     @property
@@ -342,13 +348,11 @@ class UpdateAssembly:
                 self._arriving.append((position, Reassembly(name, update.total_bytes, update.total_bytes)))
         self._move_on()
 
-    def take(self, part: data_pb2.UpdatePart) -> bool:
+    def take(self, chunk: ReceivedChunk) -> bool:
         """Append one chunk to the fragment whose turn it is; return whether that is complete now."""
-        if part.WhichOneof("kind") != "chunk":
-            raise RemoteProtocolError("an update has a second manifest")
-        if not self._arriving or part.chunk.fragment_id != self._due[self._arriving[0][0]]:
-            raise RemoteProtocolError(f"an update's chunk of fragment {part.chunk.fragment_id} is out of turn")
-        self._arriving[0][1].take(part.chunk.chunk)
+        if not self._arriving or chunk.fragment_id != self._due[self._arriving[0][0]]:
+            raise RemoteProtocolError(f"an update's chunk of fragment {chunk.fragment_id} is out of turn")
+        self._arriving[0][1].take(chunk)
         return self._move_on()
 
     def finish(self) -> Commit:

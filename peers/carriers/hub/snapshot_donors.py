@@ -80,7 +80,7 @@ class Donors:
             await self._channels.release(self._channel)
             self._channel = None
 
-    async def read(self, shard: Shard, into: Reassembly) -> bytearray | None:
+    async def read(self, shard: Shard, into: Reassembly) -> memoryview | None:
         """Complete `into` and return its bytes; one donor goes on where another broke off.
 
         Return None when no donor is left; what is in `into` then may be completed elsewhere. Of a part of a fragment nothing is

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -67,7 +66,7 @@ def declared(fragment: ShardedFragment, head: ContributionHeader) -> ShardUpload
 
 
 def write(shard: ShardUpload, data: bytes) -> None:
-    asyncio.run(shard.upload.write(0, data, zlib.crc32(data)))
+    asyncio.run(shard.upload.write(0, data))
 
 
 def fill(upload: ShardUpload, shard: Shard, delta: Tensor = DELTA) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +32,7 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path, files: Executor) -> U
 
 
 def put(upload: Upload, offset: int, data: bytes) -> int:
-    return asyncio.run(upload.write(offset, data, zlib.crc32(data)))
+    return asyncio.run(upload.write(offset, data))
 
 
 def written(files: Executor) -> None:
@@ -74,13 +73,6 @@ def test_wrong_chunks_are_the_peers_fault_and_touch_nothing(
     for start in range(200, len(DATA), 103):
         put(upload, start, DATA[start : start + 103])
     assert bytes(upload.payload()) == DATA
-
-
-def test_a_wrong_checksum_is_refused(buffer: UploadBuffer) -> None:
-    upload = buffer.open("contribution of a", len(DATA))
-    with pytest.raises(RemoteProtocolError, match="contribution of a: wrong checksum of the chunk at 0"):
-        asyncio.run(upload.write(0, DATA[:100], zlib.crc32(DATA[:100]) ^ 1))
-    assert upload.received_bytes == 0
 
 
 def test_what_came_already_may_come_again(buffer: UploadBuffer) -> None:
@@ -226,7 +218,7 @@ def test_a_slow_disk_stops_the_stream_and_not_the_event_loop(tmp_path: Path, fil
     async def stream(upload: Upload) -> None:
         for offset in range(0, len(DATA), 256):
             chunk = DATA[offset : offset + 256]
-            await upload.write(offset, chunk, zlib.crc32(chunk))
+            await upload.write(offset, chunk)
 
     async def scenario() -> None:
         buffer = UploadBuffer(len(DATA), tmp_path, files, write=disk.write)
@@ -249,7 +241,7 @@ def test_an_upload_that_is_dropped_while_it_is_written_leaves_no_file(tmp_path: 
 
     async def scenario() -> None:
         upload = UploadBuffer(0, tmp_path, files, write=disk.write).open("a", len(DATA))
-        sending = asyncio.create_task(upload.write(0, DATA, zlib.crc32(DATA)))
+        sending = asyncio.create_task(upload.write(0, DATA))
         await asyncio.to_thread(disk.began.wait, 30)
         upload.drop("its round is over")
         disk.let.set()
@@ -269,9 +261,9 @@ def test_two_streams_of_one_upload_write_one_after_the_other(tmp_path: Path, fil
 
     async def scenario() -> None:
         upload = UploadBuffer(0, tmp_path, files, write=disk.write).open("a", len(DATA))
-        older = asyncio.create_task(upload.write(0, DATA[:512], zlib.crc32(DATA[:512])))
+        older = asyncio.create_task(upload.write(0, DATA[:512]))
         await asyncio.to_thread(disk.began.wait, 30)
-        newer = asyncio.create_task(upload.write(0, again, zlib.crc32(again)))
+        newer = asyncio.create_task(upload.write(0, again))
         disk.let.set()
         assert await older == 512
         if again == DATA[:512]:
@@ -289,14 +281,14 @@ def test_a_stream_that_is_cancelled_while_it_writes_can_be_resumed(tmp_path: Pat
 
     async def scenario() -> None:
         upload = UploadBuffer(0, tmp_path, files, write=disk.write).open("a", len(DATA))
-        older = asyncio.create_task(upload.write(0, DATA, zlib.crc32(DATA)))
+        older = asyncio.create_task(upload.write(0, DATA))
         await asyncio.to_thread(disk.began.wait, 30)
         older.cancel()
         await asyncio.wait([older])
         assert upload.received_bytes == 0
         disk.let.set()
         for offset in (0, 512):
-            await upload.write(offset, DATA[offset : offset + 512], zlib.crc32(DATA[offset : offset + 512]))
+            await upload.write(offset, DATA[offset : offset + 512])
         assert bytes(upload.payload()) == DATA
 
     asyncio.run(scenario())

@@ -89,7 +89,7 @@ def test_what_is_damaged_again_and_again_is_not_handed_out() -> None:
         arriving(outcome)[0].wait()
         fake.damage_updates = 1 << 30
         fake.release_update(1)
-        with pytest.raises(RemoteProtocolError, match="CRC-32"):
+        with pytest.raises(RemoteProtocolError, match="a chunk at byte 1 where 0 was due"):
             arriving(outcome)[1].wait()
 
 
