@@ -21,8 +21,8 @@ Threads of the process (`server.py` makes all but the journal's)
 
     thread   runs                                                      owns
     -------  --------------------------------------------------------  ----------------------------------------------------
-    main     the asyncio loop: services, timers, signals; CRC checks   the round machine, members, views, the held
-             and copies of chunks                                      contributions, the accounting of upload memory
+    main     the asyncio loop: services, timers, signals, copies of    the round machine, members, views, the held
+             chunks                                                    contributions, the accounting of upload memory
     torch    measure, admit, merge, outer step, checkpoint, cutting    the outer state; reads uploads
              payloads; one call after the other
     journal  journal writes and fsync, in order (`storage.store`)      the journal's file

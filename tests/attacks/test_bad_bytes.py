@@ -40,12 +40,12 @@ class Hands:
 
 
 async def bad_bytes(peer: BarePeer, at: Served) -> str:
-    """Begin a contribution to the open round with a chunk whose checksum is wrong; return the answer."""
+    """Begin a contribution to the open round with a chunk that leaves a gap; return the answer."""
     machine = at.coordinator.run.rounds.machine
     total = 4 * peer.schema.fragments[0].numel
     header = peer.header(machine.round_id or 1, machine.outer_step, 0, total)
     try:
-        await peer.send(header, [tensors_pb2.Chunk(offset=0, data=bytes(total), crc32=1)])
+        await peer.send(header, [tensors_pb2.Chunk(offset=1, data=bytes(total - 1))])
     except grpc.aio.AioRpcError as error:
         return error.details() or ""
     return ""
@@ -99,7 +99,7 @@ async def test_one_damaged_message_costs_an_honest_peer_no_waiting(tmp_path: Pat
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=TOML, quorum=2)
     async with served(folder, hands.clock()) as at, at.peer("a") as a, at.peer("b") as b:
         machine = await ready(at, a, b)
-        assert "checksum" in await bad_bytes(b, at)
+        assert "gap" in await bad_bytes(b, at)
         view = await a.view(lambda view: view.round_id == machine.round_id)
         assert machine.expected == {"a", "b"}
         for peer in (a, b):

@@ -14,7 +14,7 @@ from torch import Tensor
 from aggregator.storage.store import load_outer
 from edit.fragments.digest import digest
 from edit.merging.injection import Injected
-from editpb import data_pb2, data_pb2_grpc
+from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.chunks import make_chunks
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
 from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
@@ -218,9 +218,13 @@ def test_only_a_region_may_inject_and_it_takes_no_part_in_rounds(tmp_path: Path)
     asyncio.run(scenario())
 
 
+def flip(chunk: tensors_pb2.Chunk) -> None:
+    chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
+
+
 Alter = Callable[[list[data_pb2.InjectPart]], object]
 DAMAGE: list[tuple[str, Alter, str]] = [
-    ("a flipped byte", lambda m: setattr(m[1].chunk.chunk, "data", b"\1" * len(m[1].chunk.chunk.data)), "does not have the digest"),
+    ("a flipped bit", lambda m: flip(m[1].chunk.chunk), "does not have the digest"),
     ("another digest", lambda m: setattr(m[0].header, "digest", "0" * 64), "does not have the digest"),
     ("a missing chunk", lambda m: m.pop(2), "a chunk at byte 512 where 0 was due"),
     ("too short", lambda m: m.pop(), "bytes arrived"),

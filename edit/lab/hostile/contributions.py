@@ -60,13 +60,13 @@ async def _every_round(attacker: Attacker, contribute: Round, *, repeat: bool = 
 
 
 async def bad_bytes(attacker: Attacker) -> None:
-    """Contribute bytes whose checksum is wrong, again and again."""
+    """Contribute bytes that leave a gap, again and again."""
 
     async def contribute(attendance: Attendance, view: View) -> None:
         fragment, name = attendance.schema.fragments[0], attendance.config.codec.up
         header = attendance.member.header(view, fragment, attendance.schema, name)
         chunks = list(make_chunks(attacker.chance.randbytes(header.total_bytes)))
-        chunks[0].crc32 ^= 1
+        chunks[0].offset += 1
         await attendance.member.send(header, chunks)
 
     await _every_round(attacker, contribute, repeat=True)
