@@ -167,10 +167,14 @@ class RoundRunner:
         self.feed(events.Faulted(peer_id, round_id, reason))
 
     def evict(self, peer_id: str, reason: str) -> None:
-        """Exclude an evicted peer from the open round, with all that it delivered and that is not being merged yet."""
-        held = self._contributions.of_peer(peer_id)
-        round_id = held.round_id if held is not None else self.machine.round_id
-        self.feed(events.Faulted(peer_id, round_id, f"evicted: {reason}"))
+        """Drop all that an evicted peer delivered, also what was merged early; a round that is closed is merged with it."""
+        if self.machine.is_merging(peer_id):
+            return
+        if self.machine.is_merged_early(peer_id):
+            why = f"{peer_id} was evicted, and a part of what it sent is merged already"
+            self.feed(events.RoundFailed(self.machine.round_id, why))
+        self.feed(events.Withdrawn(peer_id))
+        self._contributions.drop(peer_id, f"evicted: {reason}")
 
     def upload(self, peer_id: str) -> tuple[int, int]:
         """Return (bytes so far, bytes in all) of the contribution that is held of this peer; (0, 0): none is."""

@@ -57,7 +57,8 @@ Contributions
     nothing is known here. A newer contribution of the same peer replaces one that is not whole: the peer started again. One
     that is whole stays, and the newer one is refused.
 14. A merge or commit that failed drops what was in it: its bytes may be the reason. What the shell has Withdrawn is
-    dropped, too, unless it is being merged; its peer is waited for as before.
+    dropped, too, unless it is being merged; its peer is waited for as before. What an evicted peer sent is withdrawn; a round
+    that has merged a part of it early fails.
 
 Arrivals
 15. merging = "arrivals": a round expects nobody and closes with the first complete contribution, and all others that are
@@ -275,6 +276,15 @@ class RoundMachine:
     def is_out(self, peer_id: str) -> bool:
         """Return whether the open round goes on without this peer, because its bytes were bad (rule 5)."""
         return self._round is not None and peer_id in self._round.faults
+
+    def is_merging(self, peer_id: str) -> bool:
+        """Return whether the open round is closed to contributions, and is merging this peer's or a part of it."""
+        current = self._round
+        return current is not None and bool(current.close_reason) and (peer_id in current.complete or current.merges(peer_id))
+
+    def is_merged_early(self, peer_id: str) -> bool:
+        """Return whether a part of this peer's contribution is merged while the collection is still open (rule 6)."""
+        return self._collection is not None and self._collection.merges(peer_id)
 
     def quarantined_until(self, peer_id: str) -> float | None:
         """Return when this peer's quarantine ends, on the clock of `now`; None when it is in none (rule 17)."""
@@ -515,7 +525,7 @@ class RoundMachine:
 
     def _withdrawn(self, peer_id: str) -> None:
         """Forget the contribution, unless it is being merged."""
-        if self._is_merging(peer_id):
+        if self.is_merging(peer_id):
             return
         self._book.drop(peer_id)
         if (current := self._collection) is not None:
@@ -525,7 +535,7 @@ class RoundMachine:
         """Bad bytes. What is being merged stays. Where nothing is merged before the close, the shell is to drop what it has."""
         peer_id, current = event.peer_id, self._collection
         if self._book.carries:
-            if self._book.get(peer_id, event.round_id) is None or self._is_merging(peer_id):
+            if self._book.get(peer_id, event.round_id) is None or self.is_merging(peer_id):
                 return []
         elif current is None or event.round_id != current.round_id or peer_id in current.faults:
             return []
@@ -667,10 +677,6 @@ class RoundMachine:
     def _abandoned(self, current: OpenRound) -> bool:
         """Whether nobody can contribute and what is in does not suffice (rule 8)."""
         return not self._available and len(current.complete) < current.quorum
-
-    def _is_merging(self, peer_id: str) -> bool:
-        current = self._round
-        return current is not None and bool(current.close_reason) and peer_id in current.complete
 
 
 def _closing_reason(current: OpenRound, config: RoundsConfig, now: float) -> str:

@@ -140,6 +140,10 @@ class OpenRound:
         self.partly = self._merged_in_part()
         return self._reduce(self.due)
 
+    def merges(self, peer_id: str) -> bool:
+        """Return whether a fragment of this peer is asked for, or merged."""
+        return any(peer_id in peers for peers in self.asked.values())
+
     def _reduce(self, fragment_ids: Iterable[int]) -> list[Reduce]:
         """Ask for these fragments from the peers that have them in: each once, and none with less than a quorum."""
         now = [i for i in fragment_ids if i not in self.asked and len(self.delivered[i]) >= self.quorum]

@@ -14,14 +14,15 @@ import torch
 from aggregator.resources import Clock
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.rounds import events
 from editpb import data_pb2
 from editpb.channel_options import server_options
 from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb, found_header_to_pb, snapshot_request_to_pb
 from editpb.messages import FoundHeader, SnapshotRequest
 from tests.support.encoded import encode
-from tests.support.loops import until
-from tests.support.served import LIFETIME_S, SCHEMA, WAIT_S, found_run, new_folder, served, theta
+from tests.support.loops import on_a_loop, until
+from tests.support.served import LIFETIME_S, SCHEMA, TOML, WAIT_S, BarePeer, found_run, new_folder, served, theta
 
 LARGE = Schema((FragmentSpec(fragment_id=0, name="w", tensors=(TensorSpec(name="w", shape=(1 << 23,)),)),))  # 32 MiB
 
@@ -51,6 +52,118 @@ def test_what_an_evicted_peer_delivered_is_not_merged(tmp_path: Path) -> None:
             assert committed.digest == digest([t - d for t, d in zip(theta(), own, strict=True)])
 
     asyncio.run(scenario())
+
+
+PLAIN = "start_peers = {start}\nquorum = {quorum}\nfloor_s = 1000.0\nceiling_s = 1000.0\n"
+STALE = TOML.replace("enabled = false\n", "enabled = false\nstaleness = 0.0\n").replace(
+    "[rounds]\n", "[rounds]\nmax_staleness = 2\n"
+)
+ARRIVALS = TOML.replace(PLAIN, 'merging = "arrivals"\nmax_staleness = 2\n')
+OWN, EVIL = [torch.full((5,), 0.5), torch.full((300,), 0.5)], [torch.full((5,), 9.0), torch.full((300,), 9.0)]
+AFTER_OWN = [t - d for t, d in zip(theta(), OWN, strict=True)]
+
+
+async def begin(a: BarePeer, b: BarePeer) -> int:
+    """Found the run; return the first round, to which both are ready."""
+    await a.attend()
+    await a.view(lambda view: view.found)
+    await b.attend()
+    await a.found(theta())
+    for peer in (a, b):
+        await peer.report(0)
+    return (await a.view(lambda view: view.round_id > 0)).round_id
+
+
+async def send(peer: BarePeer, round_id: int, fragment_id: int, delta: torch.Tensor, chunks: int | None = None) -> None:
+    """A fragment, or its first chunks."""
+    data = bytes(encode("fp32", delta).data)
+    await peer.send(peer.header(round_id, 0, fragment_id, len(data)), list(make_chunks(data, 512))[:chunks])
+
+
+async def merged_of(peer: BarePeer, outer_step: int) -> list[list[str]]:
+    """By fragment, whose contributions the commit TO this outer step has."""
+    return [[verdict.peer_id for verdict in fragment.verdicts] for fragment in (await peer.fetch(outer_step)).fragments]
+
+
+@on_a_loop
+async def test_what_is_carried_over_of_an_evicted_peer_is_not_merged(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=STALE)
+    async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+        rounds, round_id = run.coordinator.run, await begin(a, b)
+        await send(b, round_id, 0, EVIL[0])
+        await send(b, round_id, 1, EVIL[1], 1)
+        await a.contribute(round_id, 0, OWN)
+        rounds.rounds.feed(events.Close("the test's"))
+        first = await a.view(lambda view: view.outer_step == 1 and view.round_id > 0)
+        assert rounds.rounds.upload("b")[0] > 0, "carried over"
+        await send(b, round_id, 1, EVIL[1])  # now it is whole, and waits for the others
+        rounds.evict("b", "bad manners")
+        assert rounds.rounds.upload("b") == (0, 0)
+        await a.report(1, first.digest)
+        await a.contribute(first.round_id, 1, OWN)
+        await a.view(lambda view: view.outer_step == 2)
+        assert [await merged_of(a, step) for step in (1, 2)] == [[["a"], ["a"]]] * 2
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["on its way", "whole"])
+@on_a_loop
+async def test_what_an_evicted_peer_sent_is_not_merged_where_contributions_may_be_stale(tmp_path: Path, whole: bool) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=STALE)
+    async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+        round_id = await begin(a, b)
+        await send(b, round_id, 0, EVIL[0])
+        await send(b, round_id, 1, EVIL[1], None if whole else 1)
+        await send(a, round_id, 0, OWN[0])
+        run.coordinator.run.evict("b", "bad manners")
+        await send(a, round_id, 1, OWN[1])
+        committed = await a.view(lambda view: view.outer_step == 1)
+        assert committed.digest == digest(AFTER_OWN) and await merged_of(a, 1) == [["a"], ["a"]]
+        assert run.coordinator.run.rounds.upload("b") == (0, 0)
+
+
+@on_a_loop
+async def test_an_eviction_drops_what_has_not_arrived_and_disturbs_no_other_arrival(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", toml=ARRIVALS)) as run, run.peer("a") as a, run.peer("b") as b:
+        round_id = await begin(a, b)
+        await send(a, round_id, 0, OWN[0])
+        await send(b, round_id, 0, EVIL[0])
+        await send(b, round_id, 1, EVIL[1], 1)
+        run.coordinator.run.evict("b", "bad manners")
+        assert run.coordinator.run.rounds.upload("b") == (0, 0)
+        assert run.coordinator.run.rounds.machine.round_id == round_id, "no round is aborted by it"
+        await send(a, round_id, 1, OWN[1])
+        committed = await a.view(lambda view: view.outer_step == 1)
+        assert committed.digest == digest(AFTER_OWN) and await merged_of(a, 1) == [["a"], ["a"]]
+
+
+@on_a_loop
+async def test_a_fragment_that_was_merged_early_with_an_evicted_peer_is_not_committed(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+        round_id = await begin(a, b)
+        machine = run.coordinator.run.rounds.machine
+        await send(b, round_id, 0, EVIL[0])
+        await send(a, round_id, 0, OWN[0])  # now both are in: it is merged, before the round closes
+        await until(lambda: machine._round is not None and machine._round.reduced == {0})
+        run.coordinator.run.evict("b", "bad manners")
+        aborted = await a.view(lambda view: view.round_id > round_id)
+        assert (aborted.last_committed, aborted.last_reason) == (
+            False,
+            "b was evicted, and a part of what it sent is merged already",
+        )
+        await a.contribute(aborted.round_id, 0, OWN)
+        committed = await a.view(lambda view: view.outer_step == 1)
+        assert committed.digest == digest(AFTER_OWN) and await merged_of(a, 1) == [["a"], ["a"]]
+
+
+@on_a_loop
+async def test_an_eviction_before_anything_is_merged_aborts_no_round(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+        round_id = await begin(a, b)
+        for fragment_id in (0, 1):
+            await send(b, round_id, fragment_id, EVIL[fragment_id])
+        run.coordinator.run.evict("b", "bad manners")
+        await a.contribute(round_id, 0, OWN)
+        assert (await a.view(lambda view: view.outer_step == 1)).last_round_id == round_id
 
 
 def test_an_eviction_ends_a_contribution_under_way(tmp_path: Path) -> None:
