@@ -551,6 +551,7 @@ def test_a_copied_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         async with served(one) as run, run.peer("a") as a:
             await found_run(a)
         shutil.copytree(one.outer, two.outer)
+        shutil.copy(one.incarnation, two.incarnation)
         with pytest.raises(ConfigError, match="belongs to run"):
             async with served(two):
                 pass
