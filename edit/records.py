@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "MOST_TOKENS",
     "Aborted",
     "Arriving",
     "Commit",
@@ -34,6 +35,8 @@ __all__ = [
     "Update",
     "Verdict",
 ]
+
+MOST_TOKENS = (1 << 63) - 1  # a run counts no further: what a signed 64-bit number holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from aggregator.control.membership import Member
 from edit.config.run import RoundsConfig, RunConfig
 
+_OF_TWO = 8.0
 _FASTER = 4.0  # a member claims to be so many times faster than was measured here at most: the measurement has waits in it
 
 __all__ = ["PaceAdvice", "dylu_steps", "fastest", "impossible", "too_slow"]
@@ -55,12 +56,15 @@ class PaceAdvice:
 def fastest(step_s: Iterable[float]) -> float:
     """Return the time of an inner step, in seconds, of those that set the pace; 0 when none is known (above 0).
 
-    A low quantile (a quarter), from three members on not the smallest: a single claim sets nobody's pace.
+    A low quantile (a quarter), from three members on not the smallest: a single claim sets nobody's pace. Of two, where nobody
+    knows which one is odd, the faster one, but at most eight times as fast as the other.
     """
     known = sorted(seconds for seconds in step_s if seconds > 0)
     if not known:
         return 0.0
-    return known[max(1, len(known) // 4)] if len(known) > 2 else known[0]
+    if len(known) > 2:
+        return known[max(1, len(known) // 4)]
+    return max(known[0], known[-1] / _OF_TWO)
 
 
 def dylu_steps(interval: int, step_s: float, fastest_s: float) -> int:

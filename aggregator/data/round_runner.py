@@ -25,6 +25,7 @@ from aggregator.data.contributions import Contributions, ShardUpload
 from aggregator.data.published import CommittedState, PublishedState
 from aggregator.resources import Resources
 from aggregator.run_feed import (
+    Advised,
     ContributionRefused,
     PeerFaulted,
     PeerQuarantined,
@@ -45,6 +46,7 @@ from edit.merging.outer_state import OuterState, Staged
 from edit.records import Commit
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
+from edit.rounds.work_claims import UsualWork, Work
 from editpb.messages import ContributionHeader
 
 __all__ = ["RoundRunner"]
@@ -99,6 +101,7 @@ class RoundRunner:
         self._due = partial(
             fragments_due, fragments=len(outer.schema.fragments), groups=config.sync.groups, pattern=config.sync.pattern
         )
+        self._told_of_claims: set[str] = set()  # the members of whose claims was said that they are not believed
         self.machine = RoundMachine(
             config.rounds,
             due=self._due,
@@ -107,6 +110,8 @@ class RoundRunner:
             first_round_id=first_round_id,
             stop_tokens=config.sync.tokens,
             tokens=self._store.tokens,
+            work=UsualWork.of(config),
+            idle_s=self._idle_s(),
             overlap=config.sync.overlap,
         )
         self._load_deadlines()
@@ -229,7 +234,8 @@ class RoundRunner:
             return
         try:
             held = map(self._contributions.of_peer, effect.peers)
-            measured = [one.whole(fragment_id, self.machine.outer_step) for one in held if one is not None]
+            claimed = [one.whole(fragment_id, self.machine.outer_step) for one in held if one is not None]
+            measured = self._bounded(claimed)
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
             staged, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
@@ -241,6 +247,16 @@ class RoundRunner:
         current.staged[fragment_id] = staged
         current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
         self.feed(events.Reduced(effect.round_id, fragment_id))
+
+    def _bounded(self, claimed: Sequence[Measured]) -> list[Measured]:
+        """Return the contributions with what their inner steps and tokens count for; warn once of a member that claims more."""
+        work = self.machine.counted({one.peer_id: Work(one.inner_steps, one.tokens) for one in claimed})
+        for one in claimed:
+            counts = work[one.peer_id]
+            if (counts.inner_steps < one.inner_steps or counts.tokens < one.tokens) and one.peer_id not in self._told_of_claims:
+                self._told_of_claims.add(one.peer_id)
+                self._run_feed.publish(Advised(one.peer_id, _unbelieved(one, counts)))
+        return [replace(one, inner_steps=work[one.peer_id].inner_steps, tokens=work[one.peer_id].tokens) for one in claimed]
 
     def _merge(
         self, effect: events.Reduce, measured: Sequence[Measured], injection: Injection | None
@@ -361,6 +377,12 @@ class RoundRunner:
         except (OSError, ValueError) as error:
             _log.warning("%s: is passed over (%s); the peers' times are measured again", self._deadlines_file, error)
 
+    def _idle_s(self) -> float:
+        """Return for how long the run stood still before this start, in seconds, as far as the file of measured times tells."""
+        if self._deadlines_file is None or not self._deadlines_file.exists():
+            return 0.0
+        return max(0.0, self._clock.unix() - self._deadlines_file.stat().st_mtime)
+
     # ---- what a run above brings ---------------------------------------------------------------------------------------
 
     @property
@@ -385,3 +407,11 @@ class RoundRunner:
         self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
         self._store.injections.pending = injection
         _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
+
+
+def _unbelieved(claimed: Measured, counts: Work) -> str:
+    return (
+        f"says {claimed.inner_steps} inner steps and {claimed.tokens} tokens are behind a contribution; they count as "
+        f"{counts.inner_steps} and {counts.tokens}: if that is wrong, inner.batch_size, inner.accumulation, model.context or "
+        "sync.every are not what it trains with"
+    )

@@ -28,7 +28,7 @@ from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Merged
 from edit.merging.outer_state import OuterState
-from edit.records import Commit
+from edit.records import MOST_TOKENS, Commit
 
 __all__ = ["Store", "load_outer"]
 
@@ -100,10 +100,10 @@ class Store:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
         Args:
-            tokens: merged with it.
+            tokens: merged with it; the sum stays at MOST_TOKENS.
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
         """
-        total = self.tokens + tokens
+        total = min(self.tokens + tokens, MOST_TOKENS)
         self._writer.submit(lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected)).result()
         self.tokens = total
 
@@ -222,7 +222,7 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
         commits.append(_apply(outer, committed))
         tokens = committed.tokens
     base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
-    return _Loaded(outer, recovered.outer_step, list(commits), base, tokens)
+    return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS))
 
 
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:

@@ -16,5 +16,6 @@ In reading order:
     absences       which live peers are waited for no longer, because nothing came of them
     faults         which peers are kept out of the rounds for bad bytes, and for how long
     deadlines      how long a round waits for a peer, from the peer's own measured times
+    work_claims    how much work a contribution counts for: what peers say of it, bounded
     peer_timing    when each peer goes from one phase to the next: the measurements
 """

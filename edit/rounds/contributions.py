@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from edit.rounds.work_claims import WorkBounds
+
 __all__ = ["ContributionBook", "InFlightContribution"]
 
 
@@ -18,6 +20,7 @@ class InFlightContribution:
     began_at: float  # when its first header came
     arrived: set[int] = field(default_factory=set)  # the fragments that are in
     whole: bool = False  # every fragment is in
+    bounds: WorkBounds | None = None  # what of its claims is believed; None: all
     steady: bool = True  # the peer was not lost since it began, so its times count
     received_bytes: int = 0  # as the shell reported last
     total_bytes: int = 0  # as the shell reported last

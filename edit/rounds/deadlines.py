@@ -3,10 +3,11 @@
     allowed(phase) = median + spread * max(MAD, median / 10)            of the last 16 measurements of that phase
     expected_s(peer) = clamp(allowed(download) + allowed(compute) + allowed(upload), floor, ceiling)
                      = ceiling before 3 measurements of compute and upload; never less than one inner step (step_s)
-    step_s(peer)     = what the peer claims; above the ceiling only as far as was measured here
+    step_s(peer)     = what the peer claims; above the ceiling only as far as was measured here, at most twice the ceiling
 
 What a peer claims of its inner steps may not hold a round up: what was measured here is the time from the peer's last sign of
-a finished exchange to its next contribution, divided by the inner steps that it says are behind that contribution.
+a finished exchange to its next contribution, divided by the inner steps behind that contribution, as far as they are believed
+(`edit.rounds.work_claims`). Who stays away and then says one step measures a long one: hence the last bound.
 
 MAD is the median absolute deviation from the median. A download that was never measured counts as 0: then it is part of what
 was measured as compute. Constant times have a MAD of 0; the tenth of the median keeps a margin for them.
@@ -29,6 +30,8 @@ __all__ = ["FEWEST", "MEASURED", "WINDOW", "Deadlines", "PeerPhase"]
 
 FEWEST = 3  # measurements before a peer's own times count
 SMALLEST_SPREAD = 0.1  # of the median
+_MOST_CEILINGS = 2.0  # that one inner step may hold a round up
+_STEPS = "step"  # the seconds per inner step in `to_json`
 WINDOW = 16  # measurements kept per peer and phase
 
 
@@ -75,9 +78,11 @@ class Deadlines:
         return median(self._steps_s[peer_id]) if peer_id in self._steps_s else 0.0
 
     def step_s(self, peer_id: str) -> float:
-        """Return the seconds per inner step that are believed: the claim, above the ceiling only as far as it was measured."""
+        """Return the seconds per inner step that are believed: the claim, bounded as the module's text says."""
         claimed, ceiling = self._claimed_s.get(peer_id, 0.0), self._config.ceiling_s
-        return claimed if claimed <= ceiling else max(ceiling, min(claimed, self.measured_step_s(peer_id)))
+        if claimed <= ceiling:
+            return claimed
+        return max(ceiling, min(claimed, self.measured_step_s(peer_id), _MOST_CEILINGS * ceiling))
 
     def measured(self, peer_id: str) -> bool:
         """Return whether the peer's own times count already."""
@@ -103,20 +108,21 @@ class Deadlines:
 
     def to_json(self) -> str:
         """Return the measurements as text, for a restart."""
-        windows = self._windows.items()
-        return json.dumps([[peer_id, phase.value, [*times]] for phase, of in windows for peer_id, times in of.items()])
+        named = [(phase.value, of) for phase, of in self._windows.items()] + [(_STEPS, self._steps_s)]
+        return json.dumps([[peer_id, name, [*times]] for name, of in named for peer_id, times in of.items()])
 
     def load(self, text: str) -> None:
         """Take what `to_json` gave. Raises ValueError when it is damaged; then nothing is taken."""
-        windows = _no_measurements()
+        windows, steps_s = _no_measurements(), _windows()
         try:
             for peer_id, phase, times in parse_json(text):
                 if not all(isinstance(time, int | float) and math.isfinite(time) and time >= 0 for time in times):
                     raise ValueError(f"times of {peer_id} are not seconds")
-                windows[PeerPhase(phase)][str(peer_id)].extend(float(time) for time in times)
+                of = steps_s if phase == _STEPS else windows[PeerPhase(phase)]
+                of[str(peer_id)].extend(float(time) for time in times)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        self._windows = windows
+        self._windows, self._steps_s = windows, steps_s
 
 
 def _no_measurements() -> _Windows:

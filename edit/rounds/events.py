@@ -72,7 +72,7 @@ class Offered:
     round_id: int  # the round that was open when the contribution began
     outer_step: int  # the outer step it was computed against
     fragment_id: int
-    inner_steps: int = 0  # the work behind it, as the peer says; 0: it does not
+    inner_steps: int = 0  # the work behind it, as the peer claims; 0: it says nothing
 
 
 @dataclass(frozen=True, slots=True)

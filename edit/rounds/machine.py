@@ -32,11 +32,10 @@ Waiting
     complete peers would have to wait for the outcome (they train `overlap` inner steps meanwhile). Fragments of missing
     peers that are in and not reduced yet are used: those peers are in the commit in part.
  8. The deadline is the largest expected_s of the expected peers, counted from the opening (see `edit.rounds.deadlines`): at
-    most ceiling_s, and above it only for a peer whose inner step was measured here to take so long; what it claims does not
-    suffice. A
-    transfer that moves extends it, if at its rate it ends before ceiling_s. With fewer than a quorum complete at the
-    deadline, the round is aborted. With no ready peer there is nobody to give up on: the round stays, the phase is
-    GATHERING, and the deadline counts from the first peer that is ready again.
+    most ceiling_s, and above it, up to twice as much, only for a peer whose inner step was measured here to take so long;
+    what it claims does not suffice. A transfer that moves extends it, if at its rate it ends before ceiling_s. With fewer
+    than a quorum complete at the deadline, the round is aborted. With no ready peer there is nobody to give up on: the
+    round stays, the phase is GATHERING, and the deadline counts from the first peer that is ready again.
  9. A peer's times are recorded when they end, and, when a close leaves out a peer that is overdue, as the time that it was
     given: so the deadline grows with a peer that has become slower. Only peers that were expected from the opening on and
     never lost are measured.
@@ -79,6 +78,10 @@ Faults
 18. A round that was aborted with a fault in it, or by a merge or commit that failed, is tried again at once; after two in a
     row half a second later, then after twice as long each time, up to a minute. A commit and a Resume end that.
 
+Claims
+19. The inner steps and tokens that a peer says are behind its contribution count, for whatever they count, up to what the
+    configuration and the times measured here allow (`edit.rounds.work_claims`). The sum of the tokens stays at MOST_TOKENS.
+
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
 GATHERING   MemberReady, Resume               enough are ready               RoundOpened                  COLLECTING
@@ -114,10 +117,11 @@ opens:      FINISHED with RunFinished when a drain was asked for; PAUSED when a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
+from edit.records import MOST_TOKENS
 from edit.rounds.absences import Absences
 from edit.rounds.contributions import ContributionBook
 from edit.rounds.deadlines import Deadlines, PeerPhase
@@ -150,6 +154,7 @@ from edit.rounds.events import (
 from edit.rounds.faults import Faults, delay_s
 from edit.rounds.open_round import OpenRound, ReadyPeers
 from edit.rounds.peer_timing import PeerTimer
+from edit.rounds.work_claims import UsualWork, Work, WorkBounds, WorkClaims
 
 __all__ = ["RoundMachine"]
 
@@ -165,6 +170,8 @@ class RoundMachine:
         first_round_id: larger than any id of an earlier process, and at least 1.
         stop_tokens: the run ends when so many tokens are merged; 0: no bound.
         tokens: so many tokens were merged before.
+        work: what the configuration says of the work behind a contribution; None: what peers claim is believed.
+        idle_s: seconds that the run stood still before the coordinator started.
         overlap: inner steps that a peer trains behind an exchange (`SyncConfig.overlap`).
         backs_off: whether a round waits after several that came to nothing (rule 18); not where the clock stands still.
     """
@@ -179,6 +186,8 @@ class RoundMachine:
         first_round_id: int,
         stop_tokens: int = 0,
         tokens: int = 0,
+        work: UsualWork | None = None,
+        idle_s: float = 0.0,
         overlap: int = 0,
         backs_off: bool = True,
     ) -> None:
@@ -202,6 +211,7 @@ class RoundMachine:
         self._opens_at = -math.inf  # no round opens before that
         self._held_back: tuple[float, str] | None = None  # until when no round opens at least, and why
         self.deadlines = Deadlines(config)
+        self._work = WorkClaims(work, self.deadlines, idle_s) if work is not None else None
         self._timer = PeerTimer(self.deadlines, self._book, overlap)
 
     # -- questions --------------------------------------------------------------------------------------------------------
@@ -300,6 +310,17 @@ class RoundMachine:
         reported = self._peers.reported(peer_id)
         return None if reported is None else self._timer.phase_of(peer_id, reported, self._outer_step)
 
+    def counted(self, claims: Mapping[str, Work]) -> Mapping[str, Work]:
+        """Return what the contributions to a fragment that is being reduced count for (rule 19). claims: by peer_id."""
+        if self._work is None:
+            return claims
+        bounds, group = dict[str, WorkBounds](), self._due_now[0]
+        for peer_id in claims:
+            held = self._book.get(peer_id)
+            known = held.bounds if held is not None else None  # it may have been dropped while it is being reduced
+            bounds[peer_id] = known or self._work.bounds(peer_id, group)
+        return self._work.counted(claims, bounds)
+
     def next_wakeup(self) -> float | None:
         """Return when a Tick can change something; None: only other events can."""
         if self._round is None:
@@ -327,7 +348,7 @@ class RoundMachine:
             case MemberReady():
                 return self._reported(event, now)
             case MemberLost():
-                self._lost(event)
+                self._lost(event, now)
             case Progress():
                 self._progress(event, now)
             case Withdrawn():
@@ -363,6 +384,8 @@ class RoundMachine:
             self._timer.applied(peer_id, now)
         if self._peers.reported(peer_id) is None:
             self._timer.appeared(peer_id, now)
+            if self._work is not None:
+                self._work.appeared(peer_id, now)
         self._peers.report(peer_id, event.outer_step)
         if current is None:
             return self._open(now, assembling=True)
@@ -380,7 +403,9 @@ class RoundMachine:
             current.expect(peer_id, self._allowed_s(peer_id))
         return self._settle(now)
 
-    def _lost(self, event: MemberLost) -> None:
+    def _lost(self, event: MemberLost, now: float) -> None:
+        if self._work is not None:
+            self._work.lost(event.peer_id, now)
         self._peers.lost(event.peer_id)
         if (contribution := self._book.get(event.peer_id)) is not None:
             contribution.steady = False
@@ -402,14 +427,23 @@ class RoundMachine:
             return []
         if not current.commit_asked:
             raise LocalProtocolError(f"round {event.round_id}: nobody asked to commit it")
+        self._note_work(current)
         self._outer_step += 1
         self._due_now = self._due(self._outer_step)
-        self._tokens += event.tokens
+        self._tokens = min(self._tokens + event.tokens, MOST_TOKENS)
         self._peers.advance(self._outer_step)
         self._timer.published(now)
         self._book.merged(current.complete, self._outer_step)
         self._faults.merged(current.complete | current.partly)
         return self._end_round(current, now, committed=True, reason=current.close_reason)
+
+    def _note_work(self, current: OpenRound) -> None:
+        """These contributions are merged: their peers' next ones are the work since they began."""
+        if self._work is None:
+            return
+        for peer_id in current.complete | current.partly:
+            if (merged := self._book.get(peer_id)) is not None and merged.bounds is not None:
+                self._work.merged(peer_id, self._due_now[0], merged.bounds)
 
     def _failed(self, event: RoundFailed, now: float) -> list[Effect]:
         current = self._round
@@ -441,9 +475,13 @@ class RoundMachine:
         if refused := self._refusal(peer_id, round_id, outer_step, offer.fragment_id):
             return refused
         older, current = self._book.get(peer_id), self._collection
-        if self._book.begin(peer_id, round_id, outer_step, now) is not None:
+        if (begun := self._book.begin(peer_id, round_id, outer_step, now)) is not None:
             self._absences.contributed(peer_id)
-            self._timer.computed(peer_id, offer.inner_steps, now)
+            inner_steps = offer.inner_steps
+            if self._work is not None:
+                begun.bounds = self._work.bounds(peer_id, self._due_now[0])
+                inner_steps = begun.bounds.inner_steps(inner_steps) if inner_steps else 0
+            self._timer.computed(peer_id, inner_steps, now)
             if current is not None and older is not None:
                 current.withdraw(peer_id)
             if current is not None and round_id == current.round_id:
@@ -624,6 +662,8 @@ class RoundMachine:
     def _end_round(self, current: OpenRound, now: float, *, committed: bool, reason: str, failed: bool = False) -> list[Effect]:
         """The round is over: say what is kept of it, and open the next one or finish. failed: by a merge or a commit."""
         self._round = None
+        if self._work is not None:
+            self._work.closed(committed=committed)
         if committed:
             self._aborts, self._opens_at = 0, -math.inf
         elif (failed or current.faults) and self._backs_off:

@@ -47,7 +47,7 @@ class PeerTimer:
             self._deadlines.record(peer_id, PeerPhase.DOWNLOAD, now - self._published_at)
 
     def computed(self, peer_id: str, inner_steps: int, now: float) -> None:
-        """A contribution begins, with so many inner steps behind it as the peer says: measure the time of one of them."""
+        """A contribution begins, with so many inner steps behind it as are believed: measure the time of one of them."""
         since, self._computes_from[peer_id] = self._computes_from.get(peer_id), now
         if since is not None and inner_steps > 0:
             self._deadlines.record_step(peer_id, (now - since) / inner_steps)

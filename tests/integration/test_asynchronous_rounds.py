@@ -326,6 +326,7 @@ async def _until(run: Served, condition: Callable[[], bool]) -> None:
 
 def test_dylu_gives_every_peer_at_least_one_step_and_the_fastest_all() -> None:
     assert fastest([0.0, 0.4, 0.1]) == 0.1 and fastest([1e-6, 0.1, 0.4, 0.4]) == 0.1 and fastest([0.0]) == fastest([]) == 0.0
+    assert fastest([1e-6, 0.8]) == 0.1, "of two, at most eight times as fast as the other"
     assert [dylu_steps(30, step_s, 0.1) for step_s in (0.1, 0.2, 0.35, 1e9)] == [30, 15, 8, 1]
     assert dylu_steps(30, 0.05, 0.1) == 30  # its report is newer than the fastest known
     assert dylu_steps(30, 0.0, 0.1) == dylu_steps(30, 0.1, 0.0) == 0

@@ -19,7 +19,7 @@ from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
-from edit.records import Commit
+from edit.records import MOST_TOKENS, Commit
 from tests.support.encoded import encode
 
 SCHEMA = Schema(
@@ -55,7 +55,7 @@ def step(outer: OuterState) -> list[Measured]:
     return [Measured("a", 2, 10, measure(delta), delta) for delta in deltas]
 
 
-def append(store: Store, outer: OuterState, *, commit: bool = True) -> Commit | None:
+def append(store: Store, outer: OuterState, *, commit: bool = True, tokens: int = 0) -> Commit | None:
     """What the round runner does with one round."""
     staged = []
     for fragment_id, contribution in zip(outer.due, step(outer), strict=True):
@@ -64,7 +64,7 @@ def append(store: Store, outer: OuterState, *, commit: bool = True) -> Commit | 
         store.begin_fragment(7, outer.outer_step + 1, merged).result()
     if not commit:
         return None
-    store.append_commit(7, outer.outer_step + 1, "all in")
+    store.append_commit(7, outer.outer_step + 1, "all in", tokens)
     done = outer.commit(7, "all in", staged)
     store.publish(done)
     return done
@@ -102,6 +102,21 @@ def test_groups_are_recovered_to_the_bit_with_their_updates(tmp_path: Path, grou
     assert again.update(oldest - 1) is None
     assert len(list(tmp_path.glob("*.updates"))) <= STORAGE.keep_checkpoints  # bounded, as the checkpoints are
     assert append(again, recovered) == append_elsewhere(outer)
+    again.close()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["checkpoint", "journal"])
+def test_the_sum_of_tokens_stays_at_what_a_64_bit_number_holds(tmp_path: Path, kept: bool) -> None:
+    store = Store(tmp_path, config(1), "run")
+    outer = founded(store, 1)
+    for _ in range(3):
+        append(store, outer, tokens=MOST_TOKENS - 1)
+    assert store.tokens == MOST_TOKENS
+    if kept:
+        store.checkpoint(outer)
+    store.close()
+    again = Store(tmp_path, config(1), "run")
+    assert again.recover() is not None and again.tokens == MOST_TOKENS
     again.close()
 
 

@@ -14,6 +14,7 @@ import edit.rounds.machine
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
 from edit.fragments.groups import fragments_due
+from edit.records import MOST_TOKENS
 from edit.rounds.events import (
     Arrived,
     Close,
@@ -362,6 +363,17 @@ def test_only_peers_that_were_there_from_the_opening_on_are_measured() -> None:
         assert run.machine.round_id > round_id
     assert run.machine.expected_s("a") == pytest.approx(8 + 6 * 0.8)
     assert run.machine.expected_s("b") is None and run.machine.expected_s("c") is None
+
+
+def test_the_sum_of_tokens_stays_at_what_a_64_bit_number_holds() -> None:
+    run = Watched(quorum=1, start_peers=1)
+    run.feed(MemberReady("a", 0))
+    for _ in range(2):
+        run.act("send", "a", 0, 0)
+        while run.asked:
+            run.act("reduced", "", 0, 0)
+        run.feed(CommitSucceeded(run.commits.popleft().round_id, MOST_TOKENS - 1))
+    assert run.machine.tokens == MOST_TOKENS
 
 
 def test_a_machine_at_the_last_step_is_finished() -> None:
