@@ -309,9 +309,9 @@ class LocalRun:
 
     def _carries(self, peer_id: str, commit: Commit) -> bool:
         """Whether a contribution that this commit could have merged is merged later, or still may be."""
-        if _takes_part(peer_id, commit):
+        if commit.has(peer_id):
             return False
-        later = any(_takes_part(peer_id, other) for other in self._commits if other.outer_step > commit.outer_step)
+        later = any(other.has(peer_id) for other in self._commits if other.outer_step > commit.outer_step)
         return later or peer_id in self._held
 
     # -- carrying out ------------------------------------------------------------------------------------------------------
@@ -389,10 +389,6 @@ class LocalRun:
         """The peer starts again, or has left: forget its contribution, and the news for it."""
         self._drop(peer_id)
         self._lost.pop(peer_id, None)
-
-
-def _takes_part(peer_id: str, commit: Commit) -> bool:
-    return any(part.verdict_of(peer_id) is not None for part in commit.fragments)
 
 
 class LocalCollective:

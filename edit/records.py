@@ -139,6 +139,10 @@ class Commit:
     # Those that this outer step exchanges (`edit.fragments.groups.fragments_due`), ascending; theta of the others stays.
     fragments: tuple[FragmentCommit, ...]
 
+    def has(self, peer_id: str) -> bool:
+        """Return whether this peer contributed to it, whatever the verdict."""
+        return any(part.verdict_of(peer_id) is not None for part in self.fragments)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -248,11 +248,9 @@ class RegionalPeer:
         steps: dict[int, Tensor] = {}
         for step in range(outer_step, self.worker.outer_step):
             outcome = self._collective.outcome(step, block=False)
-            if not isinstance(outcome, Committed):
+            if not isinstance(outcome, Committed) or outcome.commit.has(self._collective.peer_id):
                 return None
             for part in outcome.commit.fragments:
-                if part.verdict_of(self._collective.peer_id) is not None:
-                    return None
                 if part.payload is not None:
                     moved = decode(part.payload)
                     steps[part.fragment_id] = steps[part.fragment_id] + moved if part.fragment_id in steps else moved
@@ -316,7 +314,7 @@ class RegionalPeer:
         if self._place == self._seen:
             return
         self._seen, commit = self._place, self.worker.last_commit
-        if commit is not None and any(part.verdict_of(self._collective.peer_id) for part in commit.fragments):
+        if commit is not None and commit.has(self._collective.peer_id):
             self._since = self._contributed
         for i, parameters in enumerate(self._parameters):
             now = flatten(parameters)

@@ -175,8 +175,9 @@ class ShareExchange:
         if not isinstance(outcome, Committed):
             return outcome
         self._answered, commit = outcome, outcome.commit
-        merged = self._updates.takes_part(commit)
-        return Advanced(commit.outer_step, merged, outcome.carried, commit.reason, outcome.inner_steps)
+        return Advanced(
+            commit.outer_step, commit.has(self._collective.peer_id), outcome.carried, commit.reason, outcome.inner_steps
+        )
 
     def _take_answer(self) -> Committed:
         """Return the commit of the last answer, and keep it no longer: its payloads are as large as the model."""

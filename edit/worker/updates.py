@@ -64,10 +64,6 @@ class Updates:
         mine = part.verdict_of(self._collective.peer_id)
         return mine.verdict if mine else None
 
-    def takes_part(self, commit: Commit) -> bool:
-        """Whether this peer contributed to the commit."""
-        return any(self.verdict(part) for part in commit.fragments)
-
     def snapshot(self) -> Outer | None:
         """Return the run's outer parameters, of one outer step at all ranks; None when cut off, unless strict."""
         ranks = self._replica.layout.ranks

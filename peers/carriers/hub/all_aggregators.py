@@ -139,13 +139,7 @@ class AllAggregators(CompositeCollective):
         addresses = config.aggregators.addresses
         siblings = Siblings(1 + len(addresses), parser, server)
         self._connections = tuple(
-            HubCollective(
-                io,
-                each,
-                identity,
-                ranks=ranks,
-                siblings=siblings,
-            )
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings)
             for each in (channels, *(Channels((address,), channels.credentials) for address in addresses))
         )
         super().__init__(self._connections)

@@ -364,8 +364,8 @@ class HubCollective:
             return None
         except (StaleError, RemoteProtocolError) as error:
             return NeedsSnapshot(f"update {outer_step}: {error}")
-        merged = any(part.verdict_of(self.peer_id) is not None for part in outcome.commit.fragments)
-        return dataclasses.replace(outcome, carried=leader.carried and not merged, inner_steps=leader.inner_steps)
+        carried = leader.carried and not outcome.commit.has(self.peer_id)
+        return dataclasses.replace(outcome, carried=carried, inner_steps=leader.inner_steps)
 
     def _end_attempt(self, leader: LeaderDecision, outcome: Outcome) -> None:
         """All ranks have the same answer: the attempt is over, or carried and then still on its way."""
