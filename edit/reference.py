@@ -19,11 +19,17 @@ __all__ = [
     "Inner",
     "delayed_nesterov",
     "diloco",
+    "e3m0",
+    "feedback",
     "heloco",
+    "integers",
     "nesterov",
     "rda",
+    "sign",
     "stale_weights",
+    "stat2",
     "streaming",
+    "topk",
 ]
 
 # (local fragments, inner step 1, 2, ...) -> local fragments after that step
@@ -344,3 +350,70 @@ def _take(
                 own[i] = alpha * own[i] + (1 - alpha) * theta[i]
             else:
                 own[i] = theta[i] + (own[i] - went_on_from[peer_id][i])
+
+
+# Codecs: what a vector is after it was encoded and decoded.
+
+
+def integers(x: Tensor, bits: int, block: int) -> Tensor:
+    """Round each block to the multiples -(2^(bits-1) - 1) .. 2^(bits-1) - 1 of its largest magnitude's share."""
+    largest = 2 ** (bits - 1) - 1
+    parts = []
+    for part in _parts(x, block):
+        scale = part.abs().max() / largest
+        parts.append((part / scale).round() * scale)
+    return torch.cat(parts)
+
+
+def e3m0(x: Tensor, block: int) -> Tensor:
+    """Round each element to the nearest of 0 and +-2^-6 .. 2^0 times its block's largest magnitude (arXiv 2501.18512)."""
+    grid = torch.tensor([0.0] + [sign * 2.0**e for e in range(-6, 1) for sign in (1, -1)])
+    parts = []
+    for part in _parts(x, block):
+        values = grid * part.abs().max()
+        parts.append(values[(part.unsqueeze(1) - values).abs().argmin(dim=1)])
+    return torch.cat(parts)
+
+
+def sign(x: Tensor, block: int) -> Tensor:
+    """Replace each magnitude by its block's mean magnitude (arXiv 1901.09847)."""
+    return torch.cat([torch.where(part < 0, -1.0, 1.0) * part.abs().mean() for part in _parts(x, block)])
+
+
+def stat2(x: Tensor, block: int, spread: float) -> Tensor:
+    """Replace each magnitude by the mean of those of its row up to, or above, spread / 4 standard deviations about 0."""
+    return torch.cat([_two_levels(part, float(part.square().mean().sqrt()) * spread / 4) for part in _parts(x, block)])
+
+
+def topk(x: Tensor, k: int, chunk: int = 4096) -> Tensor:
+    """Keep the k largest magnitudes of each chunk (of equal ones the first) as two levels, the rest is 0 (arXiv 2508.15706)."""
+    parts = []
+    for part in _parts(x, chunk):
+        magnitudes = part.abs().tolist()
+        kept = [i for _, i in sorted((-magnitude, i) for i, magnitude in enumerate(magnitudes))[:k]]
+        sent = torch.zeros_like(part)
+        sent[kept] = _two_levels(part[kept], float(part[kept].abs().mean()))
+        parts.append(sent)
+    return torch.cat(parts)
+
+
+def _parts(x: Tensor, size: int) -> list[Tensor]:
+    return [x[start : start + size] for start in range(0, x.numel(), size)]
+
+
+def _two_levels(x: Tensor, edge: float) -> Tensor:
+    levels = torch.zeros_like(x)
+    for group in (x.abs() <= edge, x.abs() > edge):
+        if bool(group.any()):
+            levels[group] = x[group].abs().mean()
+    return torch.where(x < 0, -levels, levels)
+
+
+def feedback(deltas: Sequence[Tensor], lossy: Callable[[Tensor], Tensor], decay: float) -> list[Tensor]:
+    """Return what is sent of each of a peer's contributions: u = Delta + decay e; send lossy(u); e <- u - lossy(u)."""
+    error, sent = torch.zeros_like(deltas[0]), []
+    for delta in deltas:
+        total = delta + decay * error
+        sent.append(lossy(total))
+        error = total - sent[-1]
+    return sent

@@ -5,8 +5,15 @@ know peers, rounds, verdicts, carriers.
 
     base            the Codec protocol, and all that follows from a format's four methods
     blocks          which blocks of an encoded vector cover a shard
+    blockwise       what all formats of blocks share: planes of bytes, pieces, cuts, packed bits, sums
     floats          fp32, bf16, fp16
     int8            256 elements with one scale
+    int4            the same with 4 bits
+    e3m0            powers of two with a sign: 4 bits
+    two_levels      a sign and one of two magnitudes: 2 bits
+    stat2           two levels by the standard deviation of a row
+    sign            1 bit and the mean magnitude
+    topk            the k largest of 4096
     error_feedback  the residual: what a lossy codec left out is added to the next vector
 
 To add a codec: a file beside these with a class that derives from `Codec`, a line in `_CODECS`, its name and its options in
@@ -24,8 +31,13 @@ import torch
 from torch import Tensor
 
 from edit.codecs.base import PIECE, Buffer, Codec
+from edit.codecs.e3m0 import BlockE3M0
 from edit.codecs.floats import RawFloat
+from edit.codecs.int4 import BlockInt4
 from edit.codecs.int8 import BlockInt8
+from edit.codecs.sign import BlockSign
+from edit.codecs.stat2 import RowStat2
+from edit.codecs.topk import ChunkedTopK
 from edit.config.codec import CodecSpec
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
@@ -38,6 +50,11 @@ _CODECS: Mapping[str, Callable[[CodecSpec], Codec]] = MappingProxyType(
         "bf16": lambda spec: RawFloat(spec, torch.bfloat16),
         "fp16": lambda spec: RawFloat(spec, torch.float16),
         "int8": BlockInt8,
+        "int4": BlockInt4,
+        "e3m0": BlockE3M0,
+        "stat2": RowStat2,
+        "sign": BlockSign,
+        "topk": ChunkedTopK,
     }
 )
 

@@ -54,6 +54,7 @@ class Codec(Protocol):
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
         """Decode PIECE elements at a time, in order (the last piece may be shorter).
 
+        Raises RemoteProtocolError for bytes of the right length that `to_bytes` never makes, as far as the format tells them.
         A piece is fp32 and valid until the next one. A piece of a lossless codec may be `data` itself and is only to be read;
         any other is scratch that the caller may overwrite. The length of `data` has been checked.
         """
@@ -82,7 +83,7 @@ class Codec(Protocol):
         return EncodedTensor(self.name, flat.numel(), self.to_bytes(flat.detach().contiguous(), fragment))
 
     def decode(self, encoded: EncodedTensor) -> Tensor:
-        """Decode into a new fp32 tensor, shape [numel]. Raises RemoteProtocolError when the bytes have another length."""
+        """Decode into a new fp32 tensor, shape [numel]. Raises RemoteProtocolError for another length, and as `pieces`."""
         pieces = self.decode_pieces(encoded)
         out = torch.empty(encoded.numel, dtype=torch.float32)
         for i, piece in enumerate(pieces):
@@ -90,7 +91,10 @@ class Codec(Protocol):
         return out
 
     def decode_add(self, encoded: EncodedTensor, out: Tensor, weight: float) -> None:
-        """out += weight * decode(encoded), in place, rounded after the product and after the sum. Raises as `decode`."""
+        """out += weight * decode(encoded), in place, rounded after the product and after the sum.
+
+        Raises as `decode`; `out` may then have changed.
+        """
         pieces = self.decode_pieces(encoded)
         scratch = torch.empty(min(PIECE, out.numel()) if self.lossless else 0, dtype=torch.float32)
         for i, piece in enumerate(pieces):
@@ -98,7 +102,7 @@ class Codec(Protocol):
             out[i * PIECE : (i + 1) * PIECE].add_(weighted)
 
     def decode_pieces(self, encoded: EncodedTensor) -> Iterator[Tensor]:
-        """Decode PIECE elements at a time, see `pieces`. Raises RemoteProtocolError when the bytes have another length."""
+        """Decode PIECE elements at a time, see `pieces`. Raises RemoteProtocolError for another length, and as `pieces`."""
         size, numel = memoryview(encoded.data).nbytes, encoded.numel
         if numel < 0 or size != self.encoded_size(numel):
             raise RemoteProtocolError(f"{size} bytes cannot be {numel} elements in {self.name}")

@@ -1,6 +1,7 @@
 """Error feedback: what a codec rounds away is added to the next vector (Karimireddy et al., arXiv 1901.09847).
 
-u = delta + e; q = encode(u); e <- u - decode(q), adopted only when the round commits.
+u = delta + decay e; q = encode(u); e <- u - decode(q), adopted only when the round commits. A decay below 1 forgets old errors
+(SparseLoCo, arXiv 2508.15706, takes 0.95 for its contributions).
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
 
 
 def with_feedback(
-    encoder: Codec, delta: Tensor, residual: Tensor | None, fragment: FragmentSpec
+    encoder: Codec, delta: Tensor, residual: Tensor | None, fragment: FragmentSpec, decay: float = 1.0
 ) -> tuple[EncodedTensor, Tensor | None]:
-    """Return (q, e') of u = delta + e. Pure. residual: e, None counts as zero; e' is None for a lossless codec.
+    """Return (q, e') of u = delta + decay * e. Pure. residual: e, None counts as zero.
+
+    e' is None for a lossless codec, and with decay 0, which is no feedback.
 
     A delta that is not finite gives a q that is not finite. A merge refuses it, so its e' is never adopted.
     """
-    total = delta.clone() if residual is None else torch.add(delta, residual)
+    owed = residual if residual is None or decay == 1 else residual * decay
+    total = delta.clone() if owed is None else torch.add(delta, owed)
     encoded = encoder.encode(total, fragment)
-    if encoder.lossless:
+    if encoder.lossless or decay == 0:
         return encoded, None
     encoder.decode_add(encoded, total, -1.0)  # exactly total - decode(encoded)
     return encoded, total

@@ -36,9 +36,26 @@ class CodecOption:
         return None
 
 
+def _block(default: int) -> CodecOption:
+    """Elements with a scale of their own; divides `edit.codecs.PIECE`."""
+    return CodecOption(default, 64, 1 << 14, power_of_two=True)
+
+
 # Every codec of `edit.codecs` with its options. They stand here because the import of `edit.codecs` needs torch; a test holds
 # the two together.
-CODECS: Mapping[str, Mapping[str, CodecOption]] = MappingProxyType({"fp32": {}, "bf16": {}, "fp16": {}, "int8": {}})
+CODECS: Mapping[str, Mapping[str, CodecOption]] = MappingProxyType(
+    {
+        "fp32": {},
+        "bf16": {},
+        "fp16": {},
+        "int8": {},
+        "int4": {"block": _block(256)},
+        "e3m0": {"block": _block(256)},
+        "stat2": {"block": _block(1024), "range": CodecOption(4.0, 1, 12)},
+        "sign": {"block": _block(256)},
+        "topk": {"k": CodecOption(64, 1, 2048)},
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

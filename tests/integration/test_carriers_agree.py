@@ -101,7 +101,17 @@ def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
                 collective.close()
 
 
-@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16")], ids=["lossless", "lossy"])
+LOSSY = [
+    ("int8", "bf16"),
+    ("int4", "e3m0"),
+    ("e3m0", "int4:block=64"),
+    ("stat2", "stat2"),
+    ("sign", "sign"),
+    ("topk:k=9", "topk"),
+]
+
+
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), *LOSSY], ids=" ".join)
 @pytest.mark.parametrize("penalty", ["enabled = true", "enabled = false"])
 def test_grpc_and_the_in_process_run_give_the_same_bits(tmp_path: Path, codecs: tuple[str, str], penalty: str) -> None:
     toml = TOML.format(rounds=ROUNDS, penalty=penalty, up=codecs[0], down=codecs[1])

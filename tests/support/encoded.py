@@ -1,13 +1,17 @@
-"""Encode a vector of a test that has no model: it counts as a fragment of one tensor."""
+"""The codecs that tests go through; encode a vector of a test that has no model: it counts as a fragment of one tensor."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from edit.codecs import codec
+from edit.codecs import codec, codec_names
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 from tests.support.layouts import fragment
+
+# Every codec, and some with options: small blocks, an odd k (bits are left over in every chunk).
+SPECS = (*codec_names(), "int4:block=64", "e3m0:block=64", "stat2:block=64,range=6", "sign:block=64", "topk:k=7")
+LOSSY = tuple(text for text in SPECS if not codec(text).lossless)
 
 
 def encode(name: str, flat: Tensor) -> EncodedTensor:

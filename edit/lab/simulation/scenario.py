@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edit.codecs import codec
 from edit.config.run import RunConfig, SyncConfig, build
 from edit.errors import ConfigError
 
 __all__ = ["Compute", "Faults", "Hub", "Link", "PeerClass", "Scenario", "Size"]
 
 SHARED = ("sync", "rounds", "membership", "storage", "codec", "penalty")  # tables of run.toml that a simulation obeys
-BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}  # those of `edit.codecs`; a test compares
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -185,8 +185,8 @@ class Scenario:
         """Bytes of all outer parameters, fp32."""
         return 4 * math.ceil(self.size.parameters)
 
-    def _fragment_bytes(self, codec: str) -> int:
-        return math.ceil(self.size.parameters / self.size.fragments * BYTES_PER_PARAMETER[codec])
+    def _fragment_bytes(self, text: str) -> int:
+        return codec(text).encoded_size(math.ceil(self.size.parameters / self.size.fragments))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Scenario:

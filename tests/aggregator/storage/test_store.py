@@ -20,7 +20,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.records import MOST_TOKENS, Commit
-from tests.support.encoded import encode
+from tests.support.encoded import SPECS, encode
 
 SCHEMA = Schema(
     tuple(
@@ -32,18 +32,18 @@ SCHEMA = Schema(
 STORAGE = StorageConfig(keep_updates=3)
 
 
-def config(groups: int) -> RunConfig:
+def config(groups: int, down: str = "int8") -> RunConfig:
     return RunConfig(
         sync=SyncConfig(every=6, groups=groups),
         outer=OuterConfig(optimizer="nesterov"),
-        codec=CodecConfig(up="fp32", down="int8"),
+        codec=CodecConfig(up="fp32", down=down),
         storage=STORAGE,
     )
 
 
-def founded(store: Store, groups: int) -> OuterState:
+def founded(store: Store, groups: int, down: str = "int8") -> OuterState:
     generator = torch.Generator().manual_seed(0)
-    outer = OuterState(SCHEMA, config(groups), [torch.randn(f.numel, generator=generator) for f in SCHEMA.fragments])
+    outer = OuterState(SCHEMA, config(groups, down), [torch.randn(f.numel, generator=generator) for f in SCHEMA.fragments])
     store.found(outer)
     return outer
 
@@ -117,6 +117,29 @@ def test_the_sum_of_tokens_stays_at_what_a_64_bit_number_holds(tmp_path: Path, k
     store.close()
     again = Store(tmp_path, config(1), "run")
     assert again.recover() is not None and again.tokens == MOST_TOKENS
+    again.close()
+
+
+@pytest.mark.parametrize("down", SPECS)
+@pytest.mark.parametrize("checkpoints", [(), (2,)])
+def test_every_codec_is_recovered_to_the_bit_from_checkpoint_and_journal(
+    tmp_path: Path, down: str, checkpoints: tuple[int, ...]
+) -> None:
+    """The replay encodes again: residual, theta and the published bytes are those of the process that was killed."""
+    store = Store(tmp_path, config(1, down), "run")
+    outer = founded(store, 1, down)
+    published = {}
+    for number in range(1, 5):
+        published[number] = append(store, outer)
+        if number in checkpoints:
+            store.checkpoint(outer)
+    store.close()
+    again = Store(tmp_path, config(1, down), "run")
+    recovered = again.recover()
+    assert recovered is not None and state(recovered) == state(outer)
+    for number in range(2, 5):
+        assert again.update(number) == published[number]
+    assert append(again, recovered) == append_elsewhere(outer)
     again.close()
 
 

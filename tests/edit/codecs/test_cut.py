@@ -5,17 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edit.codecs import codec, codec_names, decode
-from edit.codecs.int8 import BLOCK
+from edit.codecs import codec, decode
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import EncodedTensor
-from tests.support.encoded import encode
+from tests.support.encoded import SPECS, encode
 from tests.support.layouts import fragment, partitions, rows, whole
 
-NAMES = st.sampled_from(codec_names())
-BLOCKWISE = [name for name in codec_names() if codec(name).granule > 1]
+NAMES = st.sampled_from(SPECS)
+BLOCKWISE = [name for name in SPECS if codec(name).granule > 1]
 
 
 def encoded(spec: FragmentSpec, name: str, seed: int = 0) -> EncodedTensor:
@@ -57,7 +56,7 @@ def test_only_blocks_that_the_shard_touches_travel(layout: tuple[FragmentSpec, l
         assert codec(name).cut_numel(shard) == sum(min(granule, spec.numel - block * granule) for block in touched)
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_shards_of_thousands_of_runs(name: str, dimension: int) -> None:
     spec = fragment((10_000, 48), (48,), (3000, 7), ())
@@ -70,13 +69,13 @@ def test_shards_of_thousands_of_runs(name: str, dimension: int) -> None:
 
 def test_the_whole_shard_is_the_update_itself() -> None:
     spec = fragment((300, 2), (5,))
-    for name in codec_names():
+    for name in SPECS:
         update = encoded(spec, name)
         assert codec(name).cut(update, Shard(spec)) is update is codec(name).cut(update, Shard(spec, whole(spec)))
         assert codec(name).cut_numel(Shard(spec)) == spec.numel
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", SPECS)
 def test_an_empty_shard_costs_no_byte(name: str) -> None:
     spec = fragment((300,))
     mine = codec(name).cut(encoded(spec, name), Shard(spec, []))
@@ -94,11 +93,12 @@ def test_one_contiguous_run_of_an_element_wise_codec_is_not_copied() -> None:
 
 @pytest.mark.parametrize("name", BLOCKWISE)
 def test_a_broken_block_stays_visible_in_every_cut_that_touches_it(name: str) -> None:
-    spec = fragment((4 * BLOCK,))
+    block = codec(name).granule
+    spec = fragment((4 * block,))
     flat = torch.ones(spec.numel)
-    flat[BLOCK + 1] = float("nan")
+    flat[block + 1] = float("nan")
     update = codec(name).encode(flat, spec)
-    left, right = (Shard(spec, [Box(0, (start,), (200,))]) for start in (BLOCK + 20, 2 * BLOCK))
+    left, right = (Shard(spec, [Box(0, (start,), (block - 20,))]) for start in (block + 20, 2 * block))
     known = codec(name)
     assert not bool(known.decode_shard(known.cut(update, left), left).isfinite().any())
     assert bool(known.decode_shard(known.cut(update, right), right).isfinite().all())

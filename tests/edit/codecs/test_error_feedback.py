@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edit.codecs import codec_names, decode
+from edit.codecs import decode
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.errors import LocalProtocolError, StorageError
-from tests.support.encoded import whole_shards
-
-LOSSY = [name for name in codec_names() if name != "fp32"]
+from tests.support.encoded import LOSSY, SPECS, whole_shards
 
 
 def deltas(seed: int, rounds: int, numel: int = 300) -> list[Tensor]:
@@ -21,7 +19,7 @@ def deltas(seed: int, rounds: int, numel: int = 300) -> list[Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(rounds)]
 
 
-@given(name=st.sampled_from(codec_names()), seed=st.integers(0, 1000), fates=st.lists(st.booleans(), min_size=1, max_size=8))
+@given(name=st.sampled_from(SPECS), seed=st.integers(0, 1000), fates=st.lists(st.booleans(), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=60)
 def test_what_was_merged_plus_the_residual_is_the_sum_of_the_deltas(name: str, seed: int, fates: list[bool]) -> None:
     """Telescoping. A rolled-back round is as if it had not been."""
@@ -55,12 +53,12 @@ def test_t9_the_caller_gets_the_encoded_result_and_the_commit_really_changes_the
 @pytest.mark.parametrize("name", LOSSY)
 def test_feedback_makes_the_mean_error_vanish_where_a_bare_codec_keeps_it(name: str) -> None:
     feedback, delta, total = ErrorFeedback(name, whole_shards(300)), deltas(1, 1)[0], torch.zeros(300)
-    for _ in range(50):
+    for _ in range(600):
         total += decode(feedback.stage(0, delta))
         feedback.commit(0)
-    with_feedback = (total / 50 - delta).abs().max()
+    with_feedback = (total / 600 - delta).abs().max()
     bare = (decode(ErrorFeedback(name, whole_shards(300)).stage(0, delta)) - delta).abs().max()
-    assert with_feedback < bare / 10
+    assert with_feedback < bare / 4  # sign is the slowest: an outlier has to raise the mean magnitude of its whole block
 
 
 def test_a_rollback_or_staging_again_leaves_the_residual() -> None:
@@ -85,7 +83,7 @@ def test_a_lossless_codec_keeps_no_residual() -> None:
     assert feedback.residuals() == {}
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", SPECS)
 def test_a_broken_delta_is_visible_to_the_merger_and_leaves_the_residual_after_its_rollback(name: str) -> None:
     feedback, (good, bad) = ErrorFeedback(name, whole_shards(300)), deltas(4, 2)
     feedback.stage(0, good)

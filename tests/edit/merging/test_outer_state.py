@@ -19,7 +19,7 @@ from edit.merging.merge import Measured, Merged, measure
 from edit.merging.outer_state import OuterState
 from edit.records import Commit, Verdict
 from edit.reference import Edit, diloco
-from tests.support.encoded import encode
+from tests.support.encoded import LOSSY, SPECS, encode
 
 NUMELS = (700, 5)
 SCHEMA = Schema(
@@ -133,7 +133,7 @@ def test_a_peer_that_applies_the_published_bytes_has_theta_to_the_bit(down: str,
         assert digest(theirs) == commit.digest == state.digest == digest(state.theta)
 
 
-@pytest.mark.parametrize("down", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("down", LOSSY)
 def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) -> None:
     exact, coarse = (OuterState(SCHEMA, configured(down=name), initial_theta()) for name in ("fp32", down))
     for round_number in range(20):
@@ -149,7 +149,7 @@ def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) 
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
-@pytest.mark.parametrize("down", ["fp32", "int8"])
+@pytest.mark.parametrize("down", SPECS)
 def test_a_restored_state_is_the_same_to_the_bit_and_goes_on_alike(optimizer: str, down: str) -> None:
     config = configured(optimizer, down)
     state = OuterState(SCHEMA, config, initial_theta())
@@ -164,10 +164,13 @@ def test_a_restored_state_is_the_same_to_the_bit_and_goes_on_alike(optimizer: st
     assert same_state(state, restored)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
-def test_replaying_the_recorded_merges_gives_the_same_state_to_the_bit(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "down"),
+    [(name, "int8") for name in ("sgd", "adam", "yogi", "delayed_nesterov")] + [("nesterov", text) for text in SPECS],
+)
+def test_replaying_the_recorded_merges_gives_the_same_state_to_the_bit(optimizer: str, down: str) -> None:
     """What the journal keeps (D, verdicts, statistics after) is enough: no payload is needed again."""
-    config = configured(optimizer, "int8")
+    config = configured(optimizer, down)
     state = OuterState(SCHEMA, config, initial_theta())
     advance(state, 0)
     replayed = through_json(state, config)

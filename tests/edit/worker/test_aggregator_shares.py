@@ -19,6 +19,7 @@ from edit.fragments.shards import Shard
 from edit.local import LocalRun
 from edit.records import Aborted, Contribution, Outcome, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.encoded import LOSSY
 from tests.support.models import TinyTransformer, token_batches, train_step
 from tests.support.trainee import config
 
@@ -138,9 +139,11 @@ def trained(
     return losses, digest([theta for run in runs for theta in run.state.theta]), seen, local
 
 
-@pytest.mark.parametrize("kind", MODES)
-@pytest.mark.parametrize("up", ["fp32", "int8"])
-@pytest.mark.parametrize("aggregators", [2, 5])
+@pytest.mark.parametrize(
+    ("kind", "up", "aggregators"),
+    [(kind, up, number) for kind in MODES for up in ("fp32", "int8") for number in (2, 5)]
+    + [("delayed", up, 2) for up in LOSSY],
+)
 def test_several_aggregators_give_the_bits_of_one(kind: str, up: str, aggregators: int) -> None:
     run_config = run_of(kind, up)
     one, several = trained(run_config, 1, 18), trained(run_config, aggregators, 18)

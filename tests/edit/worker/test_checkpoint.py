@@ -16,6 +16,7 @@ from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.local import LocalRun
 from edit.records import Contribution
 from edit.worker.worker import EditWorker, WorkerConfig
+from tests.support.encoded import SPECS
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
 from tests.support.trainee import config
 
@@ -112,6 +113,14 @@ def test_an_interrupted_training_gives_the_bits_of_one_that_was_not(kind: str, s
     """Also with a contribution pending, and with contributions that a life which is forgotten had made."""
     whole = trained(run_of(kind))
     broken = trained(run_of(kind), save_after, die_after)
+    assert whole[0] == broken[0] and whole[1] == broken[1]
+    assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["blocking", "delayed"])
+@pytest.mark.parametrize("up", SPECS)
+def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str, up: str) -> None:
+    whole, broken = trained(run_of(kind, up)), trained(run_of(kind, up), 9, 17)
     assert whole[0] == broken[0] and whole[1] == broken[1]
     assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))
 

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edit.codecs import codec
 from edit.config.run import CODECS
 from edit.errors import ConfigError, LocalProtocolError
 from edit.lab.simulation.accounting import Accounting, Share
 from edit.lab.simulation.event_queue import EventQueue
 from edit.lab.simulation.link import HubLink
 from edit.lab.simulation.outcome import Outcome
-from edit.lab.simulation.scenario import BYTES_PER_PARAMETER, Scenario
+from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.simulate import Simulation, simulate
 from edit.rounds import events
 
@@ -261,12 +262,10 @@ def test_whatever_is_put_down_when_happens_in_the_order_of_time_and_then_of_putt
     assert seen == sorted((when, number) for number, when in enumerate(put))
 
 
-def test_the_sizes_are_those_of_the_codecs() -> None:
-    from edit.codecs import codec
-
-    assert set(BYTES_PER_PARAMETER) == set(CODECS)
-    for name in CODECS:
-        assert codec(name).encoded_size(256_000) == 256_000 * BYTES_PER_PARAMETER[name]
+@pytest.mark.parametrize("text", [*CODECS, "topk:k=128"])
+def test_the_sizes_are_those_of_the_codecs(text: str) -> None:
+    scenario = Scenario.from_mapping({"codec": {"up": text}, "size": {"parameters": 1e6, "fragments": 7}})
+    assert scenario.up_bytes == codec(text).encoded_size(142_858)
 
 
 scenarios = st.fixed_dictionaries(

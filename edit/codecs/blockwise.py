@@ -1,0 +1,175 @@
+"""What all formats of blocks share: where the bytes lie, pieces, cuts; packed bits; sums that are the same on every machine.
+
+A block has `granule` elements, the last one of a vector perhaps fewer. Its bytes lie in one or more planes (a plane of scales,
+a plane of values): plane after plane, and in each the bytes of all blocks in order. A size follows from the number of elements.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
+from edit.codecs.blocks import covering
+from edit.errors import RemoteProtocolError
+from edit.fragments.schema import FragmentSpec
+from edit.fragments.shards import Shard
+
+__all__ = ["Blockwise", "absmax", "pack", "row_sums", "settle_scales", "unpack"]
+
+_TINY = 2.0**-100  # a block below it becomes zero: its reciprocal would come near the end of fp32's range
+
+
+class Blockwise(Codec):
+    """A format of blocks. `granule` divides PIECE.
+
+    A new one sets `name` and `granule` and implements `plane_bytes`, `encode_blocks` and `decode_blocks`.
+    """
+
+    lossless = False
+
+    @abstractmethod
+    def plane_bytes(self, numel: int) -> tuple[int, ...]:
+        """Return the bytes in each plane of one block of `numel` elements, at most `granule`."""
+
+    @abstractmethod
+    def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
+        """Write the bytes of fp32 `blocks` [rows, numel] into `planes`, each uint8 [rows, bytes]. Does not change `blocks`.
+
+        What is written depends on nothing but the values: not on the machine, and not on how many rows come at a time.
+        """
+
+    @abstractmethod
+    def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
+        """Decode `planes`, each uint8 [rows, bytes], into fp32 `blocks` [rows, numel]. Raises RemoteProtocolError."""
+
+    def encoded_size(self, numel: int) -> int:
+        """Add up the planes of all blocks."""
+        return sum(whole + short for whole, short in self._sizes(numel))
+
+    def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
+        """Encode about PIECE elements at a time."""
+        data = new_buffer(self.encoded_size(flat.numel()))
+        for start in range(0, flat.numel(), PIECE):
+            part = flat[start : start + PIECE]
+            for blocks, planes in self._blocks(part, data, flat.numel(), start):
+                self.encode_blocks(blocks, planes)
+        return data
+
+    def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
+        """Decode the blocks of each piece."""
+        scratch = torch.empty(min(PIECE, numel), dtype=torch.float32)
+        for start in range(0, numel, PIECE):
+            piece = scratch[: min(PIECE, numel - start)]
+            for blocks, planes in self._blocks(piece, data, numel, start):
+                self.decode_blocks(planes, blocks)
+            yield piece
+
+    def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:
+        """Select the planes of the blocks that the shard touches."""
+        numel, source = shard.fragment.numel, memoryview(data).cast("B")
+        kept = covering(shard, self.granule)
+        last, short = numel // self.granule, numel % self.granule
+        whole = kept[kept < last]
+        with_short = whole.numel() < kept.numel()
+        cut = new_buffer(self.encoded_size(whole.numel() * self.granule + (short if with_short else 0)))
+        start = position = 0
+        for per_block, (all_whole, all_short) in zip(self.plane_bytes(self.granule), self._sizes(numel), strict=True):
+            rows = view(source, torch.uint8, all_whole, start, bytearray(all_whole if source.readonly else 0))
+            chosen = view(cut, torch.uint8, whole.numel() * per_block, position, bytearray())
+            torch.index_select(rows.view(-1, per_block), 0, whole, out=chosen.view(-1, per_block))
+            position += chosen.numel()
+            if with_short:
+                cut[position : position + all_short] = source[start + all_whole : start + all_whole + all_short]
+                position += all_short
+            start += all_whole + all_short
+        return cut
+
+    def _sizes(self, numel: int) -> Iterator[tuple[int, int]]:
+        """Yield (bytes of the whole blocks, bytes of the short one) of each plane."""
+        whole, short = divmod(numel, self.granule)
+        of_short = self.plane_bytes(short) if short else (0,) * len(self.plane_bytes(self.granule))
+        for per_block, rest in zip(self.plane_bytes(self.granule), of_short, strict=True):
+            yield whole * per_block, rest
+
+    def _blocks(self, part: Tensor, data: Buffer, numel: int, start: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield (blocks, planes) of the elements of `part`, which begins at element `start`: the whole ones, the short one."""
+        rows, short = divmod(part.numel(), self.granule)
+        if rows:
+            yield part[: rows * self.granule].view(rows, -1), self._planes(data, numel, start // self.granule, rows)
+        if short:
+            yield part[rows * self.granule :].view(1, -1), self._planes(data, numel, numel // self.granule, 0)
+
+    def _planes(self, data: Buffer, numel: int, first: int, rows: int) -> list[Tensor]:
+        """View the bytes of `rows` whole blocks from block `first` on, or (rows = 0) of the short one."""
+        planes, begin, readonly = [], 0, memoryview(data).readonly
+        for per_block, (whole, short) in zip(self.plane_bytes(self.granule), self._sizes(numel), strict=True):
+            size = rows * per_block if rows else short
+            spare = bytearray(size if readonly else 0)
+            planes.append(view(data, torch.uint8, size, begin + first * per_block, spare).view(max(rows, 1), -1))
+            begin += whole + short
+        return planes
+
+
+def absmax(blocks: Tensor, out: Tensor) -> Tensor:
+    """Write the largest magnitude of each row of fp32 `blocks` [rows, numel] into `out` [rows]; NaN counts as the largest.
+
+    Returns |blocks|, scratch.
+    """
+    magnitudes = torch.abs(blocks)
+    # Floats >= 0 sort as their bits do, NaN last; torch finds the largest integer twice as fast as the largest float.
+    torch.amax(magnitudes.view(torch.int32), 1, out=out.view(torch.int32))
+    return magnitudes
+
+
+def settle_scales(scales: Tensor) -> Tensor | None:
+    """Make the scales of tiny blocks 0 and those that are not finite NaN; return which blocks these are [rows], or None."""
+    tiny, broken = scales < _TINY, ~scales.isfinite()
+    lost = tiny | broken
+    if not bool(lost.any()):
+        return None
+    scales.masked_fill_(tiny, 0.0).masked_fill_(broken, torch.nan)
+    return lost
+
+
+def row_sums(rows: Tensor) -> Tensor:
+    """Return the sum of each row of fp32 `rows` [rows, numel], shape [rows].
+
+    Sums halves until one column is left, in single additions of elements: so the bits depend neither on the threads nor on how
+    wide the machine's vectors are, as those of torch.sum do.
+    """
+    while (numel := rows.shape[1]) > 1:
+        half = (numel + 1) // 2
+        if numel % 2:
+            rows = torch.cat([rows[:, : half - 1] + rows[:, half:], rows[:, half - 1 : half]], 1)
+        else:
+            rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def pack(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Pack uint8 `codes` [rows, numel] of `bits` bits (1, 2, 4) into uint8 `out` [rows, ceil(numel * bits / 8)].
+
+    Byte j of a row with w bytes holds the codes j, j + w, j + 2 w, ..., from its lowest bits up: whole vectors are shifted, and
+    nothing is interleaved. Bits without a code are 0.
+    """
+    width = out.shape[1]
+    out.copy_(codes[:, :width])
+    for i in range(1, 8 // bits):
+        part = codes[:, i * width : (i + 1) * width]
+        out[:, : part.shape[1]] |= part << (bits * i)
+
+
+def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """Return the codes that `pack` packed, uint8 [rows, numel]. Raises RemoteProtocolError when a bit without a code is set."""
+    rows, width = packed.shape
+    codes = torch.empty(rows, numel, dtype=torch.uint8)
+    for i in range(8 // bits):
+        part = codes[:, i * width : (i + 1) * width]
+        torch.bitwise_right_shift(packed[:, : part.shape[1]], bits * i, out=part)
+        if part.shape[1] < width and bool(((packed[:, part.shape[1] :] >> (bits * i)) & ((1 << bits) - 1)).any()):
+            raise RemoteProtocolError("padding bits are not zero")
+    return codes.bitwise_and_((1 << bits) - 1)

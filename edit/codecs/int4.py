@@ -1,0 +1,49 @@
+"""int4: blocks of 256 elements (option `block`), each a symmetric integer in -7..7 times one fp32 scale per block.
+
+Layout: a plane of fp32 scales, one per block; a plane of the integers plus 8, two per byte (`edit.codecs.blockwise.pack`).
+4.125 bits each. The scale is fp32, as int8's: with bf16 it would be 4.0625 bits, and a scale that is rounded down would cut off
+the largest element.
+scale = absmax / 7, value = round to even of x / scale, so |x - decoded| <= scale / 2 (and a few fp32 roundings).
+A block with absmax below 2**-100 becomes zero. A block with a NaN or Inf has scale NaN and so decodes to NaN throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from edit.codecs.blockwise import Blockwise, absmax, pack, settle_scales, unpack
+from edit.config.codec import CodecSpec
+
+__all__ = ["BlockInt4"]
+
+_LARGEST = 7.0
+_ZERO = 8  # the code of 0
+
+
+class BlockInt4(Blockwise):
+    """Block-wise symmetric absmax quantisation to 4 bits."""
+
+    def __init__(self, spec: CodecSpec) -> None:
+        self.name, self.granule = str(spec), int(spec.values()["block"])
+
+    def plane_bytes(self, numel: int) -> tuple[int, ...]:
+        """Scales, integers."""
+        return 4, (numel + 1) // 2
+
+    def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
+        """Quantise; see the module's docstring."""
+        scales = planes[0].view(torch.float32).view(-1)
+        work = absmax(blocks, scales)
+        torch.mul(blocks, (_LARGEST / scales).unsqueeze(1), out=work)
+        codes = work.round_().add_(_ZERO).to(torch.uint8)
+        if (lost := settle_scales(scales)) is not None:
+            codes[lost] = _ZERO  # what stands there came from 0 * Inf or NaN
+        scales.div_(_LARGEST)
+        pack(codes, 4, planes[1])
+
+    def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
+        """Multiply each integer by its scale, rounded once."""
+        blocks.copy_(unpack(planes[1], 4, blocks.shape[1])).sub_(_ZERO).mul_(planes[0].view(torch.float32))
