@@ -61,7 +61,6 @@ class Coordinator:
     folder: StateFolder
     config: RunConfig
     run: Run
-    authorizer: Authorizer  # who may call, and the calls under way
     authority: Authority | None  # None at a further aggregator, where nobody is enrolled
     _main: grpc.aio.Server  # control and data
     _enrol: grpc.aio.Server | None  # enrolment; None at a further aggregator
@@ -111,7 +110,7 @@ class Coordinator:
         main = grpc.aio.server(options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS)
         options = server_options(max_connections=strangers)
         enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
-        coordinator = cls(folder, config, run, authorizer, authority, main, enrol, background, (worker, files))
+        coordinator = cls(folder, config, run, authority, main, enrol, background, (worker, files))
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         add_data_servicer(DataService(run, authorizer), coordinator._main)
         if authority and enrol:

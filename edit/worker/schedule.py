@@ -11,12 +11,7 @@ from typing import Any
 
 from edit.errors import LocalProtocolError, StorageError
 
-__all__ = ["SyncSchedule", "Work", "due"]
-
-
-def due(steps: int, every: int) -> bool:
-    """Whether a contribution is due after `steps` inner steps since the last one."""
-    return steps >= every
+__all__ = ["SyncSchedule", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class SyncSchedule:
     def due(self, now: float = 0.0) -> bool:
         """Whether to contribute now, provided that nothing is pending."""
         if self._interval_s is None:
-            return due(self._round_inner_steps, self._every)
+            return self._round_inner_steps >= self._every
         return self._round_inner_steps > 0 and now >= self._deadline
 
     def at_boundary(self, now: float = 0.0) -> bool:

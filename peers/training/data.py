@@ -7,10 +7,11 @@ the data visits all its windows once, in an order that is computed from the seed
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ SEPARATOR = 0
 _SNIFF_BYTES = 8192
 _MASK = (1 << 64) - 1
 _U64 = np.uint64
+_log = logging.getLogger("peers")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +37,6 @@ class Tokens:
     array: npt.NDArray[np.unsignedinteger]
     origin: str
     vocabulary: int
-    skipped: Mapping[str, int] = field(default_factory=dict)  # files of a folder that were left out, by reason
 
     def __len__(self) -> int:
         return int(self.array.shape[0])
@@ -55,15 +56,12 @@ def open_tokens(path: Path, *, context: int, vocabulary: int) -> Tokens:
     """Open a text file, a folder of text (recursive, sorted), or a token file: little-endian uint16 `.bin`, uint32 `.u32.bin`.
 
     Files are memory-mapped, a folder is read into memory. Ids of token files are checked as they are drawn. Hidden, empty,
-    binary and unreadable files of a folder are skipped and counted.
+    binary and unreadable files of a folder are skipped, counted and logged.
 
     Raises ConfigError when the path is missing, unreadable, empty, not text, or shorter than one context and its last target.
     """
     try:
-        if path.is_dir():
-            array, skipped = _read_folder(path)
-        else:
-            array, skipped = _map_file(path), {}
+        array = _read_folder(path) if path.is_dir() else _map_file(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a text file, a folder of text or a .bin") from error
     if array.itemsize == 1 and vocabulary < 256:
@@ -72,7 +70,7 @@ def open_tokens(path: Path, *, context: int, vocabulary: int) -> Tokens:
         raise ConfigError(
             f"{path}: {len(array)} tokens are less than one context and its last target ({context} + 1); give more"
         )
-    return Tokens(array, str(path), vocabulary, skipped)
+    return Tokens(array, str(path), vocabulary)
 
 
 def _map_file(path: Path) -> npt.NDArray[np.unsignedinteger]:
@@ -89,7 +87,7 @@ def _map_file(path: Path) -> npt.NDArray[np.unsignedinteger]:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _read_folder(folder: Path) -> tuple[npt.NDArray[np.unsignedinteger], dict[str, int]]:
+def _read_folder(folder: Path) -> npt.NDArray[np.unsignedinteger]:
     skipped: Counter[str] = Counter()
     joined = bytearray()
     for path in _files(folder, skipped):
@@ -100,10 +98,12 @@ def _read_folder(folder: Path) -> tuple[npt.NDArray[np.unsignedinteger], dict[st
         if joined:
             joined.append(SEPARATOR)
         joined += text
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     if not joined:
-        why = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "no files"
-        raise ConfigError(f"{folder}: contains no text ({why})")
-    return np.frombuffer(joined, dtype=np.uint8), dict(skipped)
+        raise ConfigError(f"{folder}: contains no text ({left_out or 'no files'})")
+    if left_out:
+        _log.info("%s: left out: %s", folder, left_out)
+    return np.frombuffer(joined, dtype=np.uint8)
 
 
 def _files(folder: Path, skipped: Counter[str]) -> Iterator[Path]:

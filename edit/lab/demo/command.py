@@ -124,10 +124,11 @@ class Demo:
     def prepare(self) -> None:
         """Write the corpus and run.toml."""
         options = self._options
-        corpus = write_corpus(plan_corpus(standard_library(), options.peers, options.seed), self._folder.data)
+        groups = plan_corpus(standard_library(), options.peers, options.seed)
+        write_corpus(groups, self._folder.data)
         self._folder.run_toml.write_text(to_toml(plan_run(options, self._plan, _LISTEN, _LISTEN)), encoding="utf-8")
-        smallest = bytes_text(min(sum(file.size for file in group.train) for group in corpus.groups))
-        held_out = bytes_text(corpus.validation_bytes)
+        smallest = bytes_text(min(sum(file.size for file in group.train) for group in groups))
+        held_out = bytes_text(sum(file.size for group in groups for file in group.held_out))
         self._announce(f"text: a different part of Python's standard library for each peer, {smallest}; held out {held_out}")
 
     def start(self) -> None:

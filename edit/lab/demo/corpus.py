@@ -15,7 +15,7 @@ from pathlib import Path
 
 from edit.errors import ConfigError
 
-__all__ = ["Corpus", "Group", "SourceFile", "plan_corpus", "standard_library", "write_corpus"]
+__all__ = ["Group", "SourceFile", "plan_corpus", "standard_library", "write_corpus"]
 
 # Generated tables, tests, and what not every machine has.
 _LEFT_OUT = frozenset(
@@ -40,24 +40,10 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One peer's text: its packages, the files to train on, the files held out."""
+    """One peer's text: the files to train on, the files held out."""
 
-    packages: tuple[str, ...]
     train: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """The written corpus: one folder per peer and one of held-out text."""
-
-    groups: tuple[Group, ...]
-    peer_folders: tuple[Path, ...]
-    validation_folder: Path
-
-    @property
-    def validation_bytes(self) -> int:
-        return sum(file.size for group in self.groups for file in group.held_out)
 
 
 def standard_library(root: Path | None = None) -> tuple[SourceFile, ...]:
@@ -109,13 +95,12 @@ def _hold_out(files: Sequence[SourceFile], seed: int) -> Group:
     if not held:
         held = {min(files, key=lambda file: (file.size, file.name)).name}
     return Group(
-        packages=tuple(dict.fromkeys(file.package for file in files)),
         train=tuple(file for file in files if file.name not in held),
         held_out=tuple(file for file in files if file.name in held),
     )
 
 
-def write_corpus(groups: Sequence[Group], folder: Path) -> Corpus:
+def write_corpus(groups: Sequence[Group], folder: Path) -> None:
     """Copy the files into `folder`/peer-0, peer-1, ... and `folder`/validation, flat, each under its dotted name."""
     peer_folders = tuple(folder / f"peer-{index}" for index in range(len(groups)))
     validation = folder / "validation"
@@ -124,7 +109,6 @@ def write_corpus(groups: Sequence[Group], folder: Path) -> Corpus:
     for group, target in zip(groups, peer_folders, strict=True):
         _copy(group.train, target)
         _copy(group.held_out, validation)
-    return Corpus(tuple(groups), peer_folders, validation)
 
 
 def _copy(files: Iterable[SourceFile], folder: Path) -> None:

@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edit.errors import LocalProtocolError, StorageError
-from edit.worker.schedule import SyncSchedule, Work, due
+from edit.worker.schedule import SyncSchedule, Work
 
 
 @pytest.mark.parametrize(("steps", "every", "answer"), [(0, 1, False), (1, 1, True), (2, 3, False), (3, 3, True), (4, 3, True)])
-def test_due(steps: int, every: int, answer: bool) -> None:
-    assert due(steps, every) is answer
+def test_a_contribution_is_due_after_so_many_steps(steps: int, every: int, answer: bool) -> None:
+    schedule = SyncSchedule(every)
+    schedule.count_steps(steps)
+    assert schedule.due() is answer
 
 
 @given(every=st.integers(1, 20), steps=st.integers(0, 200))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import islice
 from pathlib import Path
@@ -34,7 +35,10 @@ class TestOpening:
         assert text_of(tokens) == "häuser".encode()
         assert isinstance(tokens.array, np.memmap)  # a large file takes no memory
 
-    def test_a_folder_is_joined_in_order_and_says_what_it_left_out(self, tmp_path: Path) -> None:
+    def test_a_folder_is_joined_in_order_and_says_what_it_left_out(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "peers")
         (tmp_path / "b" / "deep").mkdir(parents=True)
         (tmp_path / ".git").mkdir()
         for name, content in {
@@ -50,9 +54,12 @@ class TestOpening:
         (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
         tokens = open_tokens(tmp_path, context=4, vocabulary=256)
         assert text_of(tokens) == b"first\0third\0second"
-        assert tokens.skipped == {"binary": 1, "empty": 1, "hidden": 1, "not a file": 1}
+        assert caplog.messages == [f"{tmp_path}: left out: 1 binary, 1 empty, 1 hidden, 1 not a file"]
 
-    def test_an_unreadable_file_is_counted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unreadable_file_is_counted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "peers")
         (tmp_path / "a.txt").write_bytes(b"readable")
         (tmp_path / "b.txt").write_bytes(b"locked")
         read = Path.read_bytes
@@ -64,7 +71,8 @@ class TestOpening:
 
         monkeypatch.setattr(Path, "read_bytes", refuse)
         tokens = open_tokens(tmp_path, context=4, vocabulary=256)
-        assert (text_of(tokens), tokens.skipped) == (b"readable", {"unreadable": 1})
+        assert text_of(tokens) == b"readable"
+        assert caplog.messages == [f"{tmp_path}: left out: 1 unreadable"]
 
     @pytest.mark.parametrize(("name", "dtype"), [("a.bin", "<u2"), ("a.u32.bin", "<u4")])
     def test_token_files(self, tmp_path: Path, name: str, dtype: str) -> None:
