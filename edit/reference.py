@@ -206,7 +206,7 @@ class EditByLevels:
         return weights
 
     def _good(self, norms: Mapping[str, float], steps: Mapping[str, int]) -> list[str]:
-        most = self.max_ratio * sorted(steps.values())[(len(steps) - 1) // 2]
+        most = self.max_ratio * sorted(steps.values())[(len(steps) - 1) // 2] if len(steps) >= 3 else math.inf
         x = {p: math.log(g) - self.step_power * math.log(min(steps[p], most)) for p, g in norms.items() if 0 < g < math.inf}
         ok = {p: g for p, g in norms.items() if g == 0}
         learned: list[tuple[tuple[str, str], float]] = []

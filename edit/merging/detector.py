@@ -112,9 +112,11 @@ def by_levels(
 def _levels(norms: Mapping[str, float], inner_steps: Mapping[str, int], config: PenaltyConfig) -> dict[str, float]:
     """Return x = log norm - p log steps of every norm that is finite and not zero.
 
-    Steps are what the peer says: more than max_ratio times the round's (lower) median do not lower its level any further.
+    Steps are what the peer says, as far as it is believed (`edit.rounds.work_claims`). Of three or more, those above max_ratio
+    times the round's (lower) median do not lower a level any further; of two, one that says few would raise the other's level.
     """
-    usual = config.max_ratio * max(1, median_low(inner_steps.values())) if inner_steps else 1.0
+    enough = len(inner_steps) >= _MEDIAN_NEEDS
+    usual = config.max_ratio * max(1, median_low(inner_steps.values())) if enough else math.inf
     return {
         peer: math.log(norm) - config.step_power * math.log(min(max(inner_steps[peer], 1), usual))
         for peer, norm in norms.items()

@@ -149,6 +149,16 @@ def test_the_number_of_contributors_may_change() -> None:
     assert two.judge({"a": 3.0, "b": 1.0, "c": 1.0})["a"] is ANOMALOUS, "no relative history yet: by its own"
 
 
+@pytest.mark.parametrize("few", [1, 3])
+def test_of_two_peers_one_that_claims_few_steps_does_not_make_the_other_anomalous(few: int) -> None:
+    norms, honest = {"a": 1.0, "b": 1.0}, {"a": 128, "b": 128}
+    run = Rounds(LEVEL)
+    for _ in range(40):
+        run.judge(run.noisy(norms), honest)
+    told = [run.judge(run.noisy(norms), {"a": 128, "b": few})["a"] for _ in range(10)]
+    assert told == [OK] * 10
+
+
 def test_claimed_steps_excuse_a_norm_only_so_far() -> None:
     usual = {"a": 1.0, "b": 1.0, "c": 1.0}
     run = Rounds(LEVEL).usual(usual)
