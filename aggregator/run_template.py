@@ -81,6 +81,7 @@ up = "int8"                     # For contributions.
 down = "bf16"                   # For updates.
 
 [rounds]                        # When a round opens and closes.
+# A live peer of which nothing came in two rounds in a row is optional: no round waits for it until it contributes.
 start_peers = 1                 # Live peers before the first round opens.
 quorum = 1                      # A round with fewer contributions never commits.
 #floor_s = 5.0                  # The shortest deadline of a round, in seconds.
