@@ -22,6 +22,7 @@ from aggregator.run_feed import EventLog, RunFeed
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.members import Members
 from aggregator.services.authorization import Authorizer
+from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService
@@ -107,7 +108,10 @@ class Coordinator:
         authorizer = Authorizer(folder.run_id, run.members, clock.unix)
         feed.subscribe(authorizer.on_event)
         connections, strangers = _connections()
-        main = grpc.aio.server(options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS)
+        limit = CallLimit(_MAX_CALLS, lambda peer_id: len(run.attendances.of(peer_id)))
+        main = grpc.aio.server(
+            interceptors=[limit], options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS
+        )
         options = server_options(max_connections=strangers)
         enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
         coordinator = cls(folder, config, run, authority, main, enrol, background, (worker, files))

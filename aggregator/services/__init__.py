@@ -5,6 +5,7 @@ becomes a status of one line. Must not know: how rounds, leases or merges work.
 
 In reading order:
     authorization  who may call: the certificate of the connection decides
+    call_limit     how many calls one member has under way, whatever they ask
     control        Control: one stream per rank, and the operator's calls
     data           Data: contributions up; updates, snapshots and the founder's parameters
     enrolment      Enrolment: an invitation in, a certificate out; the one service without client certificates

@@ -1,0 +1,80 @@
+"""A member that opens calls and leaves them open: others' calls are served all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+
+import aggregator.server
+from aggregator.services.call_limit import CALLS_OF_MEMBER, CALLS_OF_RANK, CallLimit
+from edit.errors import BusyError, TransportError
+from editpb import control_pb2_grpc, data_pb2_grpc
+from editpb.channel_options import MAX_STREAMS
+from editpb.status import from_status
+from tests.support.loops import WAIT_S, on_a_loop
+from tests.support.served import Served, found_run, new_folder, served, theta
+
+MOST = 80  # calls at a time, of everybody
+CONNECTIONS = 4  # more than are needed to take all of them
+
+
+async def open_calls(run: Served, stack: contextlib.AsyncExitStack, method: str) -> list[grpc.aio.Call]:
+    """Calls of one member, on connections of their own, that never say a word."""
+    credentials, calls = run.credentials("thief"), list[grpc.aio.Call]()
+    for _ in range(CONNECTIONS):
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        channel = await stack.enter_async_context(grpc.aio.secure_channel(run.coordinator.listen, credentials, options))
+        stubs = {"Contribute": data_pb2_grpc.DataStub, "Attend": control_pb2_grpc.ControlStub}
+        calls += [getattr(stubs[method](channel), method)() for _ in range(MAX_STREAMS)]
+    for call in calls:
+        stack.callback(call.cancel)
+    return calls
+
+
+async def refused(calls: list[grpc.aio.Call], count: int) -> None:
+    """Wait until so many were refused, as something that may be tried again."""
+    ended = [asyncio.ensure_future(call.code()) for call in calls]
+    async with asyncio.timeout(WAIT_S):
+        for _, code in zip(range(count), asyncio.as_completed(ended), strict=False):
+            await code
+    done = [call for call, code in zip(calls, ended, strict=True) if code.done()]
+    for call in done:
+        assert isinstance(from_status(await call.code(), await call.details()), TransportError)
+    assert Counter(["thief has 40 calls under way here already" in await call.details() for call in done])[True] >= count // 2
+    for code in ended:
+        code.cancel()
+
+
+@pytest.mark.parametrize("method", ["Contribute", "Attend"])
+@on_a_loop
+async def test_a_member_cannot_take_all_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(aggregator.server, "_MAX_CALLS", MOST)
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("honest") as peer, contextlib.AsyncExitStack() as stack:
+        view = await found_run(peer)
+        calls = await open_calls(run, stack, method)
+        await refused(calls, len(calls) - MOST // 2)
+        for outer_step in range(3):
+            await peer.contribute(view.round_id, outer_step, theta())
+            done = await peer.view(lambda view, due=outer_step + 1: view.outer_step == due and view.round_id > 0)
+            await peer.fetch(outer_step + 1)
+            await peer.report(outer_step + 1, done.digest)
+            view = done
+
+
+def test_a_member_has_so_many_calls_for_each_rank_that_attends() -> None:
+    ranks: dict[str, int] = {}
+    limit = CallLimit(1000, lambda peer_id: ranks.get(peer_id, 0))
+    for attending, most in ((0, CALLS_OF_MEMBER), (3, CALLS_OF_MEMBER + 3 * CALLS_OF_RANK), (100, 500)):
+        ranks["one"] = attending
+        with contextlib.ExitStack() as taken:
+            for _ in range(most):
+                taken.enter_context(limit.place("one"))
+            with pytest.raises(BusyError, match=f"one has {most} calls under way here already"):
+                taken.enter_context(limit.place("one"))
+            taken.enter_context(limit.place("another"))
+        assert not limit._under_way
