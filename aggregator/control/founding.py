@@ -44,7 +44,7 @@ class Turn:
         self.received_bytes = 0  # the most of any of its transfers: who begins again brings nothing new until there
         self.total_bytes = 0  # 0 before its first transfer
         self.transfer: Transfer | None = None
-        self.settling = False  # all bytes are here: what takes time now is not its fault
+        self.processing = False  # all bytes are here: what takes time now is not its fault
         self.accepted = False  # and they are right: they are being written
 
 
@@ -127,7 +127,7 @@ class Founding:
 
     def _too_slow(self, turn: Turn) -> str:
         now = self._now()
-        if turn.settling:
+        if turn.processing:
             return ""
         if now - turn.moved_at >= STALL_S:
             return f"brought nothing new of the initial parameters for {STALL_S:g} s"
@@ -168,7 +168,7 @@ class Founding:
         turn = self.turn
         if turn is None:
             return "a first peer, which brings the initial parameters"
-        if turn.settling:
+        if turn.processing:
             return f"the disk: the initial parameters of {turn.peer_id} are here"
         share = f", {turn.received_bytes / 1e6:.1f} of {turn.total_bytes / 1e6:.1f} MB are here" if turn.total_bytes else ""
         return f"{turn.peer_id}, asked for the initial parameters {self._now() - turn.since:.0f} s ago{share}"
@@ -218,12 +218,12 @@ class Founding:
             return outer
 
         turn = transfer.turn
-        turn.settling = True
+        turn.processing = True
         try:
             outer = await self._background.in_worker(work)
             turn.accepted = True
         finally:
-            turn.settling = turn.accepted
+            turn.processing = turn.accepted
         return outer
 
     async def write(self, outer: OuterState) -> None:
@@ -232,7 +232,7 @@ class Founding:
             await self._background.in_worker(self._store.found, outer)
         except StorageError:
             if (turn := self.turn) is not None:
-                turn.accepted = turn.settling = False
+                turn.accepted = turn.processing = False
                 turn.moved_at = self._now()
                 self._end_if_gone(turn)
             raise

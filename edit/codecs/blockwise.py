@@ -18,7 +18,7 @@ from edit.errors import RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
-__all__ = ["Blockwise", "absmax", "pack", "row_sums", "settle_scales", "unpack"]
+__all__ = ["Blockwise", "absmax", "pack", "replace_lost_scales", "row_sums", "unpack"]
 
 _TINY = 2.0**-100  # a block below it becomes zero: its reciprocal would come near the end of fp32's range
 
@@ -125,7 +125,7 @@ def absmax(blocks: Tensor, out: Tensor) -> Tensor:
     return magnitudes
 
 
-def settle_scales(scales: Tensor) -> Tensor | None:
+def replace_lost_scales(scales: Tensor) -> Tensor | None:
     """Make the scales of tiny blocks 0 and those that are not finite NaN; return which blocks these are [rows], or None."""
     tiny, broken = scales < _TINY, ~scales.isfinite()
     lost = tiny | broken
