@@ -20,11 +20,18 @@ __all__ = ["Attachment"]
 
 
 class Attachment:
-    """`model` and `optimizer` in the run of `collective`, from construction until `leave` or `abandon`.
+    """Trains a framework's model in a run, from construction until `leave` or `abandon`.
 
-    optimizer: a torch optimizer, however a framework has wrapped it; the innermost one is hooked, so that a step which the
-    wrapper leaves out (gradient accumulation, an overflow) does not count. All processes of a torch.distributed world are ranks
-    of one replica, sharded or not. Raises as `EditWorker.__enter__`.
+    All processes of a torch.distributed world are ranks of one replica, sharded or not.
+
+    Args:
+        model: the module that the framework trains.
+        optimizer: a torch optimizer, however the framework has wrapped it. The innermost one is hooked, so that a step which
+            the wrapper leaves out (gradient accumulation, an overflow) does not count.
+        collective: the run.
+        config: as of `EditWorker`.
+
+    Raises ConfigError when what is wrapped is no torch optimizer, and as `EditWorker.__enter__`.
     """
 
     def __init__(
@@ -38,21 +45,27 @@ class Attachment:
         self.worker = self._inside.enter_context(EditWorker(model, _innermost(optimizer), collective, config, self._ranks))
 
     def before_forward(self) -> None:
-        """What the worker does by itself before a forward of the model; for frameworks that call only parts of it."""
+        """Take an outcome that is there, as the worker does by itself before a forward of the whole model.
+
+        For frameworks that call only parts of the model. Raises the EditError of the collective.
+        """
         if self._config.sync.mode == "blocking":  # with `forward` the parts have hooks of their own, else nothing waits
             self._take_fresh_outcome()
 
     def count_tokens(self, tokens: int) -> None:
-        """Add this process's tokens; every process of the replica calls it as often."""
+        """Add the tokens that this process has trained on; every process of the replica calls it equally often."""
         self.worker.count_tokens(sum(self._ranks.collect(tokens)))
 
     @property
     def showing(self) -> bool:
-        """Whether the model holds the outer parameters now."""
+        """Return whether the model holds the outer parameters now."""
         return self._showing
 
     def show_outer(self) -> None:
-        """Put the outer parameters into the model until `hide_outer`; takes a fresh outcome first, as a forward would."""
+        """Put the outer parameters into the model until `hide_outer`; take a fresh outcome first, as a forward would.
+
+        Raises the EditError of the collective.
+        """
         if not self._showing:
             if not self._config.sync.overlap:
                 self._take_fresh_outcome()
@@ -60,12 +73,16 @@ class Attachment:
             self._showing = True
 
     def hide_outer(self) -> None:
-        """The local parameters again, to the bit; nothing when they are there."""
+        """Put the local parameters back, to the bit; do nothing when they are there."""
         self._showing = False
         self._shown.close()
 
     def leave(self, *, keep_outer: bool) -> None:
-        """Wait for the last outcome and leave. The model then holds the outer parameters or the local ones."""
+        """Wait for the last outcome and leave the run. Raises the EditError of the collective.
+
+        Args:
+            keep_outer: True leaves the outer parameters in the model, False the local ones.
+        """
         self.hide_outer()
         kept = None
         if keep_outer:
@@ -79,7 +96,7 @@ class Attachment:
                     parameter.copy_(outer)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave as after `error`: hooks are removed, no outcome is waited for."""
+        """Leave the run as after `error`: remove the hooks, and wait for no outcome."""
         self.hide_outer()
         self._inside.__exit__(type(error), error, error.__traceback__)
 

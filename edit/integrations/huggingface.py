@@ -35,7 +35,7 @@ UNCOMPARED = IDLE | {"dtype", "initializer_range", "bos_token_id", "eos_token_id
 
 
 def configuration(model: ModelConfig) -> Any:
-    """The transformers configuration that the run's `[model]` means; `context` and `vocabulary` are set on it.
+    """Return the transformers configuration that the run's `[model]` means; `context` and `vocabulary` are set on it.
 
     Options are fields of that configuration: plain values, or a table or a list as JSON text. Raises ConfigError for an unknown
     model type, an unknown or ineffective option, and a value that the architecture refuses.
@@ -52,7 +52,10 @@ def configuration(model: ModelConfig) -> Any:
 
 
 def build(config: Any, seed: int) -> nn.Module:
-    """A causal language model of this configuration on the CPU; its initial values follow from `seed`. Raises ConfigError."""
+    """Return a causal language model of this configuration, on the CPU; its initial values follow from `seed`.
+
+    The global random state is as before. Raises ConfigError when transformers cannot build it.
+    """
     transformers = _transformers()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -64,7 +67,10 @@ def build(config: Any, seed: int) -> nn.Module:
 
 
 def first_difference(mine: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """The first field that matters to training and differs: (name, mine, theirs); both of one configuration class."""
+    """Return (name, mine, theirs) of the first field that matters to training and differs, or None.
+
+    mine, theirs: configurations of one class of transformers.
+    """
     ours, others = mine.to_dict(), theirs.to_dict()
     for name in _fields(type(mine)):
         if name not in UNCOMPARED and ours.get(name) != others.get(name):
@@ -73,11 +79,15 @@ def first_difference(mine: Any, theirs: Any) -> tuple[str, Any, Any] | None:
 
 
 def save(model: ModelConfig, parameters: Mapping[str, Tensor], out: Path) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads: configuration and weights, fp32, these parameters.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads: the configuration, and these weights in fp32.
 
-    parameters: every trainable tensor by its name in the transformers model, full shape; buffers too if they were exchanged.
-    Raises ConfigError when the run's model is not an `hf:` one or the tensors are not its weights (a run of adapters, say);
-    OSError.
+    Args:
+        model: the run's `[model]`.
+        parameters: every trainable tensor, whole, by its name in the transformers model; buffers too if they were exchanged.
+        out: the folder; it is created.
+
+    Raises ConfigError when the run's model is not an `hf:` one, or the tensors are not its weights (a run of adapters, say);
+    OSError when the folder cannot be written.
     """
     if not model.name.startswith(PREFIX):
         raise ConfigError(f'--format hf: only for runs whose model.name is hf:MODEL_TYPE; this one trains "{model.name}"')
@@ -97,7 +107,7 @@ def save(model: ModelConfig, parameters: Mapping[str, Tensor], out: Path) -> Non
 
 
 def _misfit(own: Mapping[str, Tensor], needed: Sequence[str], given: Mapping[str, Tensor]) -> str | None:
-    """The first tensor that is missing, unknown, or of another shape."""
+    """Return the name of the first tensor that is missing, unknown, or of another shape, or None."""
     odd = (name for name in [*given, *needed] if name not in own or name not in given or own[name].shape != given[name].shape)
     return next(odd, None)
 
@@ -131,7 +141,7 @@ def _fields(cls: Any) -> list[str]:
 
 
 def _names(cls: Any) -> dict[str, str]:
-    """Every name an option may have, and the field it stands for."""
+    """Return every name that an option may have, with the field it stands for."""
     names = {name: name for name in _fields(cls) if not name.startswith("_")}
     names |= {alias: field for alias, field in cls.attribute_map.items() if field in names}
     if "rope_parameters" in names:
@@ -161,7 +171,7 @@ def _canonical(cls: Any, model_type: str, options: Mapping[str, str | int | floa
 
 
 def _parsed(key: str, value: str | int | float | bool) -> Any:
-    """A table or a list written as JSON text; other values as they are."""
+    """Return a table or a list that is written as JSON text; any other value as it is. Raises ConfigError."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -173,7 +183,7 @@ def _parsed(key: str, value: str | int | float | bool) -> Any:
 
 
 def _check_plain(key: str, value: Any) -> None:
-    """Nothing in a nested table may name code or a place to fetch it from."""
+    """Raise ConfigError where a nested table names code, or a place to fetch it from."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name.startswith("_") or name in ("auto_map", "attn_implementation", "experts_implementation"):
@@ -196,7 +206,7 @@ def _sizes(cls: Any, model_type: str, model: ModelConfig, options: Mapping[str, 
 
 
 def _outside(cls: Any, name: str, vocabulary: int) -> bool:
-    """Whether the architecture's default for a special token is no token of this vocabulary."""
+    """Return whether the architecture's default for a special token is no token of this vocabulary."""
     default = getattr(cls, name, None)
     return isinstance(default, int) and not 0 <= default < vocabulary
 

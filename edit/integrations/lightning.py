@@ -17,15 +17,21 @@ __all__ = ["EditCallback"]
 
 
 class EditCallback(Callback):
-    """`Trainer(..., callbacks=[EditCallback(collective, config)])`: `trainer.fit()` is this peer's part of the run.
+    """Makes `trainer.fit()` this peer's part of a run: `Trainer(..., callbacks=[EditCallback(collective, config)])`.
 
     Training ends with Lightning's last step or with the run's, whichever comes first. Each real optimizer step counts once,
     also with accumulate_grad_batches, clipping and manual optimization. The module starts from the run's outer parameters, also
-    when `fit` resumes from a checkpoint.
-    evaluate_outer: validation, checkpoints saved during training, and the module after it hold the outer parameters, which all
-    peers share; otherwise this peer's local ones. tokens: how many a batch has; by itself the size of its `input_ids`, or 0.
+    when `fit` resumes from a checkpoint. One training per callback.
 
-    One training per callback. Raises ConfigError for a module with several optimizers.
+    Args:
+        collective: the run, for example of `peers.connect`.
+        config: `WorkerConfig.of(run)`.
+        evaluate_outer: validation, checkpoints saved during training, and the module after it hold the outer parameters, which
+            all peers share; otherwise this peer's local ones.
+        tokens: returns how many tokens a batch has. None: the size of its `input_ids`, or 0.
+
+    Raises ConfigError when training begins: several optimizers, or an earlier training that did not end. The run's own errors
+    (`edit.errors`) come out of `fit`.
     """
 
     def __init__(
@@ -44,7 +50,7 @@ class EditCallback(Callback):
 
     @property
     def worker(self) -> EditWorker | None:
-        """The worker between the beginning and the end of training, to look at; None before and after."""
+        """Return the worker, to look at, between the beginning and the end of training; None before and after."""
         return self._attached.worker if self._attached else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +62,7 @@ class EditCallback(Callback):
         self._attached = Attachment(pl_module, trainer.optimizers[0], self._collective, self._config)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A training_step calls parts of the module and never the module, so the outcome is taken here."""
+        """Take an outcome that is there, because a training_step calls parts of the module and never the module itself."""
         if self._attached is not None:
             self._attached.before_forward()
             self._attached.count_tokens(self._tokens(batch))
@@ -74,7 +80,7 @@ class EditCallback(Callback):
             self._attached.show_outer()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on with the local parameters."""
+        """Put the local parameters back, with which training goes on."""
         if self._attached is not None:
             self._attached.hide_outer()
 

@@ -18,15 +18,20 @@ __all__ = ["EditCallback"]
 
 
 class EditCallback(TrainerCallback):
-    """`Trainer(..., callbacks=[EditCallback(collective, config)])`: `trainer.train()` is this peer's part of the run.
+    """Makes `trainer.train()` this peer's part of a run: `Trainer(..., callbacks=[EditCallback(collective, config)])`.
 
     Training ends with the Trainer's last step or with the run's, whichever comes first. Each real optimizer step counts once,
     also with gradient accumulation and clipping; tokens are counted from `input_ids`. The model starts from the run's outer
-    parameters, also when the Trainer resumes from a checkpoint of its own.
-    evaluate_outer: evaluations during training, checkpoints saved during training, and the model after it hold the outer
-    parameters, which all peers share; otherwise this peer's local ones.
+    parameters, also when the Trainer resumes from a checkpoint of its own. One training per callback.
 
-    One training per callback. Raises ConfigError for settings of the Trainer that cannot work with it.
+    Args:
+        collective: the run, for example of `peers.connect`.
+        config: `WorkerConfig.of(run)`.
+        evaluate_outer: evaluations and checkpoints during training, and the model after it, hold the outer parameters, which
+            all peers share; otherwise this peer's local ones.
+
+    Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`, several
+    GPUs in one process), or an earlier training that did not end. The run's own errors (`edit.errors`) come out of `train`.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class EditCallback(TrainerCallback):
 
     @property
     def worker(self) -> EditWorker | None:
-        """The worker between the beginning and the end of training, to look at; None before and after."""
+        """Return the worker, to look at, between the beginning and the end of training; None before and after."""
         return self._attached.worker if self._attached else None
 
     def on_train_begin(
@@ -63,7 +68,7 @@ class EditCallback(TrainerCallback):
         return control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After an evaluation training goes on with the local parameters."""
+        """Put the local parameters back, with which training goes on after an evaluation."""
         self._present().hide_outer()
 
     def on_pre_optimizer_step(
@@ -83,7 +88,7 @@ class EditCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """As `on_step_end`, for what is done once per pass over the data."""
+        """Show the outer parameters to what the Trainer does once per pass over the data."""
         self._show_outer(control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

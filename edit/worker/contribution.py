@@ -34,7 +34,15 @@ class SentTensors:
 
 
 class ContributionMaker:
-    """The sending side of one exchange. estimator: None unless training goes on from an estimate (eager)."""
+    """Makes and sends the contributions of one replica to one aggregator.
+
+    Args:
+        replica: the outer and the local parameters of this rank.
+        feedback: encodes, and keeps what the codec leaves out.
+        collective: what the contributions are sent over.
+        config: `sync.overlap`, `sync.strict` count here.
+        estimator: None unless training goes on from an estimate of the update (eager).
+    """
 
     def __init__(
         self,
@@ -51,7 +59,15 @@ class ContributionMaker:
         self._estimator = estimator
 
     def contribute(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
-        """Stage every fragment of the contribution and send it; then training goes on, from an estimate where there is one."""
+        """Stage every fragment of a contribution, send it, and put the local parameters where training goes on from.
+
+        Args:
+            pending: which fragments, computed against which outer step, from how many inner steps and tokens.
+            sent: filled with what has to be kept of the contribution until its outcome is applied.
+            send: False stages it only: a replay of what was sent before the process was restarted.
+
+        Raises what `Collective.contribute` raises.
+        """
         for i in pending.fragments:
             delta = self._replica.pseudo_gradient(i)
             self._stage(pending, sent, i, delta, send)
@@ -61,7 +77,10 @@ class ContributionMaker:
                 sent.sent_from[i] = self._replica.local_fragment(i)
 
     def contribute_again(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
-        """Make the same contribution from what is left of it in a checkpoint; the local parameters stay."""
+        """Make the same contribution from what is left of it in a checkpoint; the local parameters stay.
+
+        Args and errors as of `contribute`; `sent` is what the checkpoint kept.
+        """
         for i in pending.missing:
             delta = sent.deltas[i] if i in sent.deltas else self._replica.pseudo_gradient(i, sent.sent_from.get(i))
             self._stage(pending, sent, i, delta, send)
@@ -69,12 +88,12 @@ class ContributionMaker:
                 sent.sent_from[i] = self._replica.local_fragment(i)
 
     def send_again(self, pending: Pending, sent: SentTensors) -> None:
-        """Send the same bytes once more."""
+        """Send the same bytes once more. Raises what `Collective.contribute` raises."""
         for i, payload in sent.payloads.items():
             self._send(pending, i, payload)
 
     def keep_local(self, pending: Pending, sent: SentTensors) -> None:
-        """Training goes on: keep the local parameters as they were sent."""
+        """Keep the local parameters as they were sent, in `sent`, because training goes on before the outcome is known."""
         for i in pending.missing:
             if i not in sent.sent_from:
                 sent.sent_from[i] = self._replica.local_fragment(i)

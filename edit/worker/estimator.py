@@ -20,26 +20,44 @@ __all__ = ["Estimator", "LastStepEstimator"]
 
 
 class Estimator(Protocol):
-    """Foresees theta after the next outer step. All tensors are flat fp32 vectors that this rank holds, by fragment."""
+    """Estimates theta after the next outer step.
+
+    Each tensor is the flat fp32 vector, shape (elements that this rank holds,), of one fragment.
+    """
 
     def estimate(self, fragment_id: int, theta: Tensor, delta: Tensor) -> Tensor | None:
-        """Return theta_hat, a new vector, for this peer's pseudo-gradient `delta`; None without enough to go by."""
+        """Return theta_hat, a new vector; None when there is not enough to go by.
+
+        Args:
+            theta: the outer parameters of this fragment, at the outer step that `delta` was computed against.
+            delta: this peer's pseudo-gradient, as long as theta.
+        """
         ...
 
     def committed(self, commit: Commit, peer_id: str, moved: Mapping[int, Tensor], deltas: Mapping[int, Tensor]) -> None:
-        """Learn from a commit. moved: how far it has moved theta; deltas: what this peer contributed to it, if anything."""
+        """Learn from a commit.
+
+        Args:
+            commit: with the weight that this peer's contribution to each fragment got.
+            peer_id: this peer's.
+            moved: theta before the commit minus theta after it, by fragment_id; of every fragment of the commit.
+            deltas: the pseudo-gradients that this peer contributed to it, by fragment_id; empty when it did not.
+        """
         ...
 
     def forget(self) -> None:
-        """theta has moved otherwise than by one commit: there is nothing to go by until the next."""
+        """Forget what was learned, because theta has moved otherwise than by one commit (a snapshot)."""
         ...
 
     def state(self) -> tuple[dict[str, dict[int, Tensor]], dict[str, Any]]:
-        """Return what is kept, for a checkpoint: tensors by kind (of `edit.worker.checkpoint.KINDS`), and JSON-able values."""
+        """Return what is kept, for a checkpoint.
+
+        Tensors by kind (of `edit.worker.checkpoint.KINDS`) and fragment_id; values that JSON has.
+        """
         ...
 
     def load(self, vectors: Mapping[str, Mapping[int, Tensor]], scalars: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Raises KeyError, TypeError or ValueError when it is damaged."""
+        """Go on from what `state` returned. Raises KeyError, TypeError or ValueError when it is damaged."""
         ...
 
 
@@ -55,7 +73,11 @@ class _Last:
 
 
 class LastStepEstimator:
-    """An `Estimator` that expects the last step again, with this peer's share in it replaced (`sync.mode = "eager"`)."""
+    """Expects the last step again, with this peer's share in it replaced (`sync.mode = "eager"`; arXiv 2502.12996).
+
+    Args:
+        outer: the outer optimizer, SGD or Nesterov (`edit.config.algorithm.check_together` allows no other with eager).
+    """
 
     def __init__(self, outer: OuterConfig) -> None:
         self._follows = outer.lr * (1 + outer.momentum) if outer.optimizer == "nesterov" else outer.lr
@@ -91,7 +113,7 @@ class LastStepEstimator:
         }
 
     def load(self, vectors: Mapping[str, Mapping[int, Tensor]], scalars: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Go on from what `state` returned. Raises KeyError, TypeError or ValueError when it is damaged."""
         sent, weights = vectors.get("last_sent", {}), scalars.get("weights", {})
         steps = vectors.get("last_step", {})
         self._last = {i: _Last(step, sent.get(i), float(weights[str(i)])) for i, step in steps.items()}
