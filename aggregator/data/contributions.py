@@ -9,6 +9,8 @@ The round machine decides which contribution of a peer is taken, how long it is 
  3. Whole: every shard is in and measured, and they cover each element once. More elements than the fragment has, or as many
     with two of them the same, is the peer's fault, found when the shard is declared, before memory is taken for it. Fewer: the
     round ends without this peer's fragment.
+ 4. What is known of the shards, beside their bytes, is bounded over the whole contribution: MAX_PIECES, and one more for every
+    ELEMENTS_OF_PIECE elements. A piece is an eighth of a shard, or a box.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from edit.merging.merge import Measured, ShardPayload
 from edit.merging.norms import whole_norm
 from edit.records import EncodedTensor
 from editpb.messages import ContributionHeader
+
+MAX_PIECES = 1 << 17  # about 32 MB
+ELEMENTS_OF_PIECE = 64
 
 __all__ = ["Contribution", "Contributions", "ShardUpload", "ShardedFragment"]
 
@@ -55,11 +60,16 @@ class ShardedFragment:
         self._cover = Cover(fragment)  # of the declared shards
         self._awaited = 0  # declared shards that are not measured yet
         self._whole: Measured | None = None
+        self.pieces = 0  # of the declared shards, see `_pieces`
 
     @property
     def received_bytes(self) -> int:
         """Of all shards, so far."""
         return sum(shard.upload.received_bytes for shard in self._shards.values())
+
+    def knows(self, rank: int) -> bool:
+        """Return whether this rank has declared its shard."""
+        return rank in self._shards
 
     def declare(self, header: ContributionHeader) -> ShardUpload | None:
         """Return the upload for this shard, the one that is there on a retry; None: the fragment is whole, send no bytes.
@@ -71,6 +81,7 @@ class ShardedFragment:
                 return None
             self.drop("a newer attempt of this replica has come")
             self._cover, self._awaited, self._attempt = Cover(self._fragment), 0, header.attempt
+            self.pieces = 0
         elif header.attempt < self._attempt:
             raise StaleError(f"{_who(header)}: a newer attempt of this replica has come")
         known = self._shards.get(header.rank)
@@ -80,6 +91,7 @@ class ShardedFragment:
             known = self._shards[header.rank] = self._open(header, shard)
             self._cover.add(shard.boxes)
             self._awaited += 1
+            self.pieces += _pieces(header)
         elif known.header != header:
             raise RemoteProtocolError(f"{_who(header)} was declared with another {_difference(known.header, header)} before")
         elif known.upload.dropped:  # the disk refused it
@@ -160,11 +172,20 @@ class Contribution:
         self.round_id, self.outer_step = header.round_id, header.outer_step
         self.fragments = {i: ShardedFragment(schema.fragments[i], uploads) for i in due}
         self.total_bytes = sum(codecs[i].encoded_size(schema.fragments[i].numel) for i in due)  # of a peer that is not sharded
+        self._most_pieces = MAX_PIECES + sum(schema.fragments[i].numel for i in due) // ELEMENTS_OF_PIECE
 
     @property
     def received_bytes(self) -> int:
         """Of all its fragments, so far."""
         return sum(fragment.received_bytes for fragment in self.fragments.values())
+
+    def declare(self, header: ContributionHeader) -> ShardUpload | None:
+        """Return the upload for a shard. Returns and raises as `ShardedFragment.declare`; also RemoteProtocolError (rule 4)."""
+        fragment = self.fragments[header.fragment_id]
+        pieces = sum(each.pieces for each in self.fragments.values()) + _pieces(header)
+        if pieces > self._most_pieces and not fragment.knows(header.rank):
+            raise RemoteProtocolError(f"{_who(header)}: the ranks' shards are too many and too small to be kept")
+        return fragment.declare(header)
 
     def whole(self, fragment_id: int, outer_step: int) -> Measured:
         """Return one fragment, to be merged into the advance from `outer_step`. Raises LocalProtocolError before it is in."""
@@ -205,7 +226,7 @@ class Contributions:
         if contribution is None:
             self.drop(header.peer_id, "a newer contribution of this peer has come")
             contribution = self._held[header.peer_id] = Contribution(header, self._schema, self._codecs, due, self._uploads)
-        return contribution.fragments[header.fragment_id].declare(header)
+        return contribution.declare(header)
 
     def fragment_of(self, shard: ShardUpload) -> ShardedFragment:
         """Return the fragment that this shard is part of. Raises StaleError when it no longer is."""
@@ -225,6 +246,11 @@ class Contributions:
         """Drop the contributions of all others."""
         for peer_id in self._held.keys() - set(peers):
             self.drop(peer_id, reason)
+
+
+def _pieces(header: ContributionHeader) -> int:
+    """Return what a declared shard takes in memory, in units of about 250 bytes: itself and its boxes."""
+    return 8 + len(header.boxes or ())
 
 
 def _who(header: ContributionHeader) -> str:

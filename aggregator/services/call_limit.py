@@ -14,9 +14,10 @@ from edit.errors import BusyError, RefusedError
 from editpb.abort_on_error import abort_on_error
 from editpb.identity import from_auth_context
 
-__all__ = ["CALLS_OF_MEMBER", "CALLS_OF_RANK", "CallLimit"]
+__all__ = ["CALLS_OF_MEMBER", "CALLS_OF_RANK", "RESERVED", "CallLimit"]
 
 CALLS_OF_MEMBER = 64  # while none of its ranks attends: they all connect at once
+RESERVED = 16  # of all calls, for operators, so that they can always say who is to leave
 CALLS_OF_RANK = 8  # more for each rank that attends: its stream, an update, fragments of a contribution, a snapshot
 
 _Behaviour = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Any]
@@ -28,7 +29,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
     Who a caller is, its certificate says; whether it may call, the service decides.
 
     Args:
-        most: calls of all members that are served at a time. One member gets at most half of them.
+        most: calls that are served at a time. One member gets at most half of them, and RESERVED are left for the operator.
         ranks: returns how many ranks of a member attend.
     """
 
@@ -37,11 +38,13 @@ class CallLimit(grpc.aio.ServerInterceptor):
         self._under_way: Counter[str] = Counter()  # by peer_id
 
     @contextlib.contextmanager
-    def place(self, peer_id: str) -> Iterator[None]:
-        """Count a call of this member, until the block ends. Raises BusyError when it has too many."""
+    def place(self, peer_id: str, role: str = "peer") -> Iterator[None]:
+        """Count a call of this member, until the block ends. Raises BusyError when it has too many, or all but operators have."""
         most = min(CALLS_OF_MEMBER + CALLS_OF_RANK * self._ranks(peer_id), self._most // 2)
         if self._under_way[peer_id] >= most:
             raise BusyError(f"{peer_id} has {most} calls under way here already; end one of them, or try again later")
+        if role != "operator" and self._under_way.total() >= self._most - RESERVED:
+            raise BusyError("too many calls are under way here; try again later")
         self._under_way[peer_id] += 1
         try:
             yield
@@ -82,6 +85,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
     def _place_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> contextlib.AbstractContextManager[None]:
         try:
-            return self.place(from_auth_context(context.auth_context()).peer_id)
+            caller = from_auth_context(context.auth_context())
         except RefusedError:  # no member: the service refuses it
             return contextlib.nullcontext()
+        return self.place(caller.peer_id, caller.role)

@@ -68,3 +68,28 @@ def test_a_rank_that_hello_did_not_announce_is_refused(tmp_path: Path) -> None:
             assert "rank is 2, but Hello announced ranks = 2" in str(refused.value.details())
 
     asyncio.run(scenario())
+
+
+def test_what_is_kept_of_the_shards_beside_their_bytes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that declare one element each, of every fragment: no more of them than there is room for, whatever is announced."""
+    monkeypatch.setattr("aggregator.data.contributions.MAX_PIECES", 9 * 20)
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at, at.peer("honest") as honest, at.replica("b", 40) as ranks:
+            view = await found_run(honest)
+            await ranks[0].attend()
+            await ranks[0].report(0)
+            declared, fragment = 0, honest.schema.fragments[1]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                for rank in range(40):
+                    shard = Shard(fragment, [Box(0, (rank,), (1,))])
+                    header = ranks[0].header(view.round_id, 0, 1, 4, {"boxes": shard.boxes, "numel": 1, "rank": rank})
+                    await ranks[0].data.Probe(contribution_header_to_pb(header))
+                    declared += 1
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "the ranks' shards are too many and too small" in str(refused.value.details())
+            assert declared == 20
+            await honest.contribute(view.round_id, 0, theta(1))
+            await honest.view(lambda view: view.outer_step == 1)
+
+    asyncio.run(scenario())

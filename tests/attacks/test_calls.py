@@ -11,10 +11,12 @@ import grpc
 import pytest
 
 import aggregator.server
-from aggregator.services.call_limit import CALLS_OF_MEMBER, CALLS_OF_RANK, CallLimit
-from edit.errors import BusyError, TransportError
-from editpb import control_pb2_grpc, data_pb2_grpc
+from aggregator.services.call_limit import CALLS_OF_MEMBER, CALLS_OF_RANK, RESERVED, CallLimit
+from edit.errors import BusyError, RemoteProtocolError, TransportError
+from editpb import control_pb2, control_pb2_grpc, data_pb2_grpc
 from editpb.channel_options import MAX_STREAMS
+from editpb.control_messages import peer_message_from_pb, peer_message_to_pb
+from editpb.messages import Hello
 from editpb.status import from_status
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import Served, found_run, new_folder, served, theta
@@ -23,9 +25,9 @@ MOST = 80  # calls at a time, of everybody
 CONNECTIONS = 4  # more than are needed to take all of them
 
 
-async def open_calls(run: Served, stack: contextlib.AsyncExitStack, method: str) -> list[grpc.aio.Call]:
+async def open_calls(run: Served, stack: contextlib.AsyncExitStack, method: str, member: str = "thief") -> list[grpc.aio.Call]:
     """Calls of one member, on connections of their own, that never say a word."""
-    credentials, calls = run.credentials("thief"), list[grpc.aio.Call]()
+    credentials, calls = run.credentials(member), list[grpc.aio.Call]()
     for _ in range(CONNECTIONS):
         options = (("grpc.use_local_subchannel_pool", 1),)
         channel = await stack.enter_async_context(grpc.aio.secure_channel(run.coordinator.listen, credentials, options))
@@ -64,6 +66,32 @@ async def test_a_member_cannot_take_all_calls(tmp_path: Path, monkeypatch: pytes
             await peer.fetch(outer_step + 1)
             await peer.report(outer_step + 1, done.digest)
             view = done
+
+
+@on_a_loop
+async def test_the_operator_is_answered_while_members_take_all_calls_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregator.server, "_MAX_CALLS", MOST)
+    async with served(new_folder(tmp_path / "run")) as run, contextlib.AsyncExitStack() as stack:
+        calls = [call for member in "abc" for call in await open_calls(run, stack, "Attend", member)]
+        ended = [asyncio.ensure_future(call.code()) for call in calls]
+        async with asyncio.timeout(WAIT_S):
+            for _, code in zip(range(len(calls) - MOST + RESERVED), asyncio.as_completed(ended), strict=False):
+                await code
+        assert sum(not code.done() for code in ended) == MOST - RESERVED
+        async with run.channel("operator", "operator") as channel, asyncio.timeout(WAIT_S):
+            stub = control_pb2_grpc.ControlStub(channel)
+            for member in "abc":
+                await stub.Evict(control_pb2.EvictRequest(peer_id=member, reason="takes all calls"))
+            assert (await stub.Status(control_pb2.StatusRequest())).run_id == run.folder.run_id
+        for code in ended:
+            code.cancel()
+
+
+def test_a_hello_of_more_ranks_than_a_replica_may_have_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="ranks is 513, not 1 to 512"):
+        peer_message_from_pb(peer_message_to_pb(Hello(run_id="run", schema_hash="", rank=0, ranks=513)))
 
 
 def test_a_member_has_so_many_calls_for_each_rank_that_attends() -> None:
