@@ -39,7 +39,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def place(self, peer_id: str, role: str = "peer") -> Iterator[None]:
-        """Count a call of this member, until the block ends. Raises BusyError when it has too many, or all but operators have."""
+        """Count a call of this member, until the block ends. Raises BusyError when it, or all but operators, have too many."""
         most = min(CALLS_OF_MEMBER + CALLS_OF_RANK * self._ranks(peer_id), self._most // 2)
         if self._under_way[peer_id] >= most:
             raise BusyError(f"{peer_id} has {most} calls under way here already; end one of them, or try again later")
