@@ -25,6 +25,7 @@ from edit.command_line import log_to_stderr, run_command
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
 from editpb.run_status import MemberStatus, RunStatus
+from editpb.validity import SOON_S, VERY_SOON_S, duration
 
 __all__ = ["app", "main"]
 
@@ -193,8 +194,9 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
     console.print(who + _words(facts))
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
-    if run.reason:
-        console.print(_words(run.reason, "yellow"), soft_wrap=True)
+    for line in (run.reason, *run.warnings):
+        if line:
+            console.print(_words(line, "yellow"), soft_wrap=True)
 
 
 @app.command()
@@ -225,6 +227,7 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
         "in",
         "out",
         "absent",
+        "certificate",
         box=None,
         header_style="dim",
     )
@@ -243,6 +246,7 @@ def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
             str(row.contributions),
             str(row.rejections),
             str(row.absences),
+            _certificate(row.expires, time.time()),
         )
     console.print(table)
 
@@ -252,6 +256,15 @@ def _phase(row: MemberStatus) -> str:
     if row.quarantined_s > 0:
         return f"quarantined for {row.quarantined_s:.0f} s"
     return f"{row.phase}, optional" if row.optional else row.phase
+
+
+def _certificate(expires: float, now: float) -> Text:
+    """Return how long a member's certificate is still valid; empty where that is not known."""
+    if not expires:
+        return Text("")
+    left = expires - now
+    style = "" if left > SOON_S else "yellow" if left > VERY_SOON_S else "red"
+    return Text(duration(left) if left > 0 else "expired", style)
 
 
 def _uploaded(row: MemberStatus) -> str:

@@ -3,6 +3,7 @@
 event                published when
 -------------------  ---------------------------------------------------------------------------------------------------------
 MemberEnrolled       an invitation was redeemed
+CertificateRenewed   a member got a new certificate for its key
 MemberChanged        a member entered another state
 RankLost             the stream of a rank other than 0 broke; without it the replica cannot contribute
 PeerReported         a heartbeat came; at most one a second per stream
@@ -16,7 +17,7 @@ StepCommitted        a commit is on disk and published
 RoundReport          a round closed, committed or aborted
 RunEnded             the last outer step or token is merged, or the run was drained; the state is checkpointed
 OrderGiven           the operator's order is on disk
-Advised              a setting cannot work, or a member is too slow for it
+Advised              a setting cannot work, a member is too slow for it, or a certificate ends soon
 
 Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`EventLog`), the recent rounds that `status` shows
 (`aggregator.control.status`), and the run itself (`aggregator.control.run`).
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Advised",
+    "CertificateRenewed",
     "ContributionRefused",
     "EventLog",
     "MemberChanged",
@@ -66,6 +68,13 @@ class MemberEnrolled:
 
     peer_id: str
     role: str
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateRenewed:
+    """A later certificate was issued for the same identity and key."""
+
+    peer_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,7 @@ class Advised:
 
 RunEvent = (
     MemberEnrolled
+    | CertificateRenewed
     | MemberChanged
     | RankLost
     | PeerReported
@@ -277,6 +287,8 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
     match event:
         case MemberEnrolled(peer_id, role):
             return logging.INFO, f"{peer_id} enrolled as {role}"
+        case CertificateRenewed(peer_id):
+            _log.info("%s: its certificate is renewed", peer_id)
         case MemberChanged(peer_id, state, reason, live=False):
             return logging.INFO, f"{peer_id}: {state} ({reason})"
         case RankLost(peer_id, reason):

@@ -9,7 +9,7 @@ import logging
 import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,14 +18,16 @@ import torch
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
-from aggregator.run_feed import EventLog, RunFeed
+from aggregator.run_feed import Advised, EventLog, RunFeed
 from aggregator.security.authority import Authority, check_equipped
+from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members
 from aggregator.security.members import Members
+from aggregator.server_certificate import ServerCertificate
 from aggregator.services.authorization import Authorizer
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
-from aggregator.services.enrolment import EnrolmentService
+from aggregator.services.enrolment import EnrolmentService, RenewalService
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
@@ -34,10 +36,11 @@ from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
 from edit.durable_files import write_atomic
-from edit.errors import ConfigError
+from edit.errors import ConfigError, EditError
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb.channel_options import server_options
 from editpb.chunk_frames import add_data_servicer
+from editpb.validity import Notice
 
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
@@ -46,6 +49,7 @@ __all__ = ["Coordinator", "raise_file_limit", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
+_CERTIFICATES_S = 3600.0  # how often certificates are looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENROLMENTS = 64  # at a time
 _MAX_STRANGERS = 256  # connections at a time to the port of the invitations
@@ -67,6 +71,7 @@ class Coordinator:
     _enrol: grpc.aio.Server | None  # enrolment; None at a further aggregator
     background: Background
     _threads: tuple[ThreadPoolExecutor, ...]
+    _expiry: ExpiryWatch = field(default_factory=ExpiryWatch)
     listen: str = ""  # HOST:PORT of control and data, once bound
     enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
 
@@ -120,6 +125,8 @@ class Coordinator:
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
+            renewal = RenewalService(authority, authorizer, clock.unix, feed)
+            enrolment_pb2_grpc.add_RenewalServicer_to_server(renewal, coordinator._main)
         return coordinator
 
     def endpoints(self) -> tuple[str, ...]:
@@ -130,9 +137,7 @@ class Coordinator:
     async def start(self) -> None:
         """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
         await self.run.start()
-        ca, key, certificate = ((self.folder.path / name).read_bytes() for name in ("ca.pem", "server.key", "server.pem"))
-        mutual = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
-        server_only = grpc.ssl_server_credentials([(key, certificate)])
+        mutual, server_only = (ServerCertificate(self.folder.path, mutual=each).credentials() for each in (True, False))
         server = self.config.server
         before = self.folder.bound()
         self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), mutual)
@@ -143,10 +148,31 @@ class Coordinator:
         await self._main.start()
         addresses = {"listen": self.listen, "enrol_listen": self.enrol_listen}
         write_atomic(self.folder.addresses, json.dumps(addresses).encode())
+        self.look_after_certificates()
+        self.background.spawn(self._keep_certificates())
         if self._enrol is not None:
             _log.info("serving %s on %s, invitations on %s", self.folder.run_id, self.listen, self.enrol_listen)
         else:
             _log.info("serving aggregator %d of %s on %s", self.folder.aggregator, self.folder.run_id, self.listen)
+
+    def look_after_certificates(self) -> None:
+        """Renew the folder's own certificates that are due; say in the log which certificates end soon, once for each limit."""
+        now = self.run.clock.unix()
+        try:
+            if self.authority is not None and (renewed := self.authority.renew_own(self.config.server.advertise, now=now)):
+                _log.info("renewed %s", " and ".join(renewed))
+            own = list(watched_files(self.folder.path, self.authority))
+        except (EditError, OSError, ValueError) as error:
+            _log.warning("certificates: %s; tried again in an hour", error)
+            own = []
+        for peer_id, text in self._expiry.news((*own, *watched_members(self.run.members)), now):
+            self.run.feed.publish(Advised(peer_id, text))
+        self.run.warnings = [text_of(one, now) for one in own if one.validity.notice(now) is not Notice.NONE]
+
+    async def _keep_certificates(self) -> None:
+        while True:
+            await asyncio.sleep(_CERTIFICATES_S)
+            self.look_after_certificates()
 
     async def close(self, *, checkpoint: bool = True) -> None:
         """Stop listening, checkpoint, end the worker. checkpoint: False ends the run as a kill would (for tests)."""
@@ -166,7 +192,9 @@ def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority 
         check_equipped(folder.path, folder.run_id, folder.aggregator, config.server.advertise[0], now=now)
         return None
     authority = Authority.load(folder.path, folder.run_id)
-    authority.renew_server(config.server.advertise, now=now)
+    if not (folder.path / "server.key").exists():
+        _log.warning("%s: is missing; another key is made, and a certificate for it", folder.path / "server.key")
+    authority.renew_own(config.server.advertise, now=now)
     return authority
 
 

@@ -25,6 +25,10 @@ __all__ = ["Attendance", "Attendances"]
 _REPORT_S = 1.0  # at most one PeerReported per stream in this time
 
 
+def _never() -> float:
+    return math.inf
+
+
 @dataclass(slots=True)
 class Attendance:
     """One rank's open stream."""
@@ -32,7 +36,7 @@ class Attendance:
     peer_id: str
     rank: int
     schema: Schema
-    expires: float = math.inf  # when the certificate of its connection ends, in seconds since 1970
+    expires: Callable[[], float] = _never  # until when its connection counts, in seconds since 1970; see Authorizer
     number: int = 0  # of the membership's attendance; 0 for ranks other than 0, which are no members
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set when this rank is to be sent something
     expelled: EvictedError | RefusedError | TransportError | None = None  # the stream ends with this
@@ -78,7 +82,7 @@ class Attendances:
         """Return the open streams of all ranks of a peer."""
         return [attendance for attendance in self._open.values() if attendance.peer_id == peer_id]
 
-    def open(self, peer_id: str, schema: Schema, rank: int, ranks: int, expires: float = math.inf) -> Attendance:
+    def open(self, peer_id: str, schema: Schema, rank: int, ranks: int, expires: Callable[[], float] = _never) -> Attendance:
         """Add a rank's stream; it replaces an older one of the same rank. Raises EvictedError.
 
         A new rank 0 also expels the ranks that its replica no longer has.
@@ -142,7 +146,7 @@ class Attendances:
     def end_expired(self, unix: float) -> None:
         """End the streams whose certificate is over. The peer connects again, and is let in with a new one."""
         for attendance in self._open.values():
-            if attendance.expires <= unix and attendance.expelled is None:
+            if attendance.expires() <= unix and attendance.expelled is None:
                 attendance.expel(TransportError(f"the certificate of {attendance.peer_id} has expired; renew it"))
 
     def count(self, commit: Commit, missing: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -82,6 +82,7 @@ class Run:
         )
         self.schemas = Schemas(config, resources.background, self.attendances, lambda: self._schema or self._builtin)
         self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
+        self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources
         self._builtin = builtin_schema(config, aggregator)
         self._first_round_id = first_round_id
@@ -171,10 +172,10 @@ class Run:
 
     # ---- attendance ----------------------------------------------------------------------------------------------------
 
-    def attend(self, peer_id: str, schema: Schema, rank: int, ranks: int, expires: float) -> Attendance:
+    def attend(self, peer_id: str, schema: Schema, rank: int, ranks: int, expires: Callable[[], float]) -> Attendance:
         """Take a rank's stream that opened. Raises EvictedError, and RefusedError with a reason for the peer's operator.
 
-        expires: when the certificate of its connection ends, in seconds since 1970.
+        expires: says until when its connection counts, in seconds since 1970.
         """
         if self._rounds is not None and schema.schema_hash != self._rounds.outer.schema.schema_hash:
             raise RefusedError("another model: its schema_hash differs")  # the run was founded while the schema was learned

@@ -44,6 +44,7 @@ def run_status(run: Run, rounds_after: int = 0) -> RunStatus:
         arrived=tuple(sorted(machine.arrived)) if machine is not None else (),
         deadline_in_s=max(0.0, deadline - now) if deadline is not None else None,
         waiting_for=_waiting_for(run, rounds),
+        warnings=tuple(run.warnings),
         members=tuple(_members(run, rounds, now)),
         rounds=tuple(report for report in run.recent_rounds if report.round_id > rounds_after),
     )
@@ -98,9 +99,9 @@ def _members(run: Run, rounds: RoundRunner | None, now: float) -> list[MemberSta
     """Every peer that was ever enrolled, and every other identity that attended."""
     attended = run.attendances.membership.members
     return [
-        _member(identity.peer_id, identity.role, attended.get(identity.peer_id), rounds, now)
-        for identity in run.members.all()
-        if identity.role == "peer" or identity.peer_id in attended
+        replace(_member(one.peer_id, one.role, attended.get(one.peer_id), rounds, now), expires=one.expires)
+        for one in run.members.all()
+        if one.role == "peer" or one.peer_id in attended
     ]
 
 

@@ -6,5 +6,6 @@ content of a certificate. Must not know: gRPC, rounds, the clock (`now`, in unix
 In reading order:
     certificates  keys and certificates as values: the authority signs, everybody else is signed
     members       members.json: who was ever enrolled, and who was evicted
-    authority     the authority's files: creating, inviting, redeeming
+    authority     the authority's files: creating, inviting, redeeming, renewing
+    expiry        which certificates end soon
 """

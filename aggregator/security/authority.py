@@ -1,10 +1,13 @@
-"""The run's certificate authority on disk: creating, inviting, redeeming.
+"""The run's certificate authority on disk: creating, inviting, redeeming, renewing.
 
 An invitation lies in invitations/ as `<sha256 of its token>.json`, never with the token itself. Redeeming renames it to
 `<sha256>.<sha256 of the public key>.used` before a certificate is issued: the rename succeeds once, and its name says for which
 key. So a crash or a lost reply costs the machine that redeemed it nothing: it asks again and gets the same certificate.
 
-One process at a time redeems and evicts (the one that holds the folder's lock); `invite` may run beside it.
+A renewed certificate is for the same identity and the same key: only the certificate is replaced, so nothing can end up with a
+key and a certificate that do not fit, and whoever has the earlier certificate of that key goes on with it until it expires.
+
+One process at a time redeems, renews and evicts (the one that holds the folder's lock); `invite` may run beside it.
 """
 
 from __future__ import annotations
@@ -33,16 +36,17 @@ from aggregator.security.certificates import (
 )
 from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, read_private, write_atomic, write_json
-from edit.errors import ConfigError, RefusedError, StorageError
+from edit.errors import ConfigError, RefusedError, StaleError, StorageError
 from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
+from editpb.validity import Validity
 
 __all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped"]
 
 INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
 COORDINATOR_ID = "coordinator"
-_RENEW_BEFORE_S = 30 * 86400.0
+_CLOCK_SET_BACK_S = 3600.0  # a certificate is dated so far back, and no later one need seem to be earlier
 _EQUIP = "make it with `edit-coordinator new-aggregator` on the coordinator's machine, and copy the folder"
 _UNKNOWN = "this invitation is not known here: it is for another run, was withdrawn, or was altered; ask for a new one"
 
@@ -59,6 +63,7 @@ class Authority:
     def __init__(self, path: Path, run_id: str, issuer: Issuer, members: Members) -> None:
         self.run_id, self.members = run_id, members
         self._path, self.issuer, self._invitations = path, issuer, path / "invitations"
+        self._renewed: dict[str, x509.Certificate] = {}  # by peer_id: who asks again, since the reply was lost, gets the same
         self._used: set[str] | None = None  # hashes of the tokens that were redeemed, once they have been read
 
     @classmethod
@@ -104,6 +109,11 @@ class Authority:
         return self.issuer.der
 
     @property
+    def validity(self) -> Validity:
+        """From when to when the authority itself is valid."""
+        return Validity.of(self.issuer.certificate)
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the authority's certificate, as `invite` prints it."""
         return fingerprint(self.ca_der)
@@ -119,13 +129,41 @@ class Authority:
         write_atomic(path / "server.key", key_pem(key), mode=0o600)
         write_atomic(path / "server.pem", _pem(certificate))
 
-    def renew_server(self, advertise: Sequence[str], *, now: float) -> bool:
-        """Renew the server's certificate when server.advertise changed or it expires soon. Return whether it did."""
-        identity = Identity(self.run_id, "coordinator", COORDINATOR_ID)
-        if _still_good(self._path / "server.pem", set(names_of(identity, tuple(advertise))), now + _RENEW_BEFORE_S):
-            return False
-        self._issue_own("server", identity, now, tuple(advertise))
-        return True
+    def renew_own(self, advertise: Sequence[str], *, now: float) -> tuple[str, ...]:
+        """Renew the folder's own certificates, the server's and the operator's, that are due. Return their files' names.
+
+        The server's is also renewed when server.advertise changed, or when it does not fit its key, or either is missing.
+        Raises ConfigError when a key is damaged or others can read it, StorageError.
+        """
+        server, operator = Identity(self.run_id, "coordinator", COORDINATOR_ID), Identity(self.run_id, "operator", OPERATOR_ID)
+        renewed = []
+        if not _still_good(self._path, "server", set(names_of(server, tuple(advertise))), now, latest=self._latest):
+            self._issue_own("server", server, now, tuple(advertise))
+            renewed.append("server.pem")
+        record = self.members.get(OPERATOR_ID)
+        known = record is not None and 0 < record.expires < self._latest
+        if record is not None and known and Validity(record.issued, record.expires).renewal_due(now):
+            self.members.add(operator, self._issue_own("operator", operator, now), now)
+            renewed.append("operator.pem")
+        return tuple(renewed)
+
+    def renew(self, identity: Identity, certificate: x509.Certificate, *, now: float) -> bytes:
+        """Return a new certificate in DER for a member's identity and key; `certificate` is its present one.
+
+        The caller has authorized the member by it. Who asks again gets the same, so that each certificate is renewed once.
+        Raises StaleError when it is not due, or when no later end is possible, StorageError.
+        """
+        last = self._renewed.get(identity.peer_id)
+        record, validity = self.members.get(identity.peer_id), Validity.of(certificate)
+        if last is None or record is None or record.serial != f"{last.serial_number:x}" or Validity.of(last).renewal_due(now):
+            if not validity.renewal_due(now):
+                raise StaleError(f"the certificate of {identity.peer_id} is not due for renewal: it {validity.text(now)}")
+            public_key = certificate.public_key()
+            assert isinstance(public_key, ec.EllipticCurvePublicKey)  # this authority signs no other
+            if validity.ends >= self._latest:
+                raise StaleError(f"the run's authority {self.validity.text(now)}; no certificate outlives it: make a new run")
+            last = self._renewed[identity.peer_id] = self._issue(identity, public_key, now)
+        return last.public_bytes(serialization.Encoding.DER)
 
     def invite(self, peer_id: str, *, role: str, enrol: Sequence[str], lifetime_s: float, now: float) -> Invitation:
         """Return a new single-use invitation. For a present member it means a new machine for the same identity.
@@ -173,10 +211,23 @@ class Authority:
             write_json(used, record, version=INVITATION_FORMAT, mode=0o600)
         return base64.b64decode(record["certificate"]), identity
 
+    @property
+    def _latest(self) -> float:
+        """No certificate can end later, but for the rounding of its dates."""
+        return self.validity.ends - 1.0
+
     def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
+        certificate = self._issue(identity, public_key, now)
+        return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
+
+    def _issue(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> x509.Certificate:
+        """Return a member's new certificate, which is kept as its newest: later than the last one, if need be by a moment."""
+        record = self.members.get(identity.peer_id)
+        if record is not None and now <= record.issued < now + _CLOCK_SET_BACK_S:
+            now = record.issued + 1e-6
         certificate = self.issuer.issue(identity, public_key, lifetime_s=MEMBER_LIFETIME_S, now=now)
         self.members.add(identity, certificate, now)
-        return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
+        return certificate
 
     def _claim(self, pending: Path, used: Path) -> None:
         try:
@@ -209,11 +260,13 @@ class Authority:
             raise RefusedError(f"{identity.peer_id} is a member as {record.role} already; choose another name")
 
     def _issue_own(self, name: str, identity: Identity, now: float, server_names: tuple[str, ...] = ()) -> x509.Certificate:
-        key = new_key()
-        certificate = self.issuer.issue(
-            identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=now, server_names=server_names
-        )
-        write_atomic(self._path / f"{name}.key", key_pem(key), mode=0o600)
+        """Write a certificate for this file's key, which is made if there is none, and return it."""
+        path, lifetime_s = self._path / f"{name}.key", MEMBER_LIFETIME_S if server_names else CA_LIFETIME_S
+        key = _own_key(path)
+        if key is None:
+            key = new_key()
+            write_atomic(path, key_pem(key), mode=0o600)
+        certificate = self.issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=now, server_names=server_names)
         write_atomic(self._path / f"{name}.pem", _pem(certificate))
         return certificate
 
@@ -223,8 +276,11 @@ def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: 
     for needed in ("ca.pem", "server.key", "server.pem"):
         if not (path / needed).is_file():
             raise ConfigError(f"{path / needed}: is missing; {_EQUIP}")
-    if not _still_good(path / "server.pem", set(names_of(_aggregator(run_id, aggregator), (name,))), now):
-        raise ConfigError(f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, or has expired; {_EQUIP}")
+    if not _still_good(path, "server", set(names_of(_aggregator(run_id, aggregator), (name,))), now, latest=0.0):
+        raise ConfigError(
+            f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, does not fit server.key, or has expired; "
+            f"{_EQUIP}"
+        )
 
 
 def _aggregator(run_id: str, number: int) -> Identity:
@@ -239,13 +295,35 @@ def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _still_good(path: Path, names: set[x509.GeneralName], until: float) -> bool:
+def _own_key(path: Path) -> ec.EllipticCurvePrivateKey | None:
+    """Return the key in this file, or None when there is no file. Raises ConfigError."""
     try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        key = serialization.load_pem_private_key(read_private(path), None)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: is not a private key; remove it, and another one is made") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path}: is not a P-256 key; remove it, and another one is made")
+    return key
+
+
+def _still_good(path: Path, name: str, names: set[x509.GeneralName], now: float, *, latest: float) -> bool:
+    """Return whether a certificate of the folder bears these names, fits its key, and is valid and not due for renewal.
+
+    latest: one that ends no earlier is never due, for no other would end later.
+    """
+    key = _own_key(path / f"{name}.key")
+    try:
+        certificate = x509.load_pem_x509_certificate((path / f"{name}.pem").read_bytes())
         present = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, x509.ExtensionNotFound):
         return False
-    return set(present) == names and certificate.not_valid_after_utc.timestamp() > until
+    validity = Validity.of(certificate)
+    fits = key is not None and key.public_key() == certificate.public_key() and set(present) == names
+    return fits and now < validity.ends and not (validity.ends < latest and validity.renewal_due(now))
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -5,11 +5,14 @@ The run's authority signs, everybody else is signed. Keys are P-256 only.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -20,7 +23,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from edit.errors import ConfigError, RemoteProtocolError
 from editpb.identity import Identity
 
-__all__ = ["CA_LIFETIME_S", "Issuer", "key_pem", "make_ca", "names_of", "new_key", "public_der", "public_key_of"]
+__all__ = [
+    "CA_LIFETIME_S",
+    "Issuer",
+    "key_pem",
+    "make_ca",
+    "names_of",
+    "new_key",
+    "public_der",
+    "public_hash",
+    "public_key_of",
+]
 
 CA_LIFETIME_S = 10 * 365 * 86400.0
 MAX_CSR_BYTES = 4096
@@ -41,6 +54,13 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def public_der(key: ec.EllipticCurvePublicKey) -> bytes:
     """Return a public key as DER, by which two keys are compared."""
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+@lru_cache(1024)  # so that it is computed once for a member, and not at each call
+def public_hash(certificate: x509.Certificate) -> str:
+    """Return SHA-256 of a certificate's public key, in hexadecimal."""
+    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(certificate.public_key().public_bytes(encoding, form)).hexdigest()
 
 
 def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:
@@ -124,7 +144,7 @@ class Issuer:
             .subject_name(_name(identity.peer_id))
             .issuer_name(self.certificate.subject)
             .public_key(public_key)
-            .serial_number(x509.random_serial_number())
+            .serial_number(int(now * 1e9) << 64 | secrets.randbits(64))  # of two of the same second the later one is greater
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(sign_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(_purposes(identity, server_names)), critical=True)

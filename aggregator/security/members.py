@@ -9,6 +9,7 @@ from typing import Any
 
 from cryptography import x509
 
+from aggregator.security.certificates import public_hash
 from edit.durable_files import read_json, write_json
 from edit.errors import RefusedError, StorageError
 from edit.plain_text import parse_json
@@ -17,7 +18,7 @@ from editpb.limits import one_line
 
 __all__ = ["OPERATOR_ID", "MemberRecord", "Members"]
 
-MEMBERS_FORMAT = 2  # of members.json
+MEMBERS_FORMAT = 3  # of members.json
 OPERATOR_ID = "operator"
 
 
@@ -30,6 +31,13 @@ class MemberRecord:
     serial: str  # of its newest certificate, in hexadecimal
     issued: float  # unix seconds
     evicted: str | None = None  # the reason
+    key: str = ""  # SHA-256 of its public key; empty: not seen since members.json had format 2
+    expires: float = 0.0  # when its newest certificate ends, in unix seconds; 0: as for `key`
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By which a later certificate is told from an earlier one, also of the same second."""
+        return self.issued, int(self.serial or "0", 16)
 
 
 class Members:
@@ -65,11 +73,12 @@ class Members:
         """Return one member, or None."""
         return self._records.get(peer_id)
 
-    def why_refused(self, identity: Identity, serial: int | None = None) -> str | None:
+    def why_refused(self, identity: Identity, certificate: x509.Certificate | None = None) -> str | None:
         """Return why the holder of a certificate for this identity may not take part; None: it may.
 
         Args:
-            serial: of its certificate; a certificate that a newer one replaced is refused. None: of the newest one.
+            certificate: what it shows. One that was replaced by a newer one for ANOTHER key is refused: the member has another
+                machine. After a renewal, which is for the same key, both are accepted until they expire. None: the newest one.
         """
         record = self._records.get(identity.peer_id)
         if record is None:
@@ -78,20 +87,33 @@ class Members:
             return record.evicted
         if record.role != identity.role:
             return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
-        if serial is not None and f"{serial:x}" != record.serial:
+        if certificate is not None and not _is_for(record, certificate):
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
         return None
 
     def add_caller(self, identity: Identity, certificate: x509.Certificate) -> None:
-        """Remember a caller where nobody is enrolled (`enrols` is False); call it before `why_refused`.
+        """Learn from a caller what was not known here; call it before `why_refused`.
 
-        The certificate is known to be signed by the run's authority. One that was issued later replaces an earlier one.
+        The certificate is known to be signed by the run's authority. Where nobody is enrolled (`enrols` is False), one that was
+        issued later replaces an earlier one. Elsewhere only the key and the end of the newest one may be missing.
         """
-        record = self._records.get(identity.peer_id)
-        issued = certificate.not_valid_before_utc.timestamp()
-        if self._enrols or (record is not None and (record.evicted is not None or record.issued >= issued)):
+        record, issued = self._records.get(identity.peer_id), certificate.not_valid_before_utc.timestamp()
+        if record is not None and record.evicted is not None:
             return
-        self.add(identity, certificate, issued)
+        if self._enrols:
+            if record is not None and not record.key and _is_for(record, certificate):
+                self.add(identity, certificate, record.issued)
+        elif record is None or record.order < (issued, certificate.serial_number):
+            self.add(identity, certificate, issued)
+
+    def valid_until(self, peer_id: str, certificate: x509.Certificate) -> float:
+        """Return until when a connection counts that was opened with this certificate, in unix seconds.
+
+        The handshake proved that the caller has the key. So a renewed certificate for the same key is as good on the
+        connection as the one that opened it, and nothing need be connected anew.
+        """
+        own, record = certificate.not_valid_after_utc.timestamp(), self._records.get(peer_id)
+        return max(own, record.expires) if record is not None and _is_for(record, certificate) else own
 
     def evicted(self, peer_id: str) -> bool:
         """Return whether the operator shut this member out."""
@@ -100,7 +122,14 @@ class Members:
 
     def add(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
         """Remember a member and its newest certificate. now: unix seconds."""
-        record = MemberRecord(peer_id=identity.peer_id, role=identity.role, serial=f"{certificate.serial_number:x}", issued=now)
+        record = MemberRecord(
+            peer_id=identity.peer_id,
+            role=identity.role,
+            serial=f"{certificate.serial_number:x}",
+            issued=now,
+            key=public_hash(certificate),
+            expires=certificate.not_valid_after_utc.timestamp(),
+        )
         self._save({**self._records, identity.peer_id: record})
 
     def evict(self, peer_id: str, reason: str) -> None:
@@ -121,7 +150,15 @@ class Members:
         self._records = records
 
 
+def _is_for(record: MemberRecord, certificate: x509.Certificate) -> bool:
+    """Return whether this is the member's newest certificate, or an earlier one for the same key."""
+    return record.key == public_hash(certificate) if record.key else record.serial == f"{certificate.serial_number:x}"
+
+
 def _read_rows(path: Path) -> list[Any]:
-    """Return the members' records. Format 1 was a bare list of them."""
+    """Return the members' records. Format 1 was a bare list of them; before format 3 they had neither `key` nor `expires`."""
     kept = parse_json(path.read_bytes())
-    return kept if isinstance(kept, list) else list(read_json(path, version=MEMBERS_FORMAT)["members"])
+    if isinstance(kept, list):
+        return kept
+    before = isinstance(kept, dict) and kept.get("format") == 2
+    return list(read_json(path, version=2 if before else MEMBERS_FORMAT)["members"])

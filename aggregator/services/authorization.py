@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from aggregator.run_feed import OrderGiven, RunEvent
 from aggregator.security.members import Members
 from edit.errors import EvictedError, RefusedError
 from editpb.identity import Identity, admitted
+from editpb.validity import Validity
 
 if TYPE_CHECKING:
     import grpc
@@ -47,18 +47,22 @@ class Authorizer:
         expired).
         """
         identity = admitted(context.auth_context(), self._run_id, roles)
-        certificate = self._certificate(context)
-        if (expired := certificate.not_valid_after_utc.timestamp()) <= self._unix():
-            when = datetime.fromtimestamp(expired, UTC)
-            raise RefusedError(f"the certificate of {identity.peer_id} expired on {when:%Y-%m-%d %H:%M} UTC; renew it")
+        certificate = self.certificate(context)
         self._members.add_caller(identity, certificate)
-        if (reason := self._members.why_refused(identity, certificate.serial_number)) is not None:
+        if (reason := self._members.why_refused(identity, certificate)) is not None:
             raise EvictedError(reason) if self._members.evicted(identity.peer_id) else RefusedError(reason)
+        if self._members.valid_until(identity.peer_id, certificate) <= (now := self._unix()):
+            raise RefusedError(f"the certificate of {identity.peer_id} {Validity.of(certificate).text(now)}; renew it")
         return identity
 
-    def expires(self, context: Context) -> float:
-        """Return when the caller's certificate ends, in seconds since 1970."""
-        return self._certificate(context).not_valid_after_utc.timestamp()
+    def certificate(self, context: Context) -> x509.Certificate:
+        """Return the certificate of the caller's connection."""
+        return self._parse(next(iter(context.auth_context()["x509_pem_cert"])))
+
+    def expires(self, context: Context, peer_id: str) -> Callable[[], float]:
+        """Return what says until when the caller's connection counts, in seconds since 1970: a renewal moves it."""
+        certificate = self.certificate(context)
+        return lambda: self._members.valid_until(peer_id, certificate)
 
     @contextlib.contextmanager
     def admit(self, context: Context, *roles: str) -> Iterator[Identity]:
@@ -85,6 +89,3 @@ class Authorizer:
             case OrderGiven("evicted", peer_id, reason):
                 for call in self._calls.get(peer_id, ()):
                     call.end(EvictedError(reason))
-
-    def _certificate(self, context: Context) -> x509.Certificate:
-        return self._parse(next(iter(context.auth_context()["x509_pem_cert"])))

@@ -58,7 +58,7 @@ class ControlService:
                         yield coordinator_message_to_pb(SchemaRequest())
                         answer = (await _next(messages, "the answer to SchemaRequest must be a schema")).schema
                         schema = await self._run.schemas.learn(identity.peer_id, hello.schema_hash, answer)
-                    expires = self._authorizer.expires(context)
+                    expires = self._authorizer.expires(context, identity.peer_id)
                     attendance = self._run.attend(identity.peer_id, schema, hello.rank, hello.ranks, expires)
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)

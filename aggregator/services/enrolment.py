@@ -1,6 +1,6 @@
-"""The Enrolment service of enrolment.proto: an invitation and a certificate request in, a certificate out.
+"""The services of enrolment.proto: an invitation and a certificate request in, a certificate out; and later ones over it.
 
-Who calls has no certificate yet, so TLS authenticates the server only.
+Who calls Enrolment has no certificate yet, so TLS authenticates the server only. Renewal is beside Control and Data.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from aggregator.run_feed import MemberEnrolled, RunFeed
+from aggregator.run_feed import CertificateRenewed, MemberEnrolled, RunFeed
 from aggregator.security.authority import Authority
+from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, RemoteProtocolError
 from editpb import enrolment_pb2 as pb
+from editpb.abort_on_error import abort_on_error
+from editpb.identity import ROLES
 from editpb.status import to_status
 
-__all__ = ["EnrolmentService"]
+__all__ = ["EnrolmentService", "RenewalService"]
 
 MAX_TOKEN_CHARS = 64
 _LINE_S = 1.0
+_MEMBERS = tuple(role for role in ROLES if role != "coordinator")
 _SOURCES = 1000  # remembered for the next line
 _log = logging.getLogger(__name__)
 
@@ -86,3 +90,23 @@ class EnrolmentService:
             role=identity.role,
             endpoints=self._endpoints(),
         )
+
+
+class RenewalService:
+    """Renewal of enrolment.proto: every member may ask, unless it was evicted or has another key now."""
+
+    def __init__(self, authority: Authority, authorizer: Authorizer, clock: Callable[[], float], feed: RunFeed) -> None:
+        self._authority, self._authorizer, self._clock, self._feed = authority, authorizer, clock, feed
+
+    async def Renew(
+        self, request: pb.RenewRequest, context: grpc.aio.ServicerContext[pb.RenewRequest, pb.RenewReply]
+    ) -> pb.RenewReply:
+        """Return a new certificate for the caller's identity and key."""
+        async with abort_on_error(context):
+            identity = self._authorizer.authorize(context, *_MEMBERS)
+            before = self._authority.members.get(identity.peer_id)
+            certificate = self._authority.renew(identity, self._authorizer.certificate(context), now=self._clock())
+            if self._authority.members.get(identity.peer_id) != before:
+                self._feed.publish(CertificateRenewed(identity.peer_id))
+            return pb.RenewReply(certificate_der=certificate)
+        raise AssertionError("unreachable: abort raises")

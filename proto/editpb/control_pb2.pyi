@@ -172,7 +172,7 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., schema_request: _Optional[_Union[SchemaRequest, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s", "optional", "quarantined_s")
+    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s", "optional", "quarantined_s", "expires")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class MemberStatus(_message.Message):
     UPLOAD_S_FIELD_NUMBER: _ClassVar[int]
     OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     role: str
     state: str
@@ -209,7 +210,8 @@ class MemberStatus(_message.Message):
     upload_s: float
     optional: bool
     quarantined_s: float
-    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., optional: bool = ..., quarantined_s: _Optional[float] = ...) -> None: ...
+    expires: float
+    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., optional: bool = ..., quarantined_s: _Optional[float] = ..., expires: _Optional[float] = ...) -> None: ...
 
 class PeerVerdict(_message.Message):
     __slots__ = ("peer_id", "verdict", "norm", "weight", "staleness")
@@ -270,7 +272,7 @@ class StatusRequest(_message.Message):
     def __init__(self, rounds_after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +286,7 @@ class StatusReply(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -297,7 +300,8 @@ class StatusReply(_message.Message):
     tokens: int
     stop_tokens: int
     waiting_for: str
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x64itpb/enrolment.proto\x12\x06\x65\x64itpb\".\n\x0c\x45nrolRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0f\n\x07\x63sr_der\x18\x02 \x01(\x0c\"w\n\nEnrolReply\x12\x17\n\x0f\x63\x65rtificate_der\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63\x61_der\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x11\n\tendpoints\x18\x06 \x03(\t2>\n\tEnrolment\x12\x31\n\x05\x45nrol\x12\x14.editpb.EnrolRequest\x1a\x12.editpb.EnrolReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x64itpb/enrolment.proto\x12\x06\x65\x64itpb\".\n\x0c\x45nrolRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0f\n\x07\x63sr_der\x18\x02 \x01(\x0c\"w\n\nEnrolReply\x12\x17\n\x0f\x63\x65rtificate_der\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63\x61_der\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x11\n\tendpoints\x18\x06 \x03(\t\"\x0e\n\x0cRenewRequest\"%\n\nRenewReply\x12\x17\n\x0f\x63\x65rtificate_der\x18\x01 \x01(\x0c\x32>\n\tEnrolment\x12\x31\n\x05\x45nrol\x12\x14.editpb.EnrolRequest\x1a\x12.editpb.EnrolReply2<\n\x07Renewal\x12\x31\n\x05Renew\x12\x14.editpb.RenewRequest\x1a\x12.editpb.RenewReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENROLREQUEST']._serialized_end=80
   _globals['_ENROLREPLY']._serialized_start=82
   _globals['_ENROLREPLY']._serialized_end=201
-  _globals['_ENROLMENT']._serialized_start=203
-  _globals['_ENROLMENT']._serialized_end=265
+  _globals['_RENEWREQUEST']._serialized_start=203
+  _globals['_RENEWREQUEST']._serialized_end=217
+  _globals['_RENEWREPLY']._serialized_start=219
+  _globals['_RENEWREPLY']._serialized_end=256
+  _globals['_ENROLMENT']._serialized_start=258
+  _globals['_ENROLMENT']._serialized_end=320
+  _globals['_RENEWAL']._serialized_start=322
+  _globals['_RENEWAL']._serialized_end=382
 # @@protoc_insertion_point(module_scope)

@@ -29,3 +29,13 @@ class EnrolReply(_message.Message):
     role: str
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, certificate_der: _Optional[bytes] = ..., ca_der: _Optional[bytes] = ..., run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., role: _Optional[str] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("certificate_der",)
+    CERTIFICATE_DER_FIELD_NUMBER: _ClassVar[int]
+    certificate_der: bytes
+    def __init__(self, certificate_der: _Optional[bytes] = ...) -> None: ...

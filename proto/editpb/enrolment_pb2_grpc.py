@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class EnrolmentStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class EnrolmentStub(object):
 
 
 class EnrolmentServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate.
+    """
 
     def Enrol(self, request, context):
         """"Here is my invitation and my public key; make me a member."
@@ -68,7 +70,8 @@ def add_EnrolmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Enrolment(object):
-    """Missing associated documentation comment in .proto file."""
+    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate.
+    """
 
     @staticmethod
     def Enrol(request,
@@ -87,6 +90,83 @@ class Enrolment(object):
             '/editpb.Enrolment/Enrol',
             editpb_dot_enrolment__pb2.EnrolRequest.SerializeToString,
             editpb_dot_enrolment__pb2.EnrolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class RenewalStub(object):
+    """Beside Control and Data, at the coordinator only.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Renew = channel.unary_unary(
+                '/editpb.Renewal/Renew',
+                request_serializer=editpb_dot_enrolment__pb2.RenewRequest.SerializeToString,
+                response_deserializer=editpb_dot_enrolment__pb2.RenewReply.FromString,
+                _registered_method=True)
+
+
+class RenewalServicer(object):
+    """Beside Control and Data, at the coordinator only.
+    """
+
+    def Renew(self, request, context):
+        """"My certificate ends soon; give me another one." For the identity and the key of the connection's certificate, which is
+        valid, and due: two thirds of its life are over. Another key takes an invitation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RenewalServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=editpb_dot_enrolment__pb2.RenewRequest.FromString,
+                    response_serializer=editpb_dot_enrolment__pb2.RenewReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'editpb.Renewal', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('editpb.Renewal', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Renewal(object):
+    """Beside Control and Data, at the coordinator only.
+    """
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Renewal/Renew',
+            editpb_dot_enrolment__pb2.RenewRequest.SerializeToString,
+            editpb_dot_enrolment__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -74,6 +74,7 @@ class MemberStatus:
     upload_s: float = 0.0
     optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
     quarantined_s: float = 0.0  # for so long it is kept out of the rounds: its bytes were bad too often
+    expires: float = 0.0  # when its newest certificate ends, in seconds since 1970; 0: not known here
 
     def as_json(self) -> dict[str, object]:
         """Return one row of `members --json`. `json_text` writes it: a number that is not finite as null."""
@@ -102,6 +103,7 @@ class MemberStatus:
             "upload_s": self.upload_s,
             "optional": self.optional,
             "quarantined_s": self.quarantined_s,
+            "expires": self.expires,
         }
 
 
@@ -127,6 +129,7 @@ class RunStatus:
     deadline_in_s: float | None  # None: no round is open, or nobody is waited for
     members: tuple[MemberStatus, ...]
     rounds: tuple[RoundReport, ...]  # the last ones, newest last
+    warnings: tuple[str, ...] = ()  # of its own certificates, and of its clock
     aggregator: int = 0  # which one this is; 0 is the coordinator
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
 
@@ -140,6 +143,7 @@ class RunStatus:
             "round_id": self.round_id,
             "reason": self.reason,
             "waiting_for": self.waiting_for,
+            "warnings": list(self.warnings),
             "draining": self.draining,
             "tokens": self.tokens,
             "stop_tokens": self.stop_tokens,

@@ -39,6 +39,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         tokens=status.tokens,
         stop_tokens=status.stop_tokens,
         waiting_for=status.waiting_for,
+        warnings=status.warnings,
     )
 
 
@@ -54,6 +55,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         round_id=reply.view.round_id,
         reason=reply.view.reason,
         waiting_for=reply.waiting_for,
+        warnings=tuple(reply.warnings),
         draining=reply.view.draining,
         tokens=reply.tokens,
         stop_tokens=reply.stop_tokens,
@@ -97,6 +99,7 @@ def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
         upload_s=member.upload_s,
         optional=member.optional,
         quarantined_s=member.quarantined_s,
+        expires=member.expires,
     )
 
 
@@ -127,6 +130,7 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         upload_s=row.upload_s,
         optional=row.optional,
         quarantined_s=row.quarantined_s,
+        expires=row.expires,
     )
 
 

@@ -80,7 +80,7 @@ def test_the_folder_can_serve_its_address_and_enrol_nobody(coordinator: StateFol
 def test_made_again_it_takes_over_the_present_settings(coordinator: StateFolder) -> None:
     folder = further(coordinator, 1)
     coordinator.run_toml.write_text(TOML.replace("127.0.0.1:7711", "host-b:7711"))
-    with pytest.raises(ConfigError, match="does not name aggregator 1 at host-b, or has expired"):
+    with pytest.raises(ConfigError, match=r"does not name aggregator 1 at host-b, does not fit server\.key, or has expired"):
         check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time())
     assert further(coordinator, 1).config().server.advertise == ("host-b",)
     check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time())
@@ -122,7 +122,7 @@ class TestMembers:
 
         def allowed(certificate: x509.Certificate) -> str | None:
             members.add_caller(alice, certificate)
-            return members.why_refused(alice, certificate.serial_number)
+            return members.why_refused(alice, certificate)
 
         assert allowed(old) is None and allowed(old) is None
         assert allowed(new) is None
@@ -137,7 +137,7 @@ class TestMembers:
         bob = Identity(coordinator.run_id, "peer", "bob")
         certificate = self.certificate(coordinator, bob, time.time() + 60)
         members.add_caller(bob, certificate)
-        assert members.why_refused(bob, certificate.serial_number) == "key lost" and members.evicted("bob")
+        assert members.why_refused(bob, certificate) == "key lost" and members.evicted("bob")
 
     def test_where_members_are_enrolled_a_stranger_is_none(self, coordinator: StateFolder) -> None:
         members = Authority.load(coordinator.path, coordinator.run_id).members

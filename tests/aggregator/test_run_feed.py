@@ -16,6 +16,7 @@ from aggregator import run_feed
 from aggregator.metrics import MetricsLog
 from aggregator.run_feed import (
     Advised,
+    CertificateRenewed,
     ContributionRefused,
     EventLog,
     MemberChanged,
@@ -57,6 +58,7 @@ REPORT = RoundReport(
 BEAT = Heartbeat(state=PeerState.TRAINING, outer_step=3, digest="d" * 64, step_s=0.5)
 LINES: list[tuple[RunEvent, str]] = [
     (MemberEnrolled("a", "peer"), "INFO a enrolled as peer"),
+    (CertificateRenewed("a"), "INFO a: its certificate is renewed"),
     (MemberChanged("a", "lost", "no heartbeat for 9 s", live=False), "INFO a: lost (no heartbeat for 9 s)"),
     (MemberChanged("a", "training", "heartbeat", live=True), ""),
     (RankLost("a", "rank 1: the connection broke"), "INFO a: lost to the round (rank 1: the connection broke)"),

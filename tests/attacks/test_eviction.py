@@ -230,7 +230,10 @@ def test_a_certificate_that_is_over_counts_no_more_on_a_warm_connection(tmp_path
         async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: time.time() + ahead)) as run, run.peer("a") as a:
             await found_run(a)
             ahead = 2 * LIFETIME_S
-            with pytest.raises(grpc.aio.AioRpcError, match=r"the certificate of a expired on .* UTC; renew it") as refused:
+            with pytest.raises(
+                grpc.aio.AioRpcError,
+                match=r"the certificate of a expired on .* UTC, \d+ days ago by this machine.s clock; renew it",
+            ) as refused:
                 await a.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=a.run_id))
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert await ended(a._call) == (grpc.StatusCode.UNAVAILABLE, "the certificate of a has expired; renew it")

@@ -57,6 +57,7 @@ MEMBER = MemberStatus(
     upload_s=3.0,
     optional=True,
     quarantined_s=59.5,
+    expires=1.8e9,
 )
 STATUS = RunStatus(
     run_id="run",
@@ -66,6 +67,7 @@ STATUS = RunStatus(
     round_id=1_000_002,
     reason="rounds.quorum = 2, but only 1 peer has joined the run",
     waiting_for="b (1 in, quorum 2)",
+    warnings=("the certificate of this server expires in 6 days",),
     draining=True,
     tokens=640,
     stop_tokens=1000,

@@ -148,13 +148,22 @@ class Served:
     def ca(self) -> bytes:
         return (self.folder.path / "ca.pem").read_bytes()
 
-    def certificate(self, peer_id: str, role: str = "peer", authority: Authority | None = None) -> tuple[bytes, bytes]:
-        """(key, certificate) in PEM. Each one replaces the member's last."""
+    def certificate(
+        self,
+        peer_id: str,
+        role: str = "peer",
+        authority: Authority | None = None,
+        *,
+        lifetime_s: float = LIFETIME_S,
+        age_s: float = 0.0,
+    ) -> tuple[bytes, bytes]:
+        """(key, certificate) in PEM, issued `age_s` ago. Each one replaces the member's last."""
         own = self.coordinator.authority
         identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
-        certificate = (authority or own).issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
+        issued = time.time() - age_s
+        certificate = (authority or own).issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=issued)
         if authority is None:
-            own.members.add(identity, certificate, time.time())
+            own.members.add(identity, certificate, issued)
         return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
 
     @asynccontextmanager

@@ -1,0 +1,80 @@
+"""server.key and server.pem as gRPC takes them: new connections get what lies in the folder, without a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from edit.durable_files import read_private
+from edit.errors import ConfigError
+
+__all__ = ["ServerCertificate"]
+
+_log = logging.getLogger(__name__)
+_Files = tuple[bytes, bytes]
+
+
+class ServerCertificate:
+    """The credentials of one port.
+
+    Before each handshake gRPC asks, on a thread of its own, whether the certificate changed. The contents of the files are
+    compared: their times would miss a second change within one tick of the clock. What cannot be read, or does not fit
+    together, is logged once, and the certificate before it stays.
+
+    Args:
+        path: the folder.
+        mutual: callers must show a certificate of the run's authority.
+
+    Raises ConfigError when the files cannot be read, or do not fit together.
+    """
+
+    def __init__(self, path: Path, *, mutual: bool) -> None:
+        self._key, self._certificate = path / "server.key", path / "server.pem"
+        self._mutual, self._complaint = mutual, ""
+        try:
+            self._authority = (path / "ca.pem").read_bytes() if mutual else None
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror}); restore it from a copy") from error
+        self._files = self._read()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what `add_secure_port` takes."""
+        fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], self._changed)  # None is allowed; the stubs forget it
+        return grpc.dynamic_ssl_server_credentials(self._configuration(), fetch, self._mutual)
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the new certificate, or None when it is the same as before."""
+        try:
+            files = self._key.read_bytes(), self._certificate.read_bytes()
+            if files == self._files:
+                return None
+            files = self._read()
+        except (OSError, ConfigError) as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                _log.warning("%s; the server's certificate before it stays in use", error)
+            return None
+        self._files, self._complaint = files, ""
+        _log.info("new connections get the certificate that lies in %s", self._certificate)
+        return self._configuration()
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([self._files], self._authority)
+
+    def _read(self) -> _Files:
+        try:
+            key, certificate = read_private(self._key), self._certificate.read_bytes()
+            private, own = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{self._key} or {self._certificate.name} is damaged ({error})") from error
+        if private.public_key() != own.public_key():
+            raise ConfigError(f"{self._certificate}: is for another key than {self._key.name}")
+        return key, certificate
