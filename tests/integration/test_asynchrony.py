@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
 from edit.fragments.schema import Schema
 from edit.records import Commit, Contribution, Outcome, PeerVerdict, Snapshot, Verdict
+from edit.rounds.events import Tick
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View
 from peers.carriers.hub.channels import Channels
@@ -132,13 +133,16 @@ class Peer:
 @dataclass
 class Site:
     """Two peers in one run. hear, over: every peer is told of the newest commit, or that the run is finished; expire: the open
-    round reaches its deadline with only this peer in; drain: the operator's word."""
+    round reaches its deadline with only this peer in; drain: the operator's word; damage: bytes of this peer to the open round
+    are bad; later: so many seconds pass."""
 
     peers: dict[str, Peer]
     hear: Callable[[], None]
     over: Callable[[], None]
     expire: Callable[[str], None]
     drain: Callable[[], None]
+    damage: Callable[[str], None]
+    later: Callable[[float], None]
 
     def catch_up(self) -> None:
         """Every contribution that is not held has its outcome, and every peer all commits."""
@@ -189,8 +193,19 @@ def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
             here.await_(lambda run: run.founded and run.rounds.machine.arrived == {name})
             now[0] += 100.0
 
+        def drain() -> None:
+            here.tell(lambda run: run.drain())
+
+        def damage(name: str) -> None:
+            here.await_(lambda run: run.founded and run.rounds.machine.round_id)
+            here.tell(lambda run: run.rounds.fault(name, run.rounds.machine.round_id, "a damaged chunk"))
+
+        def later(seconds: float) -> None:
+            now[0] += seconds
+            here.tell(lambda run: run.rounds.feed(Tick()))
+
         with entered(dict(carriers), RunConfig.from_toml(state.run_toml)) as peers:
-            yield Site(peers, hear, over, expire, lambda: here.tell(lambda run: run.drain()))
+            yield Site(peers, hear, over, expire, drain, damage, later)
 
 
 @contextmanager
@@ -200,8 +215,11 @@ def in_process(folder: Path, toml: str) -> Iterator[Site]:
     config = RunConfig.from_toml(run_toml)
     run = LocalRun(config, NAMES)
     with entered({name: run.collective(name) for name in NAMES}, config) as peers:
-        nobody = "a LocalRun has no operator"
-        yield Site(peers, lambda: None, lambda: None, lambda _: run.close("deadline"), lambda: pytest.fail(nobody))
+
+        def unknown(*_: object) -> None:
+            pytest.fail("a LocalRun has no operator, no bytes and no clock")
+
+        yield Site(peers, lambda: None, lambda: None, lambda _: run.close("deadline"), unknown, unknown, unknown)
 
 
 def both_ways(folder: Path, toml: str, play: Callable[[Site], None]) -> list[list[tuple[object, ...]]]:
@@ -365,3 +383,25 @@ def test_a_run_that_stops_at_so_many_tokens_ends_everybody_at_the_same_outer_ste
             assert peer.worker.finished and peer.worker.outer_step == 3
 
     assert_same(both_ways(tmp_path, toml_of(ARRIVALS, f"outer_steps = 100\ntokens = {2 * 2 * ROWS + 1}"), play))
+
+
+def test_a_peer_that_was_quarantined_follows_the_run_and_contributes_again_afterwards(tmp_path: Path) -> None:
+    with over_grpc(tmp_path, toml_of("quorum = 1\nfloor_s = 5.0\nceiling_s = 10.0\ngrace_s = 0.0")) as site:
+        a, b = site.peers.values()
+        for _ in range(3):
+            site.damage("b")
+            a.step(2)
+            site.catch_up()
+        b.step(2)
+        for _ in range(2):
+            a.step(2)
+            site.catch_up()
+        assert a.worker.outer_step == 5 and not b.verdicts(), "nothing is taken of it"
+        assert a.worker.digest == b.worker.digest
+        site.later(61.0)
+        for _ in range(3):
+            a.step(2)
+            b.step(2)
+            site.catch_up()
+        assert [verdict.verdict for _, verdict in b.verdicts()][-1:] == [Verdict.OK]
+        assert a.worker.digest == b.worker.digest
