@@ -18,7 +18,6 @@ from edit.errors import EditError, RemoteProtocolError
 from editpb import enrolment_pb2 as pb
 from editpb.abort_on_error import abort_on_error
 from editpb.identity import ROLES
-from editpb.status import to_status
 
 __all__ = ["EnrolmentService", "RenewalService"]
 
@@ -71,11 +70,13 @@ class EnrolmentService:
         self, request: pb.EnrolRequest, context: grpc.aio.ServicerContext[pb.EnrolRequest, pb.EnrolReply]
     ) -> pb.EnrolReply:
         """Redeem an invitation. Aborts with the status of RefusedError, RemoteProtocolError or StorageError."""
-        try:
-            return self._redeem(request)
-        except EditError as error:
-            self._refusals.log(_source(context.peer()), str(error), self._clock())
-            await context.abort(*to_status(error))
+        async with abort_on_error(context):
+            try:
+                return self._redeem(request)
+            except EditError as error:
+                self._refusals.log(_source(context.peer()), str(error), self._clock())
+                raise
+        raise AssertionError("unreachable: abort raises")
 
     def _redeem(self, request: pb.EnrolRequest) -> pb.EnrolReply:
         if len(request.token) > MAX_TOKEN_CHARS:

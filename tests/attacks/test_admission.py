@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 import aggregator.services.control as control_service
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from editpb import control_pb2 as cpb
+from editpb import data_pb2 as dpb
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.messages import PROTOCOL, Expel, Hello, SchemaRequest
+from editpb.status import to_status
 from editpb.tensor_messages import schema_from_bytes
+from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served
 
 EIGHT_MB = (8 << 20) - 4096  # what gRPC lets through
@@ -124,3 +128,36 @@ def test_bytes_that_are_no_schema_are_the_peers_fault(tmp_path: Path) -> None:
                 await call.read()
 
     asyncio.run(scenario())
+
+
+def of_aborted_calls() -> list[BaseException]:
+    """The exceptions that gRPC keeps of calls that were aborted, until the garbage collector comes by."""
+    return [each for each in gc.get_objects() if type(each) is grpc.aio.AbortError]
+
+
+@pytest.mark.parametrize("kind", ["hello", "heartbeat", "request"])
+@on_a_loop
+async def test_the_frames_of_a_refused_call_hold_its_messages_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    refused = list[Exception]()
+    monkeypatch.setattr("editpb.abort_on_error.to_status", lambda error: refused.append(error) or to_status(error))
+    gc.disable()
+    try:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            await found_run(a)
+            with pytest.raises(grpc.aio.AioRpcError):
+                if kind == "request":
+                    await a.data.DescribeSnapshot(dpb.SnapshotManifestRequest(run_id="x" * 100_000))
+                elif kind == "hello":
+                    await answer_to(a, cpb.PeerMessage(hello=cpb.Hello(protocol=PROTOCOL, software="x" * 100_000)))
+                else:
+                    call = a.control.Attend()
+                    await call.write(peer_message_to_pb(Hello(run_id=a.run_id, schema_hash=a.schema.schema_hash)))
+                    await call.write(cpb.PeerMessage(heartbeat=cpb.Heartbeat(digest="x" * 100_000)))
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+            assert len(refused) == 1 and of_aborted_calls()
+            await until(lambda: all(each.__traceback__ is None for each in (*refused, *of_aborted_calls())))
+    finally:
+        gc.enable()

@@ -6,7 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available", "children", "command_line", "descendants", "marked", "resident_bytes"]
+__all__ = [
+    "available",
+    "children",
+    "command_line",
+    "cpu_s",
+    "descendants",
+    "forget_peak",
+    "marked",
+    "peak_bytes",
+    "resident_bytes",
+]
 
 _PROC = Path("/proc")
 
@@ -44,8 +54,28 @@ def command_line(pid: int) -> str:
 
 def resident_bytes(pid: int) -> int | None:
     """Return the resident size; None when there is no such process."""
+    return _size(pid, "VmRSS:")
+
+
+def peak_bytes(pid: int) -> int | None:
+    """Return the largest resident size since the last `forget_peak`; None when there is no such process."""
+    return _size(pid, "VmHWM:")
+
+
+def forget_peak(pid: int) -> None:
+    """Let `peak_bytes` begin anew. Raises OSError."""
+    (_PROC / str(pid) / "clear_refs").write_text("5")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds, user and system, of a process and of those of its children that have ended; 0 for none."""
+    fields = _read(_PROC / str(pid) / "stat").rpartition(b")")[2].split()
+    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
+def _size(pid: int, name: str) -> int | None:
     lines = _read(_PROC / str(pid) / "status").decode().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
 def _listed(folder: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -114,10 +114,7 @@ class Testbed:
             return
         home = self.folder.home(name)
         if name in self._options.hostile_ids:
-            options, number = self._options, self._options.hostile_ids.index(name)
-            seed = options.seed * options.hostile + number
-            attack = command(HostileHome(home), seed=seed, each_s=options.behaviour_s, names=options.behaviours)
-            self._supervisor.start(name, attack)
+            self.attack(name, self._options.behaviours, self._options.behaviour_s)
             return
         run = ["run", "--home", str(home), "--data", str(self.folder.data / "text.py"), "--threads", "1"]
         run += ["--metrics", str(self.metrics(name)), "--throttle", str(self._options.throttle)]
@@ -125,6 +122,13 @@ class Testbed:
         if name == SHARDED:
             program = (program[0], *_TORCHRUN, "--nproc-per-node", "2", *program[1:])
         self._supervisor.start(name, (*program, *run))
+
+    def attack(self, name: str, behaviours: Sequence[str], each_s: float) -> None:
+        """Start a hostile member with these behaviours (none: all), one after the other for `each_s` seconds."""
+        number = self._options.hostile_ids.index(name)
+        seed = self._options.seed * self._options.hostile + number
+        home = HostileHome(self.folder.home(name))
+        self._supervisor.start(name, command(home, seed=seed, each_s=each_s, names=behaviours))
 
     def metrics(self, name: str) -> Path:
         """Return the path of this process's metrics file."""
@@ -214,6 +218,10 @@ class Testbed:
     def finite(self) -> bool:
         """Return whether every value of theta in the coordinator's folder is finite. Raises StorageError when it is damaged."""
         return all(bool(fragment.isfinite().all()) for fragment in load_outer(StateFolder(self.folder.state)).theta)
+
+    def pid(self, name: str) -> int:
+        """Return the process id of its last process."""
+        return self._supervisor.pid(name)
 
     def running(self, name: str) -> bool:
         """Return whether this process runs."""

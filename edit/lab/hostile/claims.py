@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from typing import Any
 
+from edit.fragments.schema import plan_fragments
 from edit.lab.hostile.member import Attacker, attend
 from editpb import control_pb2, data_pb2
 from editpb.channel_options import MESSAGE_BYTES
+from editpb.chunks import make_chunks
 from editpb.limits import MAX_RANKS, MAX_STEP_S, MIN_STEP_S
 from editpb.messages import PROTOCOL
+from peers.models.registry import build
 
 __all__ = ["evicted_calls", "heartbeats_only", "huge_messages", "lying_step_times", "many_ranks", "silent_founder"]
 
 _STEP_TIMES = (1e300, 1e-300, math.nan, math.inf, -1.0, MAX_STEP_S, MIN_STEP_S)
+_DRIP_S = 5.0  # often enough that the lease never ends
 _HUGE = MESSAGE_BYTES - 4096  # what gRPC lets through
 
 
@@ -126,18 +131,21 @@ async def many_ranks(attacker: Attacker) -> None:
 
 
 async def silent_founder(attacker: Attacker) -> None:
-    """Attend a run without parameters first, with a model that nobody has, report, and never send its parameters."""
-    hash_of_nothing = "ab" * 32
+    """Attend a run without parameters before anybody else, begin to found it, and send a byte every few seconds."""
 
     async def attempt() -> None:
-        call = member.control.Attend()
-        try:
-            await call.write(member.hello(schema_hash=hash_of_nothing))
-            async for message in call:
-                if message.WhichOneof("kind") == "schema_request":
-                    await call.write(control_pb2.PeerMessage(schema=attacker.chance.randbytes(1 << 20)))
-        finally:
-            call.cancel()
+        model = build((await member.config()).model, 0, frozenset())
+        schema = plan_fragments(model.named_parameters())
+        async with attend(member, schema) as attendance, asyncio.TaskGroup() as group:
+            group.create_task(attendance.report_for_ever())
+            await asyncio.sleep(1.0)  # until it is told that it is the founder
+            call = member.data.Found()
+            header = data_pb2.FoundHeader(run_id=member.run_id, schema_hash=schema.schema_hash, digest="ab" * 32)
+            await call.write(data_pb2.FoundPart(header=header))
+            for offset in itertools.count():
+                (chunk,) = make_chunks(bytes(offset + 1), start=offset)
+                await call.write(data_pb2.FoundPart(chunk=data_pb2.FragmentChunk(fragment_id=0, chunk=chunk)))
+                await asyncio.sleep(_DRIP_S)
 
     async with attacker.connected(attacker.home.member) as member:
         await attacker.again_and_again(attempt)

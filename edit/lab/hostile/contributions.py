@@ -17,6 +17,7 @@ from edit.lab.hostile.member import Attacker, Attendance, attend
 from editpb import data_pb2
 from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
+from editpb.limits import MAX_RANKS
 from editpb.messages import View
 
 __all__ = [
@@ -35,7 +36,7 @@ Round = Callable[[Attendance, View], Awaitable[None]]
 _BOXES = 16  # of one tensor in one shard, as many as the wire allows
 
 
-async def _every_round(attacker: Attacker, contribute: Round, *, repeat: bool = False, **hello: int) -> None:
+async def _every_round(attacker: Attacker, contribute: Round, *, repeat: bool = False, **hello: Any) -> None:
     """Attend, report, and do this once in every round; repeat: as often as it can be done."""
 
     async def attempt() -> None:
@@ -96,18 +97,18 @@ async def half_contributions(attacker: Attacker) -> None:
 
 
 async def many_boxes(attacker: Attacker) -> None:
-    """Announce the largest tensor as dominoes that no straight cut parts, 16 from each of thousands of ranks."""
+    """Announce the largest tensor as dominoes that no straight cut parts, 16 from each rank of as many as may be."""
 
     async def contribute(attendance: Attendance, view: View) -> None:
         fragment = max(attendance.schema.fragments, key=lambda each: max(tensor.numel for tensor in each.tensors))
         boxes = list(_dominoes(fragment))
-        for rank, start in enumerate(range(0, len(boxes), _BOXES)):
+        for rank, start in enumerate(range(0, min(len(boxes), _BOXES * MAX_RANKS), _BOXES)):
             shard = Shard(fragment, boxes[start : start + _BOXES])
             values = {"boxes": shard.boxes, "numel": shard.numel, "rank": rank}
             header = attendance.member.header(view, fragment, attendance.schema, "fp32", **values)
             await attendance.member.data.Probe(contribution_header_to_pb(header))
 
-    await _every_round(attacker, contribute, ranks=4096)
+    await _every_round(attacker, contribute, ranks=MAX_RANKS)
 
 
 def _dominoes(fragment: FragmentSpec) -> Iterator[Box]:
@@ -115,7 +116,7 @@ def _dominoes(fragment: FragmentSpec) -> Iterator[Box]:
     index = max(range(len(fragment.tensors)), key=lambda i: (len(fragment.tensors[i].shape) == 2, fragment.tensors[i].numel))
     shape = fragment.tensors[index].shape
     rows, columns = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
-    for row in range(min(rows, 1 + 65_536 // columns)):
+    for row in range(min(rows, 1 + 2 * _BOXES * MAX_RANKS // columns)):
         for column in range(row % 2, columns - 1, 2):
             yield Box(index, (row, column), (1, 2)) if len(shape) == 2 else Box(index, (column,), (2,))
 

@@ -206,12 +206,14 @@ class Attendance:
 
 
 @contextlib.asynccontextmanager
-async def attend(member: Member, **hello: Any) -> AsyncIterator[Attendance]:
-    """Attend with the run's own model, reports aside. hello: fields of the first message that are different.
+async def attend(member: Member, schema: Schema | None = None, **hello: Any) -> AsyncIterator[Attendance]:
+    """Attend, reports aside. schema: of its model; None: the run's. hello: fields of the first message that are different.
 
     Raises ConnectionError, also inside the block, when the coordinator ends the stream.
     """
-    config, (_, schema) = await member.config(), await member.snapshot()
+    config = await member.config()
+    if schema is None:
+        _, schema = await member.snapshot()
     call = member.control.Attend()
     await call.write(member.hello(schema, **hello))
     attendance = Attendance(member, call, schema, config)

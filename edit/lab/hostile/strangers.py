@@ -20,7 +20,7 @@ from editpb.invitation import is_endpoint
 
 __all__ = ["refused_enrolments", "silent_calls", "silent_connections", "uncertified_handshakes"]
 
-_CONNECTIONS = 2000
+CONNECTIONS = 2000  # that say nothing
 _ENROL = "/editpb.Enrolment/Enrol"
 
 
@@ -47,7 +47,7 @@ async def silent_connections(attacker: Attacker) -> None:
         await attacker.again_and_again(attempt)
 
     async with asyncio.TaskGroup() as group:
-        for i in range(_CONNECTIONS):
+        for i in range(CONNECTIONS):
             group.create_task(hold(*_addresses(attacker)[i % 2]))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from edit.lab.hostile import strangers
 from edit.lab.hostile.catalogue import BEHAVIOURS
 from edit.lab.hostile.home import HostileHome
 from edit.lab.hostile.member import Attacker
@@ -19,7 +20,7 @@ from edit.lab.observer import open_observer
 from tests.support.loops import on_a_loop, until
 from tests.support.served import TOML, BarePeer, Served, found_run, new_folder, served, theta
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 # What the coordinator answers; where it answers nothing, what is seen at the coordinator (below).
 ANSWERS = {
     "step-times": "INVALID_ARGUMENT",
@@ -97,7 +98,10 @@ async def commit(peer: BarePeer) -> int:
 
 @pytest.mark.parametrize("name", [name for name, behaviour in BEHAVIOURS.items() if not behaviour.unfounded])
 @on_a_loop
-async def test_a_real_coordinator_meets_it_and_commits_what_an_honest_peer_contributes(tmp_path: Path, name: str) -> None:
+async def test_a_real_coordinator_meets_it_and_commits_what_an_honest_peer_contributes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(strangers, "CONNECTIONS", 400)  # still more than a coordinator takes
     toml = TOML.replace("floor_s = 1000.0\nceiling_s = 1000.0", "floor_s = 0.2\nceiling_s = 0.5")
     toml = toml.replace("outer_steps = 100", "outer_steps = 1_000_000")
     async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("honest") as honest:
