@@ -79,6 +79,9 @@ momentum = 0.6                  # Outer momentum, for nesterov and delayed_neste
 [codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign or topk. docs/codecs.md compares them.
 up = "int8"                     # For contributions.
 down = "bf16"                   # For updates.
+#up_decay = 1.0                 # Share of what a contribution left out that is added to the next one; 0: nothing is.
+#down_decay = 1.0               # The same for updates.
+#fragments = {}                 # Others for fragments by name: { "embedding*" = { up = "int8", down = "bf16" } }.
 
 [rounds]                        # When a round opens and closes.
 # A live peer of which nothing came in two rounds in a row is optional: no round waits for it until it contributes.

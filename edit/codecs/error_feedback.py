@@ -59,6 +59,7 @@ class ErrorFeedback:
             choice = CodecChoice(CodecSpec.parse(choice) if isinstance(choice, str) else choice)
         self._shards = tuple(shards)
         self._codecs = tuple(codec_of(shard.fragment, choice) for shard in self._shards)
+        self._decay = choice.decay
         self._residuals: dict[int, Tensor] = {}
         self._staged: dict[int, Tensor | None] = {}
 
@@ -68,7 +69,7 @@ class ErrorFeedback:
             numels = [shard.numel for shard in self._shards]
             raise LocalProtocolError(f"no fragment {i} of {delta.numel()} elements; the fragments have {numels}")
         fragment = self._shards[i].fragment
-        encoded, self._staged[i] = with_feedback(self._codecs[i], delta, self._residuals.get(i), fragment)
+        encoded, self._staged[i] = with_feedback(self._codecs[i], delta, self._residuals.get(i), fragment, self._decay)
         return encoded
 
     def commit(self, i: int) -> None:
@@ -95,7 +96,8 @@ class ErrorFeedback:
         for i, residual in residuals.items():
             if not self._fits(i, residual.shape) or residual.dtype != torch.float32:
                 raise StorageError(f"residual.{i} {list(residual.shape)} {residual.dtype} does not fit this model's fragments")
-        self._residuals = {i: residual.clone() for i, residual in residuals.items() if not self._codecs[i].lossless}
+        kept = {i: residual.clone() for i, residual in residuals.items() if not self._codecs[i].lossless}
+        self._residuals = kept if self._decay > 0 else {}
         self._staged = {}
 
     def _fits(self, i: int, shape: tuple[int, ...]) -> bool:

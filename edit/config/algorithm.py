@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edit.config.codec import CodecConfig
 from edit.config.validation import one_of, positive, require, within
 
 __all__ = [
@@ -247,7 +248,7 @@ class RoundsConfig:
             require(self.max_staleness >= 1, "rounds.max_staleness", self.max_staleness, rule)
 
 
-def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig) -> None:
+def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, codec: CodecConfig) -> None:
     """Raise ConfigError where these sections contradict each other.
 
     `eager` estimates an outer step from this peer's own contribution, so the step must be linear in the merged
@@ -263,6 +264,14 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig) -
         require(outer.direction == "mean", "outer.direction", outer.direction, f"must be mean {with_eager}")
         require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
         require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, f"must be 0 {with_eager}")
+        for direction, choice in (("up", codec.uplink), ("down", codec.downlink)):
+            rule = f"must not be topk {with_eager}, nor in codec.fragments: the next step moves other elements than the last"
+            require("topk" not in choice.names, f"codec.{direction}", str(choice.default), rule)
+    if outer.correct == "heloco":
+        rule = (
+            'must not be topk with outer.correct = "heloco", nor in codec.fragments: few elements have no direction to correct'
+        )
+        require("topk" not in codec.uplink.names, "codec.up", codec.up, rule)
     if rounds.max_staleness:
         rule = "must be 1 with rounds.max_staleness above 0: a later outer step would exchange other fragments"
         require(sync.groups == 1, "sync.groups", sync.groups, rule)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from edit.config.validation import one_of, require
+from edit.config.validation import one_of, require, within
 from edit.errors import ConfigError
 
-__all__ = ["CODECS", "MAX_SPEC_CHARS", "CodecChoice", "CodecConfig", "CodecOption", "CodecSpec"]
+__all__ = ["CODECS", "MAX_SPEC_CHARS", "CodecChoice", "CodecConfig", "CodecOption", "CodecSpec", "FragmentCodec"]
 
 MAX_SPEC_CHARS = 64  # of a spec's text
 
@@ -110,10 +111,28 @@ class CodecChoice:
     """The codecs of one direction: contributions, or updates."""
 
     default: CodecSpec
+    # By pattern of fragment names.
+    fragments: tuple[tuple[str, CodecSpec], ...] = ()
+    # Of the residual, before the next vector is added to it.
+    decay: float = 1.0
 
     def of_fragment(self, name: str) -> CodecSpec:
-        """Return the codec of the fragment of this name."""
-        return self.default
+        """Return the codec of the fragment of this name: that of the longest pattern that matches it, else the default."""
+        matching = [(len(pattern), pattern, spec) for pattern, spec in self.fragments if fnmatchcase(name, pattern)]
+        return max(matching)[2] if matching else self.default
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all these codecs."""
+        return {self.default.name, *(spec.name for _, spec in self.fragments)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentCodec:
+    """One entry of [codec.fragments]: other codecs for the fragments whose names match its key; empty: as the others."""
+
+    up: str = ""
+    down: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,20 +143,54 @@ class CodecConfig:
     up: str = "int8"
     # Of the published update.
     down: str = "bf16"
+    # What becomes of an error before the next contribution is added to it; 1: it is sent later, all of it (error feedback);
+    # below 1: it is forgotten by and by (SparseLoCo, arXiv 2508.15706: 0.95); 0: no feedback.
+    up_decay: float = 1.0
+    # The same for the updates.
+    down_decay: float = 1.0
+    # Other codecs for some fragments, by a pattern of their names ("embedding*"; `fnmatch`); the longest that matches counts.
+    fragments: Mapping[str, FragmentCodec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("up", "down"):
-            _check_spec(f"codec.{name}", getattr(self, name))
+        for direction in ("up", "down"):
+            _check_spec(f"codec.{direction}", getattr(self, direction))
+            within(f"codec.{direction}_decay", getattr(self, f"{direction}_decay"), 0, 1)
+        within("codec.fragments (their number)", len(self.fragments), 0, 64)
+        for pattern, chosen in self.fragments.items():
+            name = f'codec.fragments."{pattern}"'
+            require(0 < len(pattern) <= 512, name, chosen, "must have a pattern of 1 to 512 characters")
+            require(bool(chosen.up or chosen.down), name, chosen, "must choose up, down or both")
+            for direction in ("up", "down"):
+                if text := getattr(chosen, direction):
+                    _check_spec(f"{name}.{direction}", text)
+        if "topk" in self.downlink.names:
+            rule = (
+                "must be 1 with topk in codec.down or codec.fragments: most of an outer step is in the residual, and the outer "
+                "optimizer counts it as taken"
+            )
+            require(self.down_decay == 1, "codec.down_decay", self.down_decay, rule)
 
     @property
     def uplink(self) -> CodecChoice:
         """How contributions are encoded."""
-        return CodecChoice(CodecSpec.parse(self.up))
+        return self._choice("up", self.up_decay)
 
     @property
     def downlink(self) -> CodecChoice:
         """How updates are encoded."""
-        return CodecChoice(CodecSpec.parse(self.down))
+        return self._choice("down", self.down_decay)
+
+    def _choice(self, direction: str, decay: float) -> CodecChoice:
+        others = [(pattern, getattr(chosen, direction)) for pattern, chosen in sorted(self.fragments.items())]
+        specs = tuple((pattern, CodecSpec.parse(text)) for pattern, text in others if text)
+        return CodecChoice(CodecSpec.parse(getattr(self, direction)), specs, decay)
+
+    def check_fragments(self, names: Collection[str]) -> None:
+        """Raise ConfigError for a pattern that matches none of the model's fragments. names: of all of them but the buffers."""
+        for pattern in self.fragments:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+                raise ConfigError(f'codec.fragments."{pattern}": matches no fragment; the model has {some}')
 
 
 def _check_spec(field_name: str, text: str) -> None:

@@ -21,7 +21,7 @@ from edit.config.algorithm import (
     SyncConfig,
     check_together,
 )
-from edit.config.codec import CODECS, CodecConfig, CodecSpec
+from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.validation import build, positive, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
@@ -31,6 +31,7 @@ __all__ = [
     "AggregatorsConfig",
     "CodecConfig",
     "CodecSpec",
+    "FragmentCodec",
     "InnerConfig",
     "MembershipConfig",
     "ModelConfig",
@@ -229,7 +230,7 @@ class RunConfig:
             "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'",
         )
         within("seed", self.seed, 0, 2**63 - 1)
-        check_together(self.sync, self.rounds, self.outer)
+        check_together(self.sync, self.rounds, self.outer, self.codec)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -313,5 +314,8 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]
     yield outer.optimizer != "delayed_nesterov", "outer", {"period", "c"}, of_optimizer
     of_rounds = {"start_peers", "quorum", "floor_s", "ceiling_s", "spread", "wait", "grace_s"}
     yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
+    for direction, choice in (("up", config.codec.uplink), ("down", config.codec.downlink)):
+        lossless = f'codec.{direction} = "fp32", which leaves nothing out'
+        yield choice.names == {"fp32"}, "codec", {f"{direction}_decay"}, lossless
     of_builtin = {"layers", "heads", "width"}
     yield not config.model.name.startswith("builtin:"), "model", of_builtin, f'model.name = "{config.model.name}"'

@@ -61,6 +61,10 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{name}: must be a list of strings")
         return tuple(value)
+    if origin is Mapping and dataclasses.is_dataclass(entry := typing.get_args(hint)[1]):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}: must be a table of tables")
+        return {key: _convert(one, entry, f'{name}."{key}"') for key, one in value.items()}
     if origin is Mapping:
         if not isinstance(value, Mapping) or not all(isinstance(v, (str, int, float, bool)) for v in value.values()):
             raise ConfigError(f"{name}: must be a table of plain values")

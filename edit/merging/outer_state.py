@@ -144,7 +144,7 @@ class OuterState:
         brings = injection.brings if injection is not None else None
         encoder = self._codecs[merged.fragment_id]
         for step, slots, residual in self._steps(merged, before, injection):
-            payload, rest = with_feedback(encoder, step, residual, fragment)
+            payload, rest = with_feedback(encoder, step, residual, fragment, self.config.codec.down_decay)
             theta = before.theta.clone()
             encoder.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)
             if all(_is_finite(tensor) for tensor in (theta, *slots.values())):

@@ -33,7 +33,7 @@ class WorkerConfig:
     buffers: str = "local"
 
     def __post_init__(self) -> None:
-        check_together(self.sync, self.rounds, self.outer)
+        check_together(self.sync, self.rounds, self.outer, self.codec)
         require(self.buffers != "lowest", "buffers", self.buffers, "a merge weighs all peers and cannot take one peer's alone")
         one_of("buffers", self.buffers, ("local", "average"))
         if self.buffers == "average":

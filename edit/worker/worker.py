@@ -136,6 +136,7 @@ class EditWorker:
         count = len(self._collectives)
         replicas = [Replica(self._model, self._ranks, self._config.buffers, (number, count)) for number in range(count)]
         refuse_small_shares(replicas, self._config.sync.groups)
+        self._config.codec.check_fragments([f.name for one in replicas for f in one.schema.fragments if not f.buffers])
         if self._config.sync.mode == "forward":
             replicas[0].modules.refuse_prefetch()
         return replicas

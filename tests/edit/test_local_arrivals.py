@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from edit.fragments.schema import plan_fragments
 from edit.local import LocalCollective, LocalRun
 from edit.records import Aborted, Commit, Committed, Contribution, Finished
 from edit.worker.worker import EditWorker, WorkerConfig
-from tests.support.encoded import encode
+from tests.support.encoded import LOSSY, encode
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted_peer import flat
 
@@ -195,6 +196,17 @@ def test_fast_and_slow_both_contribute_and_the_loss_falls_with_each_rule(outer: 
     commits = fast.commits | slow.commits
     merged = {name: sum(weight(commit, name) is not None for commit in commits.values()) for name in ("fast", "slow")}
     assert merged["fast"] >= 35 and merged["slow"] >= 8
+    assert loss(run) < 0.6 * before
+    for peer in (fast, slow):
+        assert peer.worker.synchronize() and peer.worker.digest == run.state.digest
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_fast_and_slow_both_contribute_with_every_codec(text: str) -> None:
+    codecs = CodecConfig(up=text, down=text, up_decay=0.95)
+    config = dataclasses.replace(configured(ARRIVALS, None, SyncConfig(every=4, mode="delayed", delay=2)), codec=codecs)
+    before = loss(founded(config)[0])
+    run, fast, slow = raced(config)
     assert loss(run) < 0.6 * before
     for peer in (fast, slow):
         assert peer.worker.synchronize() and peer.worker.digest == run.state.digest

@@ -30,6 +30,7 @@ PROMISED = [
     "Evicted",
     "EvictedError",
     "Finished",
+    "FragmentCodec",
     "FragmentCommit",
     "FragmentSpec",
     "InnerConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import edit.reference as reference
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.storage.state_folder import StateFolder
-from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
+from edit import CodecConfig, Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
@@ -64,7 +65,7 @@ def batches(name: str) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)) for _ in range(ROUNDS * EVERY)]
 
 
-def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
+def train(collectives: dict[str, Collective], codec: str | CodecConfig) -> dict[str, Tensor]:
     """Interleave the peers' plain loops step by step; returns theta by tensor name after all rounds."""
     with ExitStack() as stack:
         peers = []
@@ -86,7 +87,7 @@ def train(collectives: dict[str, Collective], codec: str) -> dict[str, Tensor]:
         return peers[0][2].outer_state_dict()
 
 
-def over_grpc(folder: StateFolder, codec: str) -> dict[str, Tensor]:
+def over_grpc(folder: StateFolder, codec: str | CodecConfig) -> dict[str, Tensor]:
     with running(folder) as here, IoThread() as io:
         collectives = {
             name: HubCollective(
@@ -121,6 +122,29 @@ def test_grpc_and_the_in_process_run_give_the_same_bits(tmp_path: Path, codecs: 
     local = train({name: run.collective(name) for name in NAMES}, codecs[0])
     assert carried.keys() == local.keys()
     assert all(torch.equal(carried[name], local[name]) for name in local)
+
+
+MIXED = """up_decay = 0.95
+down_decay = 0.5
+[codec.fragments.0]
+up = "topk:k=3"
+down = "e3m0"
+[codec.fragments."2*"]
+up = "int4:block=64"
+[rounds]
+"""
+
+
+def test_codecs_by_fragment_and_decays_give_the_same_bits_over_grpc_too(tmp_path: Path) -> None:
+    toml = TOML.format(rounds=ROUNDS, penalty="enabled = true", up="stat2", down="sign").replace("[rounds]\n", MIXED)
+    folder = new_folder(tmp_path / "run", toml=toml)
+    config = RunConfig.from_toml(folder.run_toml)
+    carried, run = over_grpc(folder, config.codec), LocalRun(config, NAMES)
+    local = train({name: run.collective(name) for name in NAMES}, config.codec)
+    assert all(torch.equal(carried[name], local[name]) for name in local)
+    plain = LocalRun(dataclasses.replace(config, codec=dataclasses.replace(config.codec, up_decay=1.0)), NAMES)
+    other = train({name: plain.collective(name) for name in NAMES}, plain._config.codec)
+    assert not all(torch.equal(other[name], local[name]) for name in local), "the decay counts"
 
 
 def test_grpc_gives_what_the_naive_diloco_gives(tmp_path: Path) -> None:

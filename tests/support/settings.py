@@ -9,7 +9,7 @@ from edit.worker.config import WorkerConfig
 
 def worker_config(
     *,
-    codec: str = "int8",
+    codec: str | CodecConfig = "int8",
     max_staleness: int = 0,
     outer: OuterConfig | None = None,
     buffers: str = "local",
@@ -18,7 +18,7 @@ def worker_config(
     """sync: as `SyncConfig`."""
     return WorkerConfig(
         sync=SyncConfig(**sync),
-        codec=CodecConfig(up=codec),
+        codec=codec if isinstance(codec, CodecConfig) else CodecConfig(up=codec),
         rounds=RoundsConfig(max_staleness=max_staleness),
         outer=outer or OuterConfig(),
         buffers=buffers,

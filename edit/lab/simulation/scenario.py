@@ -167,6 +167,8 @@ class Scenario:
         for name in ("schedule", "dylu", "tokens"):
             if getattr(self.run.sync, name) != getattr(SyncConfig(), name):
                 raise ConfigError(f"sync.{name} is not simulated; remove it")
+        if self.run.codec.fragments:
+            raise ConfigError("codec.fragments is not simulated; remove it")
         if self.run.sync.groups > self.size.fragments:
             raise ConfigError(f"sync.groups = {self.run.sync.groups}: size.fragments is {self.size.fragments}")
 

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from edit.codecs import decode
 from edit.codecs.error_feedback import ErrorFeedback
+from edit.config.codec import CodecChoice, CodecSpec
 from edit.errors import LocalProtocolError, StorageError
+from edit.fragments.schema import FragmentSpec, TensorSpec
+from edit.fragments.shards import Shard
 from tests.support.encoded import LOSSY, SPECS, whole_shards
 
 
@@ -126,3 +129,41 @@ def test_residuals_of_another_model_are_refused_and_nothing_changes(fragment: in
     with pytest.raises(StorageError, match=f"residual.{fragment}"):
         feedback.load({fragment: residual})
     assert torch.equal(feedback.residuals()[0], torch.ones(300))
+
+
+@pytest.mark.parametrize("decay", [0.95, 0.5])
+def test_a_decay_forgets_a_share_of_the_residual_with_each_contribution(decay: float) -> None:
+    feedback, (a, b) = ErrorFeedback(CodecChoice(CodecSpec("stat2"), decay=decay), whole_shards(300)), deltas(6, 2)
+    first = decode(feedback.stage(0, a))
+    feedback.commit(0)
+    error = a - first
+    assert torch.equal(feedback.residuals()[0], error)
+    second = decode(feedback.stage(0, b))
+    feedback.commit(0)
+    assert torch.equal(feedback.residuals()[0], (b + error * decay) - second)
+
+
+def test_no_feedback_is_no_residual() -> None:
+    feedback, (a, b) = ErrorFeedback(CodecChoice(CodecSpec("topk"), decay=0.0), whole_shards(300)), deltas(7, 2)
+    feedback.load({0: torch.ones(300)})
+    for delta in (a, b):
+        sent = feedback.stage(0, delta)
+        assert bytes(sent.data) == bytes(ErrorFeedback("topk", whole_shards(300)).stage(0, delta).data)
+        feedback.commit(0)
+    assert feedback.residuals() == {}
+
+
+def test_each_fragment_has_its_own_codec_and_buffers_are_fp32() -> None:
+    specs = [
+        FragmentSpec(fragment_id=i, name=name, tensors=(TensorSpec(name=name, shape=(300,)),)) for i, name in enumerate("abc")
+    ]
+    specs.append(FragmentSpec(fragment_id=3, name="b.buffers", tensors=specs[0].tensors, buffers=True))
+    choice = CodecChoice(CodecSpec("topk"), (("b*", CodecSpec("int4")), ("c", CodecSpec("fp32"))))
+    feedback = ErrorFeedback(choice, [Shard(spec) for spec in specs])
+    for i, expected in enumerate(["topk", "int4", "fp32", "fp32"]):
+        assert feedback.stage(i, deltas(8, 1)[0]).codec == expected
+        feedback.commit(i)
+    assert list(feedback.residuals()) == [0, 1]
+    again = ErrorFeedback(choice, [Shard(spec) for spec in specs])
+    again.load({i: torch.ones(300) for i in range(4)})
+    assert list(again.residuals()) == [0, 1], "what a lossless codec owes is nothing"

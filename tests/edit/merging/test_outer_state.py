@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import codec_names, decode
-from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
+from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConfig, RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
@@ -18,7 +18,7 @@ from edit.merging.detector import NormStatistics
 from edit.merging.merge import Measured, Merged, measure
 from edit.merging.outer_state import OuterState
 from edit.records import Commit, Verdict
-from edit.reference import Edit, diloco
+from edit.reference import Edit, diloco, feedback, integers
 from tests.support.encoded import LOSSY, SPECS, encode
 
 NUMELS = (700, 5)
@@ -143,6 +143,25 @@ def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) 
         residual = coarse.to_tensors()[f"residual.{i}"]
         assert torch.allclose(coarse.theta[i] - residual, theta, atol=1e-4), "what was not sent is in the residual, all of it"
         assert not torch.equal(coarse.theta[i], theta)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95, 0.0])
+def test_what_is_published_is_what_the_naive_feedback_sends_of_the_outer_steps(decay: float) -> None:
+    codecs = CodecConfig(up="fp32", down="int4:block=64", down_decay=decay, fragments={"f1": FragmentCodec(down="fp32")})
+    config = dataclasses.replace(configured("sgd", lr=1.0, penalty=PenaltyConfig(enabled=False)), codec=codecs)
+    state, deltas, published = OuterState(SCHEMA, config, initial_theta()), [], []
+    for round_number in range(6):
+        moved = [moves(round_number, i)["a"] for i in range(len(NUMELS))]
+        merged = [state.reduce(i, contributions({"a": delta})) for i, delta in enumerate(moved)]
+        commit = state.commit(round_number, "", [state.stage(one) for one in merged])
+        first, second = (part.payload for part in commit.fragments)
+        assert first is not None and second is not None and (first.codec, second.codec) == ("int4:block=64", "fp32")
+        assert torch.equal(decode(second), moved[1])
+        deltas.append(moved[0])
+        published.append(decode(first))
+    for ours, naive in zip(published, feedback(deltas, lambda x: integers(x, 4, 64), decay), strict=True):
+        assert torch.allclose(ours, naive, atol=1e-6)
+    assert ("residual.0" in state.to_tensors()) is (decay > 0)
 
 
 # Restore and replay.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
+from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.local import LocalRun
 from edit.records import Contribution
@@ -64,12 +64,12 @@ class Life:
         return copy.deepcopy(everything | {"worker": self.worker.state_dict()})
 
 
-def run_of(kind: str, up: str = "int8", **sync: Any) -> RunConfig:
+def run_of(kind: str, up: str | CodecConfig = "int8", **sync: Any) -> RunConfig:
     return config(
         sync=SyncConfig(every=EVERY, **({"strict": True} | MODES[kind] | sync)),
         outer=OuterConfig(lr=0.7, momentum=0.5),
         penalty=PenaltyConfig(),
-        codec=CodecConfig(up=up, down="bf16"),
+        codec=CodecConfig(up=up, down="bf16") if isinstance(up, str) else up,
         storage=StorageConfig(keep_updates=8),  # as many as outer steps pass between two checkpoints, or it takes a snapshot
     )
 
@@ -117,9 +117,23 @@ def test_an_interrupted_training_gives_the_bits_of_one_that_was_not(kind: str, s
     assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["blocking", "delayed"])
-@pytest.mark.parametrize("up", SPECS)
-def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str, up: str) -> None:
+MIXED = CodecConfig(
+    up="topk:k=9",
+    down="sign",
+    up_decay=0.95,
+    down_decay=0.9,
+    fragments={
+        "e*": FragmentCodec(up="int8", down="bf16"),
+        "blocks.*": FragmentCodec(up="stat2"),
+        "head": FragmentCodec(down="e3m0"),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "up"), [("delayed", text) for text in SPECS] + [(kind, MIXED) for kind in MODES if kind != "eager"], ids=str
+)
+def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str, up: str | CodecConfig) -> None:
     whole, broken = trained(run_of(kind, up)), trained(run_of(kind, up), 9, 17)
     assert whole[0] == broken[0] and whole[1] == broken[1]
     assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from edit.codecs import decode
+from edit.config.run import CodecConfig, FragmentCodec
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from edit.records import Aborted, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -73,6 +74,14 @@ def test_a_snapshot_that_does_not_fit_is_the_other_sides_fault(theta: Snapshot) 
     model = small_mlp()
     with pytest.raises(RemoteProtocolError, match="snapshot of outer step 1 does not"):
         EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(theta), WorkerConfig()).__enter__()
+
+
+def test_a_codec_for_fragments_that_the_model_does_not_have_is_named() -> None:
+    model = small_mlp()
+    config = WorkerConfig(codec=CodecConfig(fragments={"0": FragmentCodec(up="fp32"), "embed*": FragmentCodec(up="bf16")}))
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(snapshot_of(1, flat(model))), config)
+    with pytest.raises(ConfigError, match=r'codec.fragments."embed\*": matches no fragment; the model has 0, 2'):
+        worker.__enter__()
 
 
 @pytest.mark.parametrize(("settings", "message"), [({"every": 0}, "sync.every = 0"), ({"codec": "zip"}, "codec.up = 'zip'")])
