@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,7 @@ from editpb.data_messages import (
 )
 from editpb.identity import Identity
 from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
+from editpb.limits import MAX_READ_S
 from editpb.messages import ContributionHeader, UpdateRequest
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ _Part = TypeVar("_Part", dpb.ContributePart, dpb.FoundPart, dpb.InjectPart)
 ContributePart = dpb.ContributePart | ReceivedChunk
 
 _DRAIN_S = 5.0
+_CLOCKS_S = 1.0  # by which a deadline may seem later here
 
 
 class DataService:
@@ -145,7 +148,8 @@ class DataService:
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> None:
         """Send one fragment of a snapshot that was described, or the boxes of it that are wanted.
 
-        A request for none of its bytes keeps the snapshot for longer, and takes no reader's place.
+        A request for none of its bytes keeps the snapshot for longer, and takes no reader's place. The call must have a
+        deadline: at that, gRPC takes back what is not read, which nothing else does.
         """
         async with abort_on_error(context):
             readers = ("peer", "region", "observer", "operator")
@@ -153,6 +157,8 @@ class DataService:
             published = self._run.rounds.published
             wanted = snapshot_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
+            if not (context.time_remaining() or math.inf) <= MAX_READ_S + _CLOCKS_S:
+                raise RemoteProtocolError(f"a snapshot is read with a deadline of at most {MAX_READ_S:g} s")
             chunks = published.snapshot_chunks(wanted)
             if (first := next(chunks, None)) is not None:
                 with self._snapshot_readers.place(identity.peer_id, identity.role) as place:

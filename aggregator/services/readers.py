@@ -42,8 +42,8 @@ async def send(
     """Send the messages of a stream, and close `messages`.
 
     A reader that takes none for `stall_s` seconds has stalled: `messages` is closed with all that it holds, and `stalled` is
-    called. The message that is not read stays in memory until the reader reads again, which raises BusyError, or its connection
-    is gone: gRPC can neither take it back nor send a status past it.
+    called. The message that is not read stays in memory until the reader reads again, which raises BusyError, or the deadline
+    of its call, if it has one, or its connection is gone: gRPC can neither take it back nor send a status past it.
     """
     async with contextlib.aclosing(messages):
         async for message in messages:

@@ -106,7 +106,8 @@ class DataServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchSnapshot(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """With a deadline of at most 600 s; who needs longer reads on from where it was.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

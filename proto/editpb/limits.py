@@ -23,6 +23,7 @@ __all__ = [
     "MAX_NAME_CHARS",
     "MAX_NUMEL",
     "MAX_RANKS",
+    "MAX_READ_S",
     "MAX_STEP",
     "MAX_STEP_S",
     "MAX_TENSORS",
@@ -57,6 +58,7 @@ MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per eleme
 MAX_TEXT_CHARS = 4096
 MAX_CONTROL_BYTES = 32 << 10  # of a peer's message on Attend, except a schema that it was asked for
 MAX_CONFIG_CHARS = 1 << 20
+MAX_READ_S = 600.0  # deadline of a call that reads a snapshot; a reader that needs longer goes on from where it was
 MAX_DONORS = 8  # named for one snapshot
 MAX_VERDICTS = 1 << 16  # peers in one round
 MAX_STEP = 1 << 48  # outer and inner steps

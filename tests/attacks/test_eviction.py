@@ -210,7 +210,7 @@ def test_an_eviction_ends_a_snapshot_under_way(tmp_path: Path) -> None:
             request = SnapshotRequest(run_id=a.run_id, outer_step=0, fragment_id=0)
             eve = type(a)("eve", a.run_id, channel, LARGE)
             await eve.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=a.run_id))
-            call = eve.data.FetchSnapshot(snapshot_request_to_pb(request))
+            call = eve.data.FetchSnapshot(snapshot_request_to_pb(request), timeout=WAIT_S)
             received = len((await call.read()).data)
             run.coordinator.run.evict("eve", "bad manners")
             with pytest.raises(grpc.aio.AioRpcError, match="evicted: bad manners"):

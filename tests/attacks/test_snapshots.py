@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ from edit.records import EncodedTensor
 from editpb import data_pb2, data_pb2_grpc
 from editpb.channel_options import MAX_STREAMS
 from editpb.data_messages import snapshot_request_to_pb, update_request_to_pb
+from editpb.limits import MAX_READ_S
 from editpb.messages import SnapshotRequest, UpdateRequest
 from editpb.status import from_status
 from tests.support.loops import WAIT_S, on_a_loop, until
@@ -71,7 +74,7 @@ async def readers_of(run: Served, members: int, calls: int) -> AsyncIterator[lis
             stub = data_pb2_grpc.DataStub(
                 await stack.enter_async_context(run.channel(f"observer-{i}", "observer", options=NARROW))
             )
-            opened += [stub.FetchSnapshot(request(run)) for _ in range(calls)]
+            opened += [stub.FetchSnapshot(request(run), timeout=MAX_READ_S) for _ in range(calls)]
         yield opened
         for call in opened:
             call.cancel()
@@ -139,6 +142,57 @@ async def test_whoever_stalls_gives_its_place_to_others(tmp_path: Path, monkeypa
             await until(lambda: len(readers) == MAX_OBSERVERS)
             await until(lambda: not len(readers))
             await told_to_try_again(opened[:2])
+
+
+FROZEN = """
+import sys
+from pathlib import Path
+import grpc
+from editpb import data_pb2, data_pb2_grpc
+
+ca, key, certificate, message = (Path(sys.argv[2], name).read_bytes() for name in ("ca", "key", "certificate", "message"))
+channel = grpc.secure_channel(sys.argv[1], grpc.ssl_channel_credentials(ca, key, certificate))
+stub = data_pb2_grpc.DataStub(channel)
+calls = [stub.FetchSnapshot(data_pb2.SnapshotRequest.FromString(message), timeout=5.0) for _ in range(int(sys.argv[3]))]
+sys.stdin.read()
+"""
+
+
+@on_a_loop
+async def test_a_read_that_has_stalled_ends_with_its_deadline_whatever_its_reader_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader is a process that is stopped: it reads nothing, answers nothing, and takes back nothing."""
+    readers = SnapshotReaders()
+    monkeypatch.setattr(aggregator.services.data, "SnapshotReaders", lambda: readers)
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
+        await found_run(peer)
+        await peer.data.DescribeSnapshot(described(run))
+        key, certificate = run.certificate("eve", "observer")
+        files = {"ca": run.ca, "key": key, "certificate": certificate, "message": request(run).SerializeToString()}
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+        command = (sys.executable, "-c", FROZEN, run.coordinator.listen, tmp_path, str(MAX_OF_MEMBER))
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+        try:
+            await until(lambda: len(readers) == MAX_OF_MEMBER)
+            process.send_signal(signal.SIGSTOP)
+            assert readers._of_member["eve"] == MAX_OF_MEMBER
+            await until(lambda: not readers._of_member["eve"])
+        finally:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("deadline_s", [None, 2 * MAX_READ_S])
+@on_a_loop
+async def test_a_read_without_a_deadline_is_refused(tmp_path: Path, deadline_s: float | None) -> None:
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
+        await found_run(peer)
+        await peer.data.DescribeSnapshot(described(run))
+        with pytest.raises(grpc.aio.AioRpcError, match="a snapshot is read with a deadline of at most 600 s"):
+            async for _ in peer.data.FetchSnapshot(request(run), timeout=deadline_s):
+                pass
 
 
 def count_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
@@ -216,7 +270,7 @@ async def test_readers_keep_no_more_past_outer_steps_than_there_is_room_for(tmp_
             readable = set()
             for outer_step in range(6):
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    async for _ in stub.FetchSnapshot(request(run, outer_step, 4 * HALF.numel)):
+                    async for _ in stub.FetchSnapshot(request(run, outer_step, 4 * HALF.numel), timeout=WAIT_S):
                         pass
                     readable.add(outer_step)
         assert readable <= set(kept) and len(readable) <= MAX_PAST

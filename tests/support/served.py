@@ -366,7 +366,7 @@ class BarePeer:
             offset=offset,
             boxes=None if shard.is_whole else shard.boxes,
         )
-        chunks = [chunk async for chunk in self.data.FetchSnapshot(snapshot_request_to_pb(wanted))]
+        chunks = [chunk async for chunk in self.data.FetchSnapshot(snapshot_request_to_pb(wanted), timeout=WAIT_S)]
         assert [chunk.offset for chunk in chunks][:1] in ([], [offset])
         return b"".join(chunk.data for chunk in chunks)
 

@@ -10,6 +10,7 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box
 from edit.lab.hostile.member import Attacker, Member
 from editpb.data_messages import snapshot_request_to_pb
+from editpb.limits import MAX_READ_S
 from editpb.messages import SnapshotRequest
 from peers.identity.peer_folder import PeerFolder
 
@@ -45,7 +46,7 @@ async def _ask(attacker: Attacker, members: list[Member]) -> None:
             wanted = SnapshotRequest(
                 run_id=member.run_id, outer_step=outer_step, fragment_id=fragment.fragment_id, boxes=_columns(fragment)
             )
-            calls.append(member.data.FetchSnapshot(snapshot_request_to_pb(wanted)))
+            calls.append(member.data.FetchSnapshot(snapshot_request_to_pb(wanted), timeout=MAX_READ_S))
         await asyncio.sleep(_HELD_S)
         for call in calls:
             attacker.tally[f"read {(await call.code()).name}" if call.done() else "read open"] += 1

@@ -39,6 +39,7 @@ from editpb.data_messages import (
     update_manifest_from_pb,
     update_request_to_pb,
 )
+from editpb.limits import MAX_READ_S
 from editpb.messages import (
     ContributionHeader,
     FoundHeader,
@@ -218,7 +219,7 @@ class DataCalls:
         while True:
             await asyncio.sleep(self._patience.remind_s)
             with contextlib.suppress(grpc.aio.AioRpcError):
-                async for _ in self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(end))):
+                async for _ in self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(end)), timeout=ANSWER_S):
                     pass
 
     async def _snapshot_fragment(self, manifest: SnapshotManifest, shard: Shard, donors: Donors, wanted: Wanted) -> Tensor:
@@ -228,7 +229,7 @@ class DataCalls:
         digest = manifest.fragment_hash[fragment.fragment_id] if shard.is_whole else None
         into = Reassembly(f"snapshot of fragment {fragment.name}", 4 * shard.numel, 4 * shard.numel, digest)
 
-        async def attempt() -> memoryview:
+        async def read_on() -> None:
             request = SnapshotRequest(
                 run_id=self._run_id,
                 outer_step=manifest.outer_step,
@@ -236,17 +237,26 @@ class DataCalls:
                 offset=into.received,
                 boxes=None if shard.is_whole else shard.boxes,
             )
-            call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)))
+            call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)), timeout=MAX_READ_S)
             try:
                 async with StallTimeout(self._stall_s) as moving:
                     async for chunk in moving.reading(call):
                         into.take(self._down(chunk))
-                return into.finish()
-            except RemoteProtocolError:
-                into.clear()
-                raise
             finally:
                 call.cancel()
+
+        async def attempt() -> memoryview:
+            while True:
+                before = into.received
+                try:
+                    await read_on()
+                    return into.finish()
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or into.received == before:
+                        raise
+                except RemoteProtocolError:
+                    into.clear()
+                    raise
 
         if (data := await donors.read(shard, into)) is None:
             donors.sources[AGGREGATOR] = None

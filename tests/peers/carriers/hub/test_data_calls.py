@@ -14,11 +14,11 @@ from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.chunks import make_chunks
-from editpb.messages import SnapshotManifest
+from editpb.messages import SnapshotManifest, SnapshotRequest
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import DataCalls, StallTimeout, UpdateAssembly
 from peers.carriers.run_connection import Traffic
-from tests.support.fake_donor import FakeDonor, dripping, listening, silent
+from tests.support.fake_donor import Break, FakeDonor, dripping, listening, silent
 from tests.support.fake_run import schema_of, vectors
 from tests.support.wire import header
 
@@ -111,6 +111,30 @@ def test_a_snapshot_that_never_comes_is_not_waited_for() -> None:
 
 def test_a_snapshot_that_drips_takes_as_long_as_it_takes() -> None:
     assert all(map(torch.equal, snapshot(FakeDonor(SCHEMA, THETA, dripping)), THETA))
+
+
+async def at_its_deadline(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    """Each call ends after a few bytes more."""
+    for chunk in make_chunks(data, 32, start=wanted.offset):
+        yield chunk
+        if chunk.offset + len(chunk.data) < len(data):
+            raise Break(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+async def past_its_deadline(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    raise Break(grpc.StatusCode.DEADLINE_EXCEEDED)
+    yield
+
+
+def test_a_snapshot_that_takes_longer_than_a_call_may_is_read_on() -> None:
+    aggregator = FakeDonor(SCHEMA, THETA, at_its_deadline)
+    assert all(map(torch.equal, snapshot(aggregator), THETA))
+    assert [offset for _, offset, _ in aggregator.asked] == list(range(0, 4 * SIZES[0], 32))
+
+
+def test_a_call_that_brought_nothing_by_its_deadline_has_failed() -> None:
+    with pytest.raises(TransportError):
+        snapshot(FakeDonor(SCHEMA, THETA, past_its_deadline))
 
 
 def test_each_movement_gives_the_whole_time_anew() -> None:
