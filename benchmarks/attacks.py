@@ -198,22 +198,24 @@ class Measured:
         """Leave the run alone (REST) or attack it, and measure."""
         phase, pids = Phase(name), self._pids()
         self.read()
-        before, commits, self._lost = {who: procfs.cpu_s(pid) for who, pid in pids.items()}, len(self.history.commits), 0
+        if name != REST:
+            self._testbed.attack(HOSTILE, (name,), seconds)
+            self._until(lambda: any(line["kind"] == "begins" for line in self._answers.read()), FOUNDED_WITHIN_S)
+            pids[HOSTILE] = self._testbed.pid(HOSTILE)
+        before = {who: procfs.cpu_s(pid) for who, pid in pids.items()}
+        commits, self._lost = len(self.history.commits), 0
         phase.resident = self._testbed.resident_bytes() or 0
         procfs.forget_peak(pids[COORDINATOR])
         began = time.time()
-        if name != REST:
-            self._testbed.attack(HOSTILE, (name,), seconds)
-            pids[HOSTILE] = self._testbed.pid(HOSTILE)
         while time.time() < began + seconds:
             time.sleep(0.25)
             self._take(phase, self.read(), began)
         phase.seconds, phase.peak = time.time() - began, procfs.peak_bytes(pids[COORDINATOR]) or 0
-        used = {who: procfs.cpu_s(pid) - before.get(who, 0.0) for who, pid in pids.items()}
+        used = {who: procfs.cpu_s(pid) - before[who] for who, pid in pids.items()}
         if name != REST:
             self._testbed.finish(HOSTILE)
             for line in self._answers.read():
-                phase.answers = dict(Counter(phase.answers) + Counter(line["answers"]))
+                phase.answers = dict(Counter(phase.answers) + Counter(line.get("answers", {})))
         self._take(phase, self.read(), began)
         phase.cpu = {
             "coordinator": used.pop(COORDINATOR),

@@ -92,6 +92,9 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="Inject faults for so many minutes.")] = 1.0,
     peers: Annotated[int, typer.Option(help="Number of peers.")] = 3,
     sharded: Annotated[bool, typer.Option("--sharded", help="Make one of them a torchrun replica of two ranks.")] = False,
+    kills: Annotated[
+        int, typer.Option(help="Only kill, so many times, whatever --minutes says.", show_default="faults of all kinds")
+    ] = 0,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Folder for everything; one of an earlier run is wiped.")] = Path("runs/chaos"),
@@ -114,7 +117,9 @@ def chaos(
     from edit.lab.chaos.command import run_chaos
     from edit.lab.chaos.options import ChaosOptions
 
-    options = ChaosOptions(seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, hostile=hostile, gap_s=gap, out=out)
+    options = ChaosOptions(
+        seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, hostile=hostile, kills=kills, gap_s=gap, out=out
+    )
     run_chaos(options, as_json, Console(stderr=True))
 
 

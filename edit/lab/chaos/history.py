@@ -44,11 +44,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What the folder of a killed coordinator held, read before it was restarted."""
+    """What the folder of a coordinator held when it was killed, or at the end of the run."""
 
     t: float
     outer_step: int
     digest: str
+    finite: bool = True  # every value of theta
 
 
 @dataclass(frozen=True, slots=True)

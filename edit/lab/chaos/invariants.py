@@ -101,6 +101,9 @@ def _one_line(history: History) -> Iterator[Violation]:
         if death.outer_step < reported:
             text = f"the coordinator's folder held outer step {death.outer_step} when {reported} had been committed"
             yield Violation("no commit is lost", death.t, text, (COORDINATOR,))
+        if not death.finite:
+            text = f"not every value of theta at outer step {death.outer_step} is finite"
+            yield Violation("theta stays finite", death.t, text, (COORDINATOR,))
         if (known_digest := _committed(history).get(death.outer_step, death.digest)) != death.digest:
             text = f"the folder held digest {death.digest[:12]} at outer step {death.outer_step}, committed {known_digest[:12]}"
             yield Violation("no commit is lost", death.t, text, (COORDINATOR,))

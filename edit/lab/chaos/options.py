@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edit.errors import ConfigError
-from edit.lab.chaos.faults import Fault, Kind, draw_schedule
+from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.invariants import Bounds
 from edit.lab.run_toml import Settings
 
@@ -15,6 +15,7 @@ __all__ = ["SHARDED", "ChaosOptions"]
 SHARDED = "sharded"
 CONTEXT = 32
 _ENDLESS = 10_000_000
+_DOWN_S = 0.5  # at most, until a process that is one of many killed ones is started again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class ChaosOptions:
     gap_s: float = 5.0  # mean time between faults
     longest_s: float = 6.0  # of one fault
     kinds: tuple[Kind, ...] | None = None  # None: all
+    kills: int = 0  # this many SIGKILLs, until they are done, instead of faults of all kinds for `seconds`; 0: those
     faults: tuple[Fault, ...] | None = None  # these instead of drawn ones
     layers: int = 1
     width: int = 32
@@ -56,6 +58,8 @@ class ChaosOptions:
             raise ConfigError(f"--minutes {self.seconds / 60:g}: must be between 0.17 (ten seconds) and 1440 (a day)")
         if not 1 <= self.peers <= 64:
             raise ConfigError(f"--peers {self.peers}: must be between 1 and 64")
+        if not 0 <= self.kills <= 10_000:
+            raise ConfigError(f"--kills {self.kills}: must be at most 10000")
         if not 0 <= self.hostile < self.peers:
             raise ConfigError(f"--hostile {self.hostile}: must be fewer than the {self.peers} honest peers, or 0")
 
@@ -81,15 +85,20 @@ class ChaosOptions:
         """Return the planned faults; the same options give the same ones."""
         if self.faults is not None:
             return self.faults
-        return draw_schedule(
+        kinds, seconds, longest_s = self.kinds, self.seconds, self.longest_s
+        if self.kills:
+            kinds = tuple(kind for kind in kinds_for(self.sharded) if kind.kills)
+            seconds, longest_s = 10 * self.kills * self.gap_s, _DOWN_S
+        drawn = draw_schedule(
             self.seed,
-            self.seconds,
+            seconds,
             self.peer_ids,
             sharded=SHARDED if self.sharded else None,
-            kinds=self.kinds,
+            kinds=kinds,
             gap_s=self.gap_s,
-            longest_s=self.longest_s,
+            longest_s=longest_s,
         )
+        return drawn[: self.kills] if self.kills else drawn
 
     def run(self) -> Settings:
         """Return the settings of run.toml: small numbers, so that what takes minutes in a real run takes seconds here.

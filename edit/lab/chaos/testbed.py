@@ -188,9 +188,10 @@ class Testbed:
     # ---- observing ------------------------------------------------------------------------------------------------------
 
     def read_folder(self) -> Recovered:
-        """Return the outer step and digest in a killed coordinator's folder. Raises StorageError when it is damaged."""
+        """Return what the folder of a coordinator that has ended holds. Raises StorageError when it is damaged."""
         outer = load_outer(StateFolder(self.folder.state))
-        return Recovered(time.time(), outer.outer_step, outer.digest)
+        finite = all(bool(fragment.isfinite().all()) for fragment in outer.theta)
+        return Recovered(time.time(), outer.outer_step, outer.digest, finite)
 
     def journalled(self) -> dict[int, int]:
         """Return round_id by outer step, from the journal segments that are kept. Raises StorageError when one is damaged."""
@@ -214,10 +215,6 @@ class Testbed:
             with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size if path.is_file() and path.name != BALLAST else 0
         return total
-
-    def finite(self) -> bool:
-        """Return whether every value of theta in the coordinator's folder is finite. Raises StorageError when it is damaged."""
-        return all(bool(fragment.isfinite().all()) for fragment in load_outer(StateFolder(self.folder.state)).theta)
 
     def pid(self, name: str) -> int:
         """Return the process id of its last process."""

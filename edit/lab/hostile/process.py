@@ -41,10 +41,11 @@ def drawn(seed: int, names: Sequence[str]) -> Iterator[Behaviour]:
 
 
 async def _behave(home: HostileHome, seed: int, each_s: float, names: Sequence[str]) -> None:
-    """Write a line of JSON for each behaviour that came to its end: its name, its seconds, and how often each answer came."""
+    """Write lines of JSON: when a behaviour begins; and, when it is over, its seconds and how often each answer came."""
     chance = random.Random(seed)
     for behaviour in drawn(seed, names):
         attacker, began = Attacker(home, random.Random(chance.random())), time.time()
+        print(json.dumps({"kind": "begins", "t": round(began, 3), "name": behaviour.name}), flush=True)  # noqa: T201
         tally = await _for_a_while(behaviour, attacker, each_s)
         line = {"kind": "behaviour", "t": round(began, 3), "name": behaviour.name, "s": round(time.time() - began, 1)}
         print(json.dumps({**line, "answers": dict(tally)}), flush=True)  # noqa: T201

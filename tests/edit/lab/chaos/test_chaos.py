@@ -53,6 +53,13 @@ def test_without_a_replica_of_several_ranks_no_rank_is_killed() -> None:
     assert all(fault.kind is not Kind.KILL_RANK for fault in draw_schedule(1, 2000, PEERS))
 
 
+def test_so_many_kills_and_nothing_else() -> None:
+    schedule = ChaosOptions(peers=3, sharded=True, kills=200, gap_s=3.0).schedule()
+    assert len(schedule) == 200 and all(fault.kind.kills and fault.lasts_s <= 0.5 for fault in schedule)
+    assert {fault.target for fault in schedule} == {COORDINATOR, "peer-0", "peer-1", "sharded"}
+    assert [fault.number for fault in schedule] == list(range(1, 201))
+
+
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one kind"):
         draw_schedule(0, 60, PEERS, kinds=())
@@ -310,6 +317,12 @@ def test_a_coordinator_that_answers_no_operator() -> None:
     incident_in(history, Kind.STOP_COORDINATOR, 21.0, 30.1)
     history.take(COORDINATOR, committed(21, t=31.0))
     assert rules(history, 40.0) == []
+
+
+def test_a_theta_that_is_not_finite() -> None:
+    history = attacked()
+    history.recovered.append(Recovered(20.5, 20, "d20", finite=False))
+    assert rules(history) == ["theta stays finite"]
 
 
 def test_a_log_and_a_folder_that_grow() -> None:
