@@ -115,6 +115,7 @@ def test_a_claimed_speed_does_not_make_every_other_peer_take_one_step(tmp_path: 
 def test_a_peer_that_only_reports_costs_two_deadlines_and_is_shown_as_optional(tmp_path: Path) -> None:
     async def scenario() -> None:
         hands, toml = Hands(), TOML.replace("floor_s = 1000.0\nceiling_s = 1000.0", "floor_s = 1.0\nceiling_s = 60.0")
+        toml += "[membership]\nlease_s = 1000.0\n"  # the clock jumps, and nobody is lost by that
         folder = new_folder(tmp_path / "run", toml=toml, start=2)
         async with served(folder, hands.clock()) as at, at.peer("a") as honest, at.peer("idle") as idle:
             await honest.attend()
