@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+from aggregator.cli import _phase
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from editpb.chunks import make_chunks
 from editpb.messages import RunPhase
-from editpb.run_status import RunStatus
+from editpb.run_status import MemberStatus, RunStatus
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, found_run, new_folder, served, theta
 
@@ -82,3 +83,10 @@ def test_the_status_says_at_once_what_a_later_change_would_tell_the_peers(tmp_pa
             assert (await a.view(lambda v: v.reason != "")).reason == reason == still(run).reason
 
     asyncio.run(scenario())
+
+
+def test_the_table_says_whom_rounds_do_not_wait_for() -> None:
+    member = MemberStatus(peer_id="a", role="peer", state="training", reason="", phase="compute")
+    assert _phase(member) == "compute"
+    assert _phase(replace(member, optional=True)) == "compute, optional"
+    assert _phase(replace(member, quarantined_s=59.6)) == "quarantined for 60 s"

@@ -85,6 +85,8 @@ class Watched:
         for effect in effects:
             self.check(effect, event)
         assert self.machine.round_id == self.open_id
+        assert all(self.machine.quarantined_until(peer_id) is None for peer_id in self.machine.expected)
+        assert not (self.machine.held_back and self.open_id)
         assert (self.machine.phase is Phase.COMMITTING) <= bool(self.open_id)
         return effects
 
@@ -152,6 +154,8 @@ class Watched:
                 self.feed(Resume())
 
 
+FAULTS = [("fault", "a")] * 4 + [("ready", "a"), ("send", "a"), ("offer", "a"), ("lost", "a"), ("wait", "a"), ("failed", "a")]
+FAULTS += [("ready", "b"), ("ready", "c"), ("send", "b"), ("send", "c"), ("lost", "b"), ("reduced", "b"), ("committed", "b")]
 WORDS = ["ready"] * 4 + ["send"] * 4 + ["arrive"] * 3 + ["offer", "lost", "fault", "failed", "pause", "resume"]
 WORDS += ["reduced"] * 3 + ["committed"] * 3 + ["wait"] * 2
 ACTIONS = st.lists(
@@ -175,6 +179,21 @@ def test_invariants_hold_whatever_happens(
     actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int
 ) -> None:
     watched(actions, quorum, start_peers, groups)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 9)), min_size=30, max_size=80),
+    st.integers(1, 2),
+)
+def test_nothing_is_taken_of_a_quarantined_peer_and_nobody_waits_for_it(
+    actions: list[tuple[tuple[str, str], int]], quorum: int
+) -> None:
+    run = Watched(quorum, 1)
+    for (word, peer_id), number in actions:
+        run.act(word, peer_id, number, 0)
+        if run.machine.quarantined_until("a") is not None and run.open_id:
+            assert isinstance(run.feed(Offered("a", run.open_id, run.machine.outer_step, run.due[0]))[0], Refused)
 
 
 @settings(deadline=None, max_examples=200)
