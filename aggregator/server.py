@@ -28,6 +28,7 @@ from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService, RenewalService
+from aggregator.silent_connections import SWEEP_S, SilentConnections
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
@@ -53,6 +54,7 @@ _CERTIFICATES_S = 3600.0  # how often certificates are looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENROLMENTS = 64  # at a time
 _MAX_STRANGERS = 256  # connections at a time to the port of the invitations
+_SILENT_OF_SOURCE = 1024  # members' connections before their first call: what all ranks of a replica make when they start
 _RESERVED_FILES = 256  # descriptors for the store, the logs and the libraries
 
 
@@ -71,6 +73,8 @@ class Coordinator:
     _enrol: grpc.aio.Server | None  # enrolment; None at a further aggregator
     background: Background
     _threads: tuple[ThreadPoolExecutor, ...]
+    _silent: SilentConnections
+    _connections: tuple[int, int]  # that members and strangers may have
     _expiry: ExpiryWatch = field(default_factory=ExpiryWatch)
     listen: str = ""  # HOST:PORT of control and data, once bound
     enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
@@ -113,13 +117,16 @@ class Coordinator:
         authorizer = Authorizer(folder.run_id, run.members, clock.unix)
         feed.subscribe(authorizer.on_event)
         connections, strangers = _connections()
-        limit = CallLimit(_MAX_CALLS, lambda peer_id: len(run.attendances.of(peer_id)))
+        silent = SilentConnections()
+        limit = CallLimit(_MAX_CALLS, lambda peer_id: len(run.attendances.of(peer_id)), silent.spoke)
         main = grpc.aio.server(
             interceptors=[limit], options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS
         )
         options = server_options(max_connections=strangers)
         enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
-        coordinator = cls(folder, config, run, authority, main, enrol, background, (worker, files))
+        coordinator = cls(
+            folder, config, run, authority, main, enrol, background, (worker, files), silent, (connections, strangers)
+        )
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         add_data_servicer(DataService(run, authorizer), coordinator._main)
         if authority and enrol:
@@ -150,6 +157,7 @@ class Coordinator:
         write_atomic(self.folder.addresses, json.dumps(addresses).encode())
         self.look_after_certificates()
         self.background.spawn(self._keep_certificates())
+        self.background.spawn(self._cut_silent_connections())
         if self._enrol is not None:
             _log.info("serving %s on %s, invitations on %s", self.folder.run_id, self.listen, self.enrol_listen)
         else:
@@ -168,6 +176,19 @@ class Coordinator:
         for peer_id, text in self._expiry.news((*own, *watched_members(self.run.members)), now):
             self.run.feed.publish(Advised(peer_id, text))
         self.run.warnings = [text_of(one, now) for one in own if one.validity.notice(now) is not Notice.NONE]
+
+    async def _cut_silent_connections(self) -> None:
+        """In the file thread, a small part of its time however many there are."""
+        loop, files = asyncio.get_running_loop(), self._threads[-1]
+        most = {int(self.listen.rpartition(":")[2]): min(_SILENT_OF_SOURCE, self._connections[0] // 8 or 1)}
+        if self.enrol_listen:
+            most[int(self.enrol_listen.rpartition(":")[2])] = self._connections[1] // 4 or 1
+        took_s = 0.0
+        while True:
+            await asyncio.sleep(max(SWEEP_S, 20 * took_s))
+            began = loop.time()
+            await loop.run_in_executor(files, self._silent.cut, most)
+            took_s = loop.time() - began
 
     async def _keep_certificates(self) -> None:
         while True:

@@ -31,10 +31,11 @@ class CallLimit(grpc.aio.ServerInterceptor):
     Args:
         most: calls that are served at a time. One member gets at most half of them, and RESERVED are left for the operator.
         ranks: returns how many ranks of a member attend.
+        spoke: told of each call over whose connection it comes, as gRPC names that.
     """
 
-    def __init__(self, most: int, ranks: Callable[[str], int]) -> None:
-        self._most, self._ranks = most, ranks
+    def __init__(self, most: int, ranks: Callable[[str], int], spoke: Callable[[str], None] = lambda _: None) -> None:
+        self._most, self._ranks, self._spoke = most, ranks, spoke
         self._under_way: Counter[str] = Counter()  # by peer_id
 
     @contextlib.contextmanager
@@ -88,4 +89,5 @@ class CallLimit(grpc.aio.ServerInterceptor):
             caller = from_auth_context(context.auth_context())
         except RefusedError:  # no member: the service refuses it
             return contextlib.nullcontext()
+        self._spoke(context.peer())
         return self.place(caller.peer_id, caller.role)

@@ -22,10 +22,11 @@ from aggregator.resources import Clock
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import new_key
 from aggregator.services.enrolment import Refusals
+from aggregator.silent_connections import Remote, SilentConnections
 from edit.errors import RefusedError, RemoteProtocolError
 from editpb import channel_options, enrolment_pb2, enrolment_pb2_grpc
 from tests.support.loops import WAIT_S, on_a_loop
-from tests.support.served import found_run, new_folder, served
+from tests.support.served import found_run, new_folder, served, theta
 
 TOKEN = "A" * 43  # well-formed, and nobody's
 
@@ -150,6 +151,60 @@ async def test_strangers_leave_descriptors_for_the_store(tmp_path: Path, monkeyp
             for _, writer in opened:
                 writer.close()
             await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)
+
+
+@pytest.mark.parametrize("hoarder", ["127.0.0.2", "127.0.0.1"], ids=["another source", "the members' own address"])
+@pytest.mark.parametrize("port", ["listen", "enrol_listen"])
+@on_a_loop
+async def test_one_source_has_few_silent_connections_and_members_behind_it_are_not_hurt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hoarder: str, port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_connections", lambda: (32, 24))
+    monkeypatch.setattr(channel_options, "HANDSHAKE_MS", 600_000)  # so that it is not the handshake that ends them
+    most = {"listen": 4, "enrol_listen": 6}[port]
+    async with contextlib.AsyncExitStack() as stack:
+        run = await stack.enter_async_context(served(new_folder(tmp_path / "run", start=6)))
+        peers = [await stack.enter_async_context(run.peer(f"p{i}")) for i in range(6)]  # more than may be silent
+        for peer in peers:
+            await peer.attend()
+        host, _, number = getattr(run.coordinator, port).rpartition(":")
+        opened = [await asyncio.open_connection(host, int(number), local_addr=(hoarder, 0)) for _ in range(16)]
+        other = await asyncio.open_connection(host, int(number), local_addr=("127.0.0.3", 0))
+        closed = [asyncio.ensure_future(_until_closed(reader)) for reader, _ in opened]
+        kept = asyncio.ensure_future(_until_closed(other[0]))
+        try:
+            surplus = asyncio.as_completed(closed, timeout=WAIT_S)
+            for _ in range(16 - most):
+                await next(surplus)
+            await peers[0].view(lambda view: view.found)
+            late = await stack.enter_async_context(run.peer("late"))
+            await late.attend()  # the newest of that address: older silent ones go first
+            await peers[0].found(theta())
+            for peer in peers:
+                await peer.report(0)
+            round_id = (await peers[0].view(lambda view: view.round_id > 0)).round_id
+            for peer in peers:
+                await peer.contribute(round_id, 0, theta(1))
+            await peers[0].view(lambda view: view.outer_step == 1)
+            assert not kept.done() and all(run.coordinator.run.attendances.get(peer.peer_id) for peer in (*peers, late))
+        finally:
+            for one in (*closed, kept):
+                one.cancel()
+            await asyncio.gather(*closed, kept, return_exceptions=True)
+            for _, writer in (*opened, other):
+                writer.close()
+            await asyncio.gather(*(writer.wait_closed() for _, writer in (*opened, other)), return_exceptions=True)
+    lines = [record.getMessage() for record in caplog.records if "over which nobody called" in record.getMessage()]
+    assert lines and all(f" connections from {hoarder} over which nobody called" in line for line in lines)
+
+
+def test_a_source_is_an_address_or_the_network_of_an_ipv6_address() -> None:
+    assert Remote("10.0.0.1", 5).source == "10.0.0.1"
+    assert Remote("2001:db8:1:2:3:4:5:6", 5).source == Remote("2001:db8:1:2::9", 7).source == "2001:db8:1:2::/64"
+    silent = SilentConnections()
+    for name in ("ipv4:10.0.0.1:5", "ipv6:%5B2001:db8::1%5D:6", "ipv6:%5B::ffff:10.0.0.2%5D:7", "unix:/tmp/x", "ipv4:nonsense"):
+        silent.spoke(name)
+    assert silent._spoke == {Remote("10.0.0.1", 5), Remote("2001:db8::1", 6), Remote("10.0.0.2", 7)}
 
 
 def test_the_limit_of_open_files_is_raised_and_some_are_kept_back() -> None:
