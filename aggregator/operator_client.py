@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +11,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grpc
+from cryptography import x509
 
 from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import read_private
-from edit.errors import ConfigError, EditError, TransportError
+from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.channel_options import channel_options
 from editpb.run_status import RunStatus
-from editpb.status import from_status
+from editpb.status import from_status, handshake_refusal
 from editpb.status_messages import status_from_pb
+from editpb.validity import Notice, Validity
 
 __all__ = [
     "Answers",
@@ -49,10 +52,16 @@ def _credentials(path: Path) -> grpc.ChannelCredentials:
     try:
         key = read_private(path / "operator.key")
         ca, certificate = ((path / name).read_bytes() for name in ("ca.pem", "operator.pem"))
+        validity = Validity.of(x509.load_pem_x509_certificate(certificate))
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: cannot be read ({error.strerror}); only the run's operator may do this"
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path / 'operator.pem'}: is damaged; restore it from a copy") from error
+    if (notice := validity.notice(now := time.time())) in (Notice.EXPIRED, Notice.NOT_YET):
+        mend = "`edit-coordinator serve` renews it: start it again" if notice is Notice.EXPIRED else "set the clock"
+        raise ConfigError(f"{path / 'operator.pem'}: {validity.text(now)}; {mend}")
     return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
@@ -107,6 +116,8 @@ def _run(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any], Await
             try:
                 return await call(control_pb2_grpc.ControlStub(channel))
             except grpc.aio.AioRpcError as error:
+                if (stranger := handshake_refusal(error.details() or "")) is not None:
+                    raise RefusedError(f"{who}: {stranger}") from error
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise TransportError(f"{who} does not answer; is `serve` running?") from error
                 raise from_status(error.code(), error.details() or "") from error

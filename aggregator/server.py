@@ -22,7 +22,6 @@ from aggregator.run_feed import Advised, EventLog, RunFeed
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members
 from aggregator.security.members import Members
-from aggregator.server_certificate import ServerCertificate
 from aggregator.services.authorization import Authorizer
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
@@ -41,6 +40,7 @@ from edit.errors import ConfigError, EditError
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb.channel_options import server_options
 from editpb.chunk_frames import add_data_servicer
+from editpb.server_certificate import ServerCertificate
 from editpb.validity import Notice
 
 if TYPE_CHECKING:
@@ -144,7 +144,9 @@ class Coordinator:
     async def start(self) -> None:
         """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
         await self.run.start()
-        mutual, server_only = (ServerCertificate(self.folder.path, mutual=each).credentials() for each in (True, False))
+        key, certificate, authority = (self.folder.path / name for name in ("server.key", "server.pem", "ca.pem"))
+        mutual = ServerCertificate(key, certificate, authority).credentials()
+        server_only = ServerCertificate(key, certificate, None).credentials()
         server = self.config.server
         before = self.folder.bound()
         self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), mutual)

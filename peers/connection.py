@@ -16,6 +16,7 @@ from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.io_thread import IoThread
 from peers.identity.peer_folder import PeerFolder
+from peers.identity.renewal import Renewal
 from peers.training.torchrun import launched
 
 __all__ = ["connect"]
@@ -38,12 +39,12 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[AllA
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     ranks = _world() if ranks is None else ranks
     channels = Channels(enrolled.endpoints, enrolled.credentials)
+    renewal = Renewal(PeerFolder(Path(home)), enrolled, channels, asks=launched().local_rank == 0)
     ended, failed = "the training has ended", "the training failed"
-    with (
-        IoThread() as io,
-        connect_hub(io, channels, enrolled.identity, ranks, ended=ended, failed=failed) as (collective, config, _),
-    ):
-        yield collective, config
+    with IoThread() as io:
+        io.spawn(renewal.keep())
+        with connect_hub(io, channels, enrolled.identity, ranks, ended=ended, failed=failed) as (collective, config, _):
+            yield collective, config
 
 
 def _world() -> Ranks:

@@ -23,6 +23,7 @@ from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
 from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.renewal import Renewal
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
@@ -48,7 +49,9 @@ def run_peer(options: PeerOptions) -> None:
     use_threads(options.threads)
     server = server_of(options, enrolled, launch)
     with process_group(launch, device):
-        attend(options, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, device, launch, server)
+        channels = Channels(enrolled.endpoints, enrolled.credentials)
+        renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
+        attend(options, channels, enrolled.identity, device, launch, server, renewal)
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch) -> SnapshotServer | None:
@@ -72,14 +75,19 @@ def attend(
     device: torch.device,
     launch: Launch = ALONE,
     server: SnapshotServer | None = None,
+    renewal: Renewal | None = None,
 ) -> None:
     """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
+
+    renewal: keeps the certificate of `channels` renewed meanwhile.
     """
     ranks = Ranks.world()
     ranks.same("the identity in --home", identity.uri)
     with IoThread() as io, Metrics(options.metrics if ranks.leads else None) as metrics, stopping(io):
+        if renewal is not None:
+            io.spawn(renewal.keep())
         try:
             with connect_hub(io, channels, identity, ranks, server) as (connection, config, run_step):
                 _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)

@@ -4,4 +4,5 @@ Owns: the peer's folder with its key and certificate, and the call that redeems 
 
 enrolment    redeem an invitation
 peer_folder  key, certificate, addresses
+renewal      keep the certificate renewed
 """

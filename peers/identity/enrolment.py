@@ -19,14 +19,14 @@ from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, Invitation, is_endpoint
-from editpb.status import from_rpc
-from peers.carriers.hub.channels import enrolment_channel, handshake_refusal
-from peers.identity.peer_folder import PeerFolder, certificate_fault
+from editpb.status import from_rpc, handshake_refusal
+from editpb.validity import Notice, Validity
+from peers.carriers.hub.channels import enrolment_channel
+from peers.identity.peer_folder import MAX_CERTIFICATE_BYTES, PeerFolder, certificate_fault
 
 __all__ = ["invitation_text", "join"]
 
 TIMEOUT_S = 15.0  # of each address
-MAX_CERTIFICATE_BYTES = 16_384
 _MAX_PATH_CHARS = 255  # of the argument that names a file; an invitation is longer
 
 
@@ -64,6 +64,7 @@ def join(invitation: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_
     request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
     reply = _first_answer(invited, lambda endpoint: _call(endpoint, authority, request, timeout_s))
     _check_reply(reply, invited, authority, key)
+    _check_clock(reply.certificate_der, now)
     folder.store(invited.identity, tuple(reply.endpoints), reply.certificate_der, invited.ca)
     return invited.identity
 
@@ -113,6 +114,13 @@ def _call(endpoint: str, authority: x509.Certificate, request: pb.EnrolRequest, 
         except grpc.RpcError as error:
             raise from_rpc(error) from error
         return reply
+
+
+def _check_clock(certificate_der: bytes, now: float) -> None:
+    """Raise ConfigError when the certificate, which was issued just now, is not valid yet: then the clocks differ."""
+    validity = Validity.of(x509.load_der_x509_certificate(certificate_der))
+    if validity.notice(now) is Notice.NOT_YET:
+        raise ConfigError(f"the new certificate {validity.text(now)}; set the clock, and run the same command again")
 
 
 def _check_reply(

@@ -18,12 +18,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from edit.durable_files import read_json, read_private, write_atomic, write_json
-from edit.errors import ConfigError, RefusedError
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
+from editpb.server_certificate import ServerCertificate
+from editpb.validity import Notice, Validity
 
-__all__ = ["Enrolment", "PeerFolder", "certificate_fault"]
+__all__ = ["MAX_CERTIFICATE_BYTES", "Enrolment", "PeerFolder", "certificate_fault"]
 
+MAX_CERTIFICATE_BYTES = 16_384
 FORMAT = 1  # of identity.json
 
 
@@ -35,6 +38,8 @@ class Enrolment:
     endpoints: tuple[str, ...]  # HOST:PORT of control and data
     credentials: grpc.ChannelCredentials  # mutual TLS
     serving: grpc.ServerCredentials | None  # for serving other members; None when its certificate does not allow that
+    certificate: bytes  # PEM
+    validity: Validity
 
     @property
     def run_id(self) -> str:
@@ -54,7 +59,7 @@ class PeerFolder:
         return self._read_identity()[0] if self._identity.exists() else None
 
     def load(self, now: float | None = None) -> Enrolment:
-        """Load everything and check that it fits together. now: unix seconds; if given, an expired certificate is an error.
+        """Load everything and check that it fits together. now: unix seconds; if given, the certificate must be valid then.
 
         Raises ConfigError with one line that says how to repair it.
         """
@@ -70,11 +75,13 @@ class PeerFolder:
         fault = certificate_fault(own, authority, identity, _load_key(self._key, key))
         if fault is not None:
             raise ConfigError(f"{self._certificate}: {fault}; {repair}")
-        if now is not None and own.not_valid_after_utc.timestamp() <= now:
-            day = own.not_valid_after_utc.date().isoformat()
-            raise ConfigError(f"{self._certificate}: expired on {day}; {repair}")
-        serving = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True) if _may_serve(own) else None
-        return Enrolment(identity, endpoints, grpc.ssl_channel_credentials(ca, key, certificate), serving)
+        validity = Validity.of(own)
+        if now is not None and validity.notice(now) in (Notice.EXPIRED, Notice.NOT_YET):
+            mend = repair if validity.notice(now) is Notice.EXPIRED else "set the clock"
+            raise ConfigError(f"{self._certificate}: {validity.text(now)}; {mend}")
+        serving = ServerCertificate(self._key, self._certificate, self._ca).credentials() if _may_serve(own) else None
+        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        return Enrolment(identity, endpoints, credentials, serving, certificate, validity)
 
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
@@ -102,6 +109,25 @@ class PeerFolder:
             "endpoints": list(endpoints),
         }
         write_json(self._identity, values, version=FORMAT)
+
+    def renew(self, present: Enrolment, certificate_der: bytes) -> None:
+        """Replace the certificate by a later one for the same identity and key.
+
+        Raises RemoteProtocolError when it is anything else, ConfigError, StorageError; then nothing has changed.
+        """
+        if not 0 < len(certificate_der) <= MAX_CERTIFICATE_BYTES:
+            raise RemoteProtocolError(f"the coordinator sent a certificate of {len(certificate_der)} bytes")
+        try:
+            certificate = x509.load_der_x509_certificate(certificate_der)
+            authority = x509.load_pem_x509_certificate(_read(self._ca))
+        except ValueError as error:
+            raise RemoteProtocolError("the coordinator sent a damaged certificate") from error
+        key = _load_key(self._key, self._read_key())
+        if (fault := certificate_fault(certificate, authority, present.identity, key)) is not None:
+            raise RemoteProtocolError(f"the coordinator's answer does not fit: {fault}")
+        if Validity.of(certificate).ends <= present.validity.ends:
+            raise RemoteProtocolError("the coordinator sent a certificate that ends no later than the present one")
+        write_atomic(self._certificate, _pem(certificate_der))
 
     def _read_identity(self) -> tuple[Identity, tuple[str, ...]]:
         try:

@@ -23,6 +23,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
 from peers.daemon import stopping
 from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.renewal import Renewal
 from peers.regions.last_contribution import SentFile
 from peers.regions.lower_run import RunBelow
 
@@ -43,7 +44,10 @@ def run_region(home: Path, below: Path) -> None:
         raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
     with IoThread() as io, stopping(io):
         try:
-            _Regional(io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id)).run()
+            regional = _Regional(io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id))
+            for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
+                io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
+            regional.run()
         except Interrupted:
             _log.info("stopping as asked")
 
@@ -68,7 +72,8 @@ class _Regional:
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser = ConfigParser()
-        self._below = RunBelow(io, _channels(lower), lower.run_id)
+        self.above, self.below = (Channels(each.endpoints, each.credentials) for each in (upper, lower))
+        self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)
         self._step_s = 0.0
         self._moved_at = clock()
         self._told = ""
@@ -76,9 +81,9 @@ class _Regional:
     def run(self) -> None:
         """Run until one of the runs has finished. Raises Interrupted, ConfigError, RefusedError, EvictedError."""
         with closing(self._below):
-            lower, upper = self._configuration(self._lower), self._configuration(self._upper)
+            lower, upper = self._configuration(self._lower, self.below), self._configuration(self._upper, self.above)
             schema, below = self._founded()
-            channels, siblings = _channels(self._upper), Siblings(parser=self._parser)
+            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._parser)
             with leaving(HubCollective(self._io, channels, self._upper.identity, siblings=siblings)) as collective:
                 region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:
@@ -86,8 +91,8 @@ class _Regional:
                     self._loop(region, schema, collective, lower.sync.interval)
             self._say_ended(region)
 
-    def _configuration(self, enrolled: Enrolment) -> RunConfig:
-        config, _ = read_configuration(self._io, _channels(enrolled), enrolled.identity, parser=self._parser)
+    def _configuration(self, enrolled: Enrolment, channels: Channels) -> RunConfig:
+        config, _ = read_configuration(self._io, channels.to(enrolled.endpoints), enrolled.identity, parser=self._parser)
         if config.aggregators.addresses:
             raise ConfigError(
                 f"run {enrolled.run_id} has {config.aggregators.count} aggregators (aggregators.addresses); the run above a "
@@ -184,7 +189,3 @@ class _Regional:
         if line != self._told:
             self._told = line
             _log.info("%s", line)
-
-
-def _channels(enrolled: Enrolment) -> Channels:
-    return Channels(enrolled.endpoints, enrolled.credentials)

@@ -79,7 +79,9 @@ class Invitation:
         invitation = _from_values(_values(text.strip()))
         if now is not None and now >= invitation.expires:
             ago = math.ceil((now - invitation.expires) / 60)
-            raise RefusedError(f"the invitation expired {ago} minutes ago; ask the run's operator for a new one")
+            raise RefusedError(
+                f"the invitation expired {ago} minutes ago by this machine's clock; ask the run's operator for a new one"
+            )
         return invitation
 
 

@@ -22,7 +22,7 @@ from edit.errors import (
 )
 from editpb.limits import one_line
 
-__all__ = ["ERRORS", "from_rpc", "from_status", "to_status"]
+__all__ = ["ERRORS", "from_rpc", "from_status", "handshake_refusal", "to_status"]
 
 MAX_DETAILS_CHARS = 1024  # HTTP/2 trailers are bounded to a few KiB
 _EVICTED = "evicted: "  # tells an eviction from another refusal under the same code
@@ -64,6 +64,15 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
     }
 )
 
+HANDSHAKE_WORDS = {  # the first that fits
+    "certificate has expired": "its certificate has expired, or this machine's clock is ahead",
+    "certificate is not yet valid": "its certificate is not valid yet by this machine's clock, which is behind: set it",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from this run's authority (is another run served there?)",
+    "UNKNOWN_CA": "the coordinator does not accept this peer's certificate",
+    "CERTIFICATE_REQUIRED": "the coordinator asks for a certificate",
+    "Hostname Verification": "the coordinator's certificate does not name the address connected to (server.advertise)",
+}
+
 
 def to_status(error: EditError) -> tuple[grpc.StatusCode, str]:
     """Return (code, details) with which a servicer aborts a call because of `error`."""
@@ -85,3 +94,8 @@ def from_rpc(error: grpc.RpcError) -> EditError:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return TransportError(one_line(str(error), MAX_DETAILS_CHARS) or "the call failed")
     return from_status(error.code(), error.details())
+
+
+def handshake_refusal(details: str) -> str | None:
+    """Return in one line which certificate was refused; None when the `details` of a failed call are about something else."""
+    return next((meaning for word, meaning in HANDSHAKE_WORDS.items() if word in details), None)

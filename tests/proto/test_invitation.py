@@ -38,7 +38,7 @@ def test_it_survives_as_one_word_also_with_blanks_around_it() -> None:
 
 
 def test_an_expired_one_says_since_when() -> None:
-    with pytest.raises(RefusedError, match=r"expired 2 minutes ago; ask the run's operator"):
+    with pytest.raises(RefusedError, match=r"expired 2 minutes ago by this machine's clock; ask the run's operator"):
         Invitation.decode(TEXT, now=2_000_000_000 + 61)
     with pytest.raises(RefusedError):
         Invitation.decode(TEXT, now=2_000_000_000)

@@ -73,7 +73,7 @@ def agreed_configuration(
     parser = parser or ConfigParser()
     config, outer_step = read_configuration(io, channels, identity, ranks, parser)
     for number, address in enumerate(config.aggregators.addresses, start=1):
-        theirs, reached = read_configuration(io, Channels((address,), channels.credentials), identity, ranks, parser)
+        theirs, reached = read_configuration(io, channels.to((address,)), identity, ranks, parser)
         outer_step = min(outer_step, reached)
         if theirs is not config and (difference := _first_difference(config, theirs)) is not None:
             raise ConfigError(
@@ -140,7 +140,7 @@ class AllAggregators(CompositeCollective):
         siblings = Siblings(1 + len(addresses), parser, server)
         self._connections = tuple(
             HubCollective(io, each, identity, ranks=ranks, siblings=siblings)
-            for each in (channels, *(Channels((address,), channels.credentials) for address in addresses))
+            for each in (channels, *(channels.to((address,)) for address in addresses))
         )
         super().__init__(self._connections)
 

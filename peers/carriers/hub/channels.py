@@ -1,4 +1,4 @@
-"""The gRPC channels of one peer: who opens them, with which credentials, and what a failed handshake means.
+"""The gRPC channels of one peer: who opens them, and with which credentials.
 
 `Channels` owns every channel to a coordinator, an aggregator or another member; mutual TLS unless a test says otherwise.
 Control and data never share a connection. `enrolment_channel` is the one channel of a process that is not a member yet.
@@ -7,20 +7,26 @@ Control and data never share a connection. `enrolment_channel` is the one channe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 
 from editpb.channel_options import channel_options
 
-__all__ = ["Channels", "enrolment_channel", "handshake_refusal"]
+__all__ = ["Channels", "enrolment_channel"]
 
 ENROLMENT_BYTES = 1 << 20  # the largest answer to an enrolment
-HANDSHAKE_WORDS = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from this run's authority (is another run served there?)",
-    "UNKNOWN_CA": "the coordinator does not accept this peer's certificate",
-    "CERTIFICATE_REQUIRED": "the coordinator asks for a certificate",
-    "Hostname Verification": "the coordinator's certificate does not name the address connected to (server.advertise)",
-}
+
+
+_Wanted: TypeAlias = tuple[str, grpc.ChannelCredentials | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What the channels to all aggregators share."""
+
+    credentials: grpc.ChannelCredentials | None  # replaced in one go
 
 
 class Channels:
@@ -32,11 +38,23 @@ class Channels:
     """
 
     def __init__(self, endpoints: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.credentials = credentials
+        self._held = _Held(credentials)
         self._endpoints = tuple(endpoints)
         self._turn = 0
-        self._data: tuple[str, grpc.aio.Channel] | None = None  # its endpoint, and the data plane's present channel
+        self._data: tuple[tuple[str, grpc.ChannelCredentials | None], grpc.aio.Channel] | None = (
+            None  # the data plane's, and what for
+        )
         self._open: set[grpc.aio.Channel] = set()  # also the data channels to earlier endpoints: calls may still use them
+
+    def to(self, endpoints: Sequence[str]) -> Channels:
+        """Return the channels to another aggregator, with the same credentials, also once they are renewed."""
+        other = Channels(endpoints)
+        other._held = self._held
+        return other
+
+    def renew(self, credentials: grpc.ChannelCredentials) -> None:
+        """Open channels with these credentials from now on. Those that are open stay: calls may still use them."""
+        self._held.credentials = credentials
 
     @property
     def endpoint(self) -> str:
@@ -52,9 +70,10 @@ class Channels:
         return self._channel(self.endpoint)
 
     def data(self) -> grpc.aio.Channel:
-        """Return the data plane's channel: the same one until the endpoint changes."""
-        if self._data is None or self._data[0] != self.endpoint:
-            self._data = self.endpoint, self._channel(self.endpoint)
+        """Return the data plane's channel: the same one until the endpoint or the credentials change."""
+        wanted = self.endpoint, self._held.credentials
+        if self._data is None or self._data[0] != wanted:
+            self._data = wanted, self._channel(self.endpoint)
         return self._data[1]
 
     def member(self, address: str, server_name: str) -> grpc.aio.Channel:
@@ -74,10 +93,10 @@ class Channels:
             await self.release(channel)
 
     def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
-        if self.credentials is None:
+        if (credentials := self._held.credentials) is None:
             channel = grpc.aio.insecure_channel(address, options=channel_options())
         else:
-            channel = grpc.aio.secure_channel(address, self.credentials, options=channel_options(server_name=server_name))
+            channel = grpc.aio.secure_channel(address, credentials, options=channel_options(server_name=server_name))
         self._open.add(channel)
         return channel
 
@@ -86,8 +105,3 @@ def enrolment_channel(endpoint: str, authority: bytes) -> grpc.Channel:
     """Open a blocking channel to a server whose certificate `authority` (PEM) has signed; a context manager that closes it."""
     credentials = grpc.ssl_channel_credentials(authority)
     return grpc.secure_channel(endpoint, credentials, options=channel_options(ENROLMENT_BYTES))
-
-
-def handshake_refusal(details: str) -> str | None:
-    """Return in one line which certificate was refused; None when the `details` of a failed call are about something else."""
-    return next((meaning for word, meaning in HANDSHAKE_WORDS.items() if word in details), None)

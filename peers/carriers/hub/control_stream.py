@@ -23,8 +23,8 @@ from edit.fragments.schema import Schema
 from editpb import control_pb2, control_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
-from editpb.status import from_rpc
-from peers.carriers.hub.channels import Channels, handshake_refusal
+from editpb.status import from_rpc, handshake_refusal
+from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.session import Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
@@ -32,6 +32,7 @@ from peers.carriers.run_connection import Traffic
 
 __all__ = ["Attendance", "ConfigParser", "Report"]
 
+_CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
 ANSWER_S = 10.0  # for the Welcome
 GOODBYE_S = 0.5  # for the stream to end after a Goodbye
 _log = logging.getLogger(__name__)
@@ -241,6 +242,8 @@ class Attendance:
         blame = from_rpc(error)
         stranger = handshake_refusal(str(blame))
         reason = f"{self._channels.endpoint}: {stranger}" if stranger else str(blame)
+        if "Socket closed" in reason:
+            reason += _CLOSED
         misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT or stranger is not None
         if isinstance(blame, (EvictedError, RefusedError)) or (misfit and self._session.welcome is None):
             self._tell(lambda: self._session.expelled(Expel(isinstance(blame, EvictedError), reason)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -190,6 +191,39 @@ def test_the_command_joins_without_an_argument_that_others_see(
     assert PeerFolder(tmp_path / "home").load(NOW).identity == ALICE
 
 
+def test_a_clock_that_is_behind_is_named_and_nothing_is_used_up(run: Run, tmp_path: Path) -> None:
+    def call(port: int) -> EditError:
+        text = run.invite(port).encode()
+        error = refused(text, tmp_path / "home", NOW - 5 * 3600)
+        assert join(text, tmp_path / "home", NOW) == ALICE
+        return error
+
+    error = serving(run.pair(), run.service(), call)
+    assert isinstance(error, ConfigError)
+    assert re.search(
+        "the new certificate is valid from .* on: this machine's clock is at least [34] h behind; set the", str(error)
+    )
+
+
+@pytest.mark.parametrize(
+    ("age_s", "said"),
+    [
+        (1000.0, "its certificate has expired, or this machine's clock is ahead"),
+        (-8000.0, "its certificate is not valid yet by this machine's clock, which is behind: set it"),
+    ],
+)
+def test_a_server_whose_certificate_is_not_valid_now_is_not_taken_for_a_stranger(
+    run: Run, tmp_path: Path, age_s: float, said: str
+) -> None:
+    key, coordinator = new_key(), Identity(RUN, "coordinator", "coordinator")
+    certificate = run.authority.issuer.issue(
+        coordinator, key.public_key(), lifetime_s=60, now=NOW - age_s, server_names=("127.0.0.1",)
+    )
+    pair = key.private_bytes(*_PKCS8, serialization.NoEncryption()), certificate.public_bytes(serialization.Encoding.PEM)
+    error = serving(pair, run.service(), lambda port: refused(run.invite(port).encode(), tmp_path / "home"))
+    assert isinstance(error, RefusedError) and said in str(error)
+
+
 def test_what_is_not_an_invitation_leaves_no_folder(tmp_path: Path) -> None:
     assert isinstance(refused("hello", tmp_path / "home"), ConfigError)
     assert not (tmp_path / "home").exists()
@@ -366,8 +400,13 @@ def test_a_damaged_folder_names_the_file_and_the_mend(
 
 
 def test_an_expired_certificate_is_told_before_dialling(home: Path) -> None:
-    with pytest.raises(ConfigError, match=r"peer\.pem: expired on 20\d\d-.*; ask for a new invitation"):
+    with pytest.raises(ConfigError, match=r"peer\.pem: expired on 20\d\d-.* by this machine's clock; ask for a new invitation"):
         PeerFolder(home).load(NOW + 366 * 86400)
+
+
+def test_a_clock_before_the_certificate_is_told_before_connecting(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"peer\.pem: is valid from .* clock is at least [34] h behind; set the clock"):
+        PeerFolder(home).load(NOW - 5 * 3600)
 
 
 # ---- mutual TLS with these credentials -----------------------------------------------------------------------------------

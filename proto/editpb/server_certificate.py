@@ -1,4 +1,4 @@
-"""server.key and server.pem as gRPC takes them: new connections get what lies in the folder, without a restart."""
+"""A server's key and certificate as gRPC takes them: new connections get what lies in the files, without a restart."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ class ServerCertificate:
     together, is logged once, and the certificate before it stays.
 
     Args:
-        path: the folder.
-        mutual: callers must show a certificate of the run's authority.
+        key, certificate: the files, in PEM.
+        authority: the file of the run's authority, of which callers must show a certificate; None: they need not show any.
 
     Raises ConfigError when the files cannot be read, or do not fit together.
     """
 
-    def __init__(self, path: Path, *, mutual: bool) -> None:
-        self._key, self._certificate = path / "server.key", path / "server.pem"
-        self._mutual, self._complaint = mutual, ""
+    def __init__(self, key: Path, certificate: Path, authority: Path | None) -> None:
+        self._key, self._certificate, self._complaint = key, certificate, ""
         try:
-            self._authority = (path / "ca.pem").read_bytes() if mutual else None
+            self._authority = authority.read_bytes() if authority is not None else None
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror}); restore it from a copy") from error
         self._files = self._read()
@@ -46,7 +45,7 @@ class ServerCertificate:
     def credentials(self) -> grpc.ServerCredentials:
         """Return what `add_secure_port` takes."""
         fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], self._changed)  # None is allowed; the stubs forget it
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), fetch, self._mutual)
+        return grpc.dynamic_ssl_server_credentials(self._configuration(), fetch, self._authority is not None)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the new certificate, or None when it is the same as before."""

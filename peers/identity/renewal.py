@@ -1,0 +1,109 @@
+"""Keeps a peer's certificate renewed while its process runs: over the present one, for the same key, without an invitation.
+
+Only peer.pem is replaced, as a whole. The channels that are open stay open, and calls under way go on: the coordinator accepts
+the certificate before until it expires. New channels, to whichever aggregator or member, show the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from edit.errors import EditError, TransportError
+from editpb import enrolment_pb2, enrolment_pb2_grpc
+from editpb.status import from_rpc
+from editpb.validity import Notice
+from peers.carriers.hub.channels import Channels
+from peers.identity.peer_folder import Enrolment, PeerFolder
+
+__all__ = ["Renewal"]
+
+LOOK_S = 3600.0
+ANSWER_S = 15.0
+_log = logging.getLogger("peers")
+
+
+class Renewal:
+    """Looks after the certificate of one peer. Its methods run on the loop's thread.
+
+    Args:
+        folder: of the peer.
+        enrolled: what was loaded from it.
+        channels: to the coordinator; they, and those made from them, get the new credentials.
+        asks: whether this process asks the coordinator. Of the ranks on one machine one does; the others find what it has
+            stored.
+        unix: the clock, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: PeerFolder,
+        enrolled: Enrolment,
+        channels: Channels,
+        *,
+        asks: bool = True,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._enrolled, self._channels = folder, enrolled, channels
+        self._asks, self._unix = asks, unix
+        self._trouble = ""  # why the last attempt failed
+        self._said: object = None
+
+    async def keep(self) -> None:
+        """Look at once, and then every hour."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Take a certificate that another process has stored, or renew a due one; warn of one that ends soon nevertheless."""
+        try:
+            await self._take_stored()
+            if self._asks and self._enrolled.validity.renewal_due(self._unix()):
+                await asyncio.to_thread(self._folder.renew, self._enrolled, await self._ask())
+                await self._take_stored()
+            self._trouble = ""
+        except EditError as error:
+            self._trouble = str(error)
+        self._say()
+
+    async def _take_stored(self) -> None:
+        stored = await asyncio.to_thread(self._folder.load)
+        if stored.certificate != self._enrolled.certificate:
+            self._enrolled = stored
+            self._channels.renew(stored.credentials)
+            _log.info("%s: the certificate is renewed and %s", self._folder.path, stored.validity.text(self._unix()))
+
+    async def _ask(self) -> bytes:
+        """Return the new certificate in DER, of the first endpoint that answers. Raises EditError."""
+        channels, silent = self._channels.to(self._enrolled.endpoints), TransportError("nobody to ask")
+        for _ in self._enrolled.endpoints:
+            channel = channels.control()
+            stub: Any = enrolment_pb2_grpc.RenewalStub(channel)
+            try:
+                reply: enrolment_pb2.RenewReply = await stub.Renew(enrolment_pb2.RenewRequest(), timeout=ANSWER_S)
+                return reply.certificate_der
+            except grpc.aio.AioRpcError as error:
+                if not isinstance(blame := from_rpc(error), TransportError):
+                    raise blame from error
+                silent = blame
+            finally:
+                await channels.release(channel)
+            channels.rotate()
+        raise silent
+
+    def _say(self) -> None:
+        """Say what is new: that a renewal fails, louder the nearer the end is."""
+        now, validity = self._unix(), self._enrolled.validity
+        notice = validity.notice(now)
+        if (notice, self._trouble) == self._said or (notice is Notice.NONE and not self._trouble):
+            return
+        self._said = notice, self._trouble
+        because = f" and could not be renewed yet: {self._trouble}" if self._trouble else ""
+        level = logging.INFO if notice is Notice.NONE else logging.WARNING
+        _log.log(level, "%s: the certificate %s%s", self._folder.path, validity.text(now), because)
