@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc
@@ -183,6 +184,7 @@ def test_the_command_joins_without_an_argument_that_others_see(
     def call(port: int) -> int:
         text = run.invite(port).encode()
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(cli, "time", SimpleNamespace(time=lambda: NOW))
         (tmp_path / "file").write_text(text)
         result = CliRunner().invoke(cli.app, ["join", argument, "--home", str(tmp_path / "home")], input=text)
         return result.exit_code
