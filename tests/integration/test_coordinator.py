@@ -17,6 +17,7 @@ from aggregator.security.authority import Authority
 from aggregator.server import Coordinator
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.store import load_outer
+from edit.codecs import decode
 from edit.errors import ConfigError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
@@ -236,6 +237,40 @@ def test_another_codec_than_the_runs_takes_the_peer_out_of_the_round(tmp_path: P
             await b.contribute(view.round_id, 0, delta(2))  # the round no longer waits for a
             after = await b.view(lambda v: v.outer_step == 1)
             assert after.digest == digest([t - d for t, d in zip(theta(), delta(2), strict=True)])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("where", ["twice", "descending", "padding"])
+def test_bytes_that_no_encoder_writes_take_the_peer_out_of_the_round(tmp_path: Path, where: str) -> None:
+    """Right size, right checksums, and yet no vector: it is found when the fragment is decoded, before anything is merged."""
+
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run", start=2, toml=TOML.replace('up = "fp32"', 'up = "topk:k=3"'))
+        async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+            await b.attend()
+            await b.view(lambda view: view.found)
+            await a.attend()
+            await b.found(theta())
+            await a.report(0)
+            await b.report(0)
+            view = await a.view(lambda v: v.round_id > 0)
+            data = bytearray(encode("topk:k=3", delta(1)[1]).data)
+            if where == "padding":
+                data[-1] |= 0x40
+            else:  # positions 5, 5 or 5, 4; 12 bits each
+                data[8:11] = bytes([5, (5 if where == "twice" else 4) << 4, 0])
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await a.send(a.header(view.round_id, 0, 1, len(data), {"codec": "topk:k=3"}), make_chunks(bytes(data)))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            words = "padding bits are not zero" if where == "padding" else "do not ascend, or are outside"
+            assert words in refused.value.details() and "\n" not in refused.value.details()
+            for i, one in enumerate(delta(2)):
+                whole = bytes(encode("topk:k=3", one).data)
+                await b.send(b.header(view.round_id, 0, i, len(whole), {"codec": "topk:k=3"}), make_chunks(whole))
+            after = await b.view(lambda v: v.outer_step == 1)
+            sent = [decode(encode("topk:k=3", one)) for one in delta(2)]
+            assert after.digest == digest([t - d for t, d in zip(theta(), sent, strict=True)])
 
     asyncio.run(scenario())
 

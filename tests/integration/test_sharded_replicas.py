@@ -53,7 +53,7 @@ ALL = range(len(SCHEMA.fragments))
 ONE, ROWS_2, ROWS_3, COLUMNS_2 = (sharded(SCHEMA, n, d) for n, d in ((1, 0), (2, 0), (3, 0), (2, -1)))
 GROUPS = "[sync]\ngroups = 2"
 PATIENT = TOML + "[membership]\nlease_s = 500.0\n"  # no lease ends while a test runs
-INT8 = TOML.replace('down = "fp32"', 'down = "int8"')
+INT8, TOPK, STAT2 = (TOML.replace('down = "fp32"', f'down = "{text}"') for text in ("int8", "topk:k=9", "stat2:block=64"))
 
 
 def delta(seed: int) -> list[Tensor]:
@@ -99,7 +99,7 @@ def put_together(commits: Sequence[Commit], layout: Layout, fragment_id: int) ->
     return whole
 
 
-@pytest.mark.parametrize("toml", [TOML, INT8], ids=["fp32", "int8"])
+@pytest.mark.parametrize("toml", [TOML, INT8, TOPK, STAT2], ids=["fp32", "int8", "topk", "stat2"])
 def test_replicas_of_one_two_and_three_ranks_give_the_bits_that_whole_ones_give(tmp_path: Path, toml: str) -> None:
     layouts = [ONE, COLUMNS_2, ROWS_3]
 
