@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from aggregator import cli
 from aggregator.security.authority import Authority
@@ -19,6 +22,7 @@ from aggregator.server import Coordinator
 from aggregator.storage.state_folder import MAX_STARTS, ROUNDS_PER_START, StateFolder
 from edit.errors import EditError
 from editpb.limits import MAX_COUNT
+from editpb.run_status import MemberStatus
 from tests.support.served import TOML, found_run, new_folder, served
 
 DEEP = "[" * 100_000
@@ -183,3 +187,52 @@ def test_the_ids_of_two_starts_never_meet(tmp_path: Path) -> None:
     assert second > first + in_a_year_of_aborts
     folder.incarnation.write_text(str(MAX_STARTS - 1))
     assert folder.first_round_id() + ROUNDS_PER_START <= MAX_COUNT
+
+
+def test_a_missing_key_of_the_server_is_made_anew_with_one_line(folder: StateFolder, caplog: pytest.LogCaptureFixture) -> None:
+    (folder.path / "server.key").unlink()
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.peer("a") as a:
+            await a.attend()
+
+    asyncio.run(scenario())
+    said = [line for line in caplog.messages if "server.key" in line]
+    assert said == [f"{folder.path / 'server.key'}: is missing; another key is made, and a certificate for it"]
+
+
+# ---- a clock that is wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "said"),
+    [
+        (-6 * 3600.0, r"operator\.pem: is valid from .* on: this machine's clock is at least [45] h behind; set the clock"),
+        (
+            11 * 365 * 86_400.0,
+            r"operator\.pem: expired on .*, 365 days ago by this machine's clock; `edit-coordinator serve` renews",
+        ),
+    ],
+)
+def test_a_command_names_a_clock_that_is_wrong_and_a_certificate_that_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: StateFolder, ahead_s: float, said: str
+) -> None:
+    monkeypatch.setattr("aggregator.operator_client.time", SimpleNamespace(time=lambda: time.time() + ahead_s))
+    assert re.search(said, command(monkeypatch, capsys, "status", "--state", str(folder.path)))
+
+
+def test_the_table_of_members_says_how_long_each_certificate_lasts() -> None:
+    def member(peer_id: str, days: float) -> MemberStatus:
+        expires = time.time() + days * 86_400 if days else 0.0
+        return MemberStatus(peer_id=peer_id, role="peer", state="training", reason="", expires=expires)
+
+    console = Console(record=True, width=200, file=io.StringIO())
+    cli._print_members(console, [member("a", 200.5), member("b", 6.5), member("c", -1.0), member("d", 0)])
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines[0].endswith("certificate")
+    assert [line.split()[0] + line[lines[0].index("certificate") :] for line in lines[1:]] == [
+        "a200 days",
+        "b6 days",
+        "cexpired",
+        "d",
+    ]

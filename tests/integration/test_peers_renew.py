@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +22,13 @@ from editpb import data_pb2, data_pb2_grpc
 from editpb.identity import Identity
 from editpb.validity import DAY_S, Validity
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import read_configuration
+from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Interrupted
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 from tests.integration.test_certificates import shown_by
-from tests.support.running import running
+from tests.support.running import address, running
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served
 
 YEAR_S = 365 * DAY_S
@@ -221,3 +226,25 @@ def test_a_peer_that_serves_shows_the_renewed_certificate_to_new_readers(tmp_pat
             await server.stop(None)
 
     asyncio.run(scenario())
+
+
+def test_a_peer_whose_certificate_the_coordinator_does_not_take_is_told_what_that_may_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the peer's own clock it is valid; TLS says no more than that the connection was closed."""
+    state = new_folder(tmp_path / "run")
+    with caplog.at_level(logging.INFO), running(state) as here, IoThread() as io:
+        key, pem = here.served.certificate("a", lifetime_s=DAY_S, age_s=2 * DAY_S)
+        channels = Channels([address(state)], grpc.ssl_channel_credentials(here.served.ca, key, pem))
+        identity = Identity(state.run_id, "peer", "a")
+        asked = threading.Thread(target=_ask, args=(io, channels, identity))
+        asked.start()
+        here.await_(lambda run: any("by its clock this peer's certificate is not valid" in line for line in caplog.messages))
+        io.interrupt()
+        asked.join(timeout=30)
+        assert not asked.is_alive()
+
+
+def _ask(io: IoThread, channels: Channels, identity: Identity) -> None:
+    with contextlib.suppress(Interrupted):
+        read_configuration(io, channels, identity)
