@@ -61,6 +61,7 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
 ANSWER_S = 30.0  # for an answer of a few bytes, on a connection that may have to be made first
 STALL_S = 60.0  # far longer than one chunk takes
+FOUNDING_CHUNK_BYTES = 256 << 10  # small: a founder of which nothing arrives for a minute hands over, and a link may be slow
 AGGREGATOR = "the aggregator"
 _PATIENCE = Patience()
 _log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class DataCalls:
         def parts() -> Iterator[data_pb2.FoundPart]:
             yield self._up(data_pb2.FoundPart(header=found_header_to_pb(header)))
             for fragment, theta in zip(schema.fragments, fragments, strict=True):
-                for chunk in make_chunks(theta.numpy().data):
+                for chunk in make_chunks(theta.numpy().data, FOUNDING_CHUNK_BYTES):
                     part = data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk)
                     yield self._up(data_pb2.FoundPart(chunk=part))
 
