@@ -23,6 +23,7 @@ from aggregator.services.readers import (
     MAX_OBSERVERS,
     MAX_OF_MEMBER,
     SHARDS_OF_MEMBER,
+    Place,
     SnapshotReaders,
     UpdateReaders,
     send,
@@ -117,6 +118,16 @@ async def test_reads_that_are_never_read_are_few_and_a_peer_is_served_beside_the
             await commit(peer, 1)
 
 
+class CountedReaders(SnapshotReaders):
+    """Counts the places that were ever taken."""
+
+    taken = 0
+
+    def place(self, peer_id: str, role: str) -> contextlib.AbstractContextManager[Place]:
+        self.taken += 1
+        return super().place(peer_id, role)
+
+
 def stall_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregator.services.data, "send", functools.partial(send, stall_s=0.2))
 
@@ -132,15 +143,14 @@ async def told_to_try_again(calls: list[grpc.aio.UnaryStreamCall]) -> None:
 
 @on_a_loop
 async def test_whoever_stalls_gives_its_place_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readers = SnapshotReaders()
+    readers = CountedReaders()
     monkeypatch.setattr(aggregator.services.data, "SnapshotReaders", lambda: readers)
     stall_soon(monkeypatch)
     async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
         await found_run(peer)
         await peer.data.DescribeSnapshot(described(run))
         async with readers_of(run, MAX_OBSERVERS, 1) as opened, asyncio.timeout(WAIT_S):
-            await until(lambda: len(readers) == MAX_OBSERVERS)
-            await until(lambda: not len(readers))
+            await until(lambda: readers.taken == MAX_OBSERVERS and not len(readers))
             await told_to_try_again(opened[:2])
 
 
