@@ -70,9 +70,9 @@ class StateFolder:
     @classmethod
     def create(cls, path: Path, run_toml: str) -> StateFolder:
         """Make a new folder with this run.toml. Raises ConfigError when it already holds a run or the settings are wrong."""
-        if (path / "run.json").exists():
-            raise ConfigError(f"{path}: already holds a run; choose another --state folder")
         try:
+            if (path / "run.json").exists():
+                raise ConfigError(f"{path}: already holds a run; choose another --state folder")
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o700)
         except OSError as error:

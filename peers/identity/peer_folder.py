@@ -56,14 +56,14 @@ class PeerFolder:
 
     def identity(self) -> Identity | None:
         """Return the owner of this folder, or None before an invitation was redeemed. Raises ConfigError when it is damaged."""
-        return self._read_identity()[0] if self._identity.exists() else None
+        return self._read_identity()[0] if self._has_identity() else None
 
     def load(self, now: float | None = None) -> Enrolment:
         """Load everything and check that it fits together. now: unix seconds; if given, the certificate must be valid then.
 
         Raises ConfigError with one line that says how to repair it.
         """
-        if not self._identity.exists():
+        if not self._has_identity():
             raise ConfigError(f"no invitation redeemed in {self.path}; run: edit-peer join INVITATION --home {self.path}")
         identity, endpoints = self._read_identity()
         key, ca, certificate = self._read_key(), _read(self._ca), _read(self._certificate)
@@ -128,6 +128,12 @@ class PeerFolder:
         if Validity.of(certificate).ends <= present.validity.ends:
             raise RemoteProtocolError("the coordinator sent a certificate that ends no later than the present one")
         write_atomic(self._certificate, _pem(certificate_der))
+
+    def _has_identity(self) -> bool:
+        try:
+            return self._identity.exists()
+        except OSError as error:
+            raise ConfigError(f"{self._identity}: cannot be read ({error.strerror})") from error
 
     def _read_identity(self) -> tuple[Identity, tuple[str, ...]]:
         try:

@@ -20,9 +20,10 @@ from aggregator import cli
 from aggregator.security.authority import Authority
 from aggregator.server import Coordinator
 from aggregator.storage.state_folder import MAX_STARTS, ROUNDS_PER_START, StateFolder
-from edit.errors import EditError
+from edit.errors import ConfigError, EditError
 from editpb.limits import MAX_COUNT
 from editpb.run_status import MemberStatus
+from peers.identity.peer_folder import PeerFolder
 from tests.support.served import TOML, found_run, new_folder, served
 
 DEEP = "[" * 100_000
@@ -141,6 +142,19 @@ def test_a_folder_that_cannot_be_entered_is_one_line(
     monkeypatch.setattr(Path, "is_file", refuse)
     assert "run.json: is damaged" not in (said := command(monkeypatch, capsys, "status", "--state", str(tmp_path)))
     assert "run.json: cannot be read (Permission denied)" in said
+
+
+def test_a_folder_that_cannot_be_entered_is_one_line_for_who_makes_one_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert "cannot be created (Permission denied)" in command(monkeypatch, capsys, "init", "--state", str(tmp_path))
+    for read in (PeerFolder(tmp_path).identity, PeerFolder(tmp_path).load):
+        with pytest.raises(ConfigError, match=r"identity\.json: cannot be read \(Permission denied\)"):
+            read()
 
 
 # ---- a file that is gone -------------------------------------------------------------------------------------------------
