@@ -17,7 +17,7 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["PIECE", "Buffer", "Codec", "new_buffer", "view"]
+__all__ = ["PIECE", "Buffer", "Codec", "new_buffer", "parts", "view"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -135,6 +135,11 @@ class Codec(Protocol):
             raise RemoteProtocolError(f"fragment {shard.fragment.name}: {encoded.numel} elements instead of {expected}")
         flat = self.decode(encoded)
         return flat if self.granule == 1 or shard.is_whole else gather(shard, flat, self.granule)
+
+
+def parts(numel: int) -> Iterator[slice]:
+    """Yield where the pieces of `Codec.pieces` stand in a vector of `numel` elements."""
+    return (slice(start, min(numel, start + PIECE)) for start in range(0, numel, PIECE))
 
 
 def new_buffer(size: int) -> memoryview:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from edit.codecs import Codec, CodecSpec, codec
+from edit.codecs.base import parts
 from edit.config.codec import CodecChoice
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["ErrorFeedback", "codec_of", "with_feedback"]
+__all__ = ["ErrorFeedback", "codec_of", "owing", "with_feedback"]
 
 
 def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
@@ -38,13 +39,20 @@ def with_feedback(
 
     A delta that is not finite gives a q that is not finite. A merge refuses it, so its e' is never adopted.
     """
-    owed = residual if residual is None or decay == 1 else residual * decay
-    total = delta.clone() if owed is None else torch.add(delta, owed)
+    total = owing(delta, residual, decay, torch.empty_like(delta))
     encoded = encoder.encode(total, fragment)
     if encoder.lossless or decay == 0:
         return encoded, None
-    encoder.decode_add(encoded, total, -1.0)  # exactly total - decode(encoded)
+    for part, piece in zip(parts(total.numel()), encoder.decode_pieces(encoded), strict=True):
+        total[part].sub_(piece)
     return encoded, total
+
+
+def owing(delta: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> Tensor:
+    """Return u = delta + decay * e in `out`. residual: e, None counts as zero. All are flat fp32 of one shape."""
+    if residual is None:
+        return out.copy_(delta)
+    return torch.add(delta, residual if decay == 1 else residual * decay, out=out)
 
 
 class ErrorFeedback:

@@ -13,12 +13,27 @@ from blake3 import blake3
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["combine", "digest", "fragment_hash"]
+__all__ = ["FragmentHash", "combine", "digest", "fragment_hash"]
 
 
 def fragment_hash(fragment: Tensor) -> bytes:
     """Return the BLAKE3 (32 bytes) of a flat fp32 CPU tensor's little-endian bytes."""
     return blake3(fragment.detach().contiguous().numpy().data.cast("B")).digest()
+
+
+class FragmentHash:
+    """`fragment_hash` of a vector that comes in pieces, in order: contiguous flat fp32 CPU tensors."""
+
+    def __init__(self) -> None:
+        self._hash = blake3()
+
+    def update(self, piece: Tensor) -> None:
+        """Take the next piece."""
+        self._hash.update(piece.numpy().data.cast("B"))
+
+    def digest(self) -> bytes:
+        """Return the hash (32 bytes) of all pieces so far."""
+        return self._hash.digest()
 
 
 def combine(hashes: Iterable[bytes]) -> str:

@@ -7,18 +7,20 @@ bits, which is what a journal replays.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from edit.codecs.error_feedback import codec_of, with_feedback
+from edit.codecs.base import parts
+from edit.codecs.error_feedback import codec_of, owing
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
-from edit.fragments.digest import combine, fragment_hash
+from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.merging.heloco import Momentum
@@ -30,6 +32,9 @@ from edit.merging.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit
 
 __all__ = ["FragmentState", "OuterState", "Staged"]
+
+# Of one part of a fragment: the step that theta is to take, and the optimizer's state after it; None: that does not change.
+_Step = Callable[[slice], tuple[Tensor, Slots | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +147,62 @@ class OuterState:
         before, fragment = self._fragments[merged.fragment_id], self.schema.fragments[merged.fragment_id]
         statistics = {**before.statistics, **merged.statistics}
         brings = injection.brings if injection is not None else None
-        encoder = self._codecs[merged.fragment_id]
-        for step, slots, residual in self._steps(merged, before, injection):
-            payload, rest = with_feedback(encoder, step, residual, fragment, self.config.codec.down_decay)
-            theta = before.theta.clone()
-            encoder.decode_add(payload, theta, -1.0)  # exactly theta - decode(payload)
-            if all(_is_finite(tensor) for tensor in (theta, *slots.values())):
-                after = FragmentState(theta, fragment_hash(theta), slots, rest, statistics)
+        for step, residual in self._steps(merged, before, injection):
+            if (stepped := self._stepped(before, fragment, step, residual)) is not None:
+                payload, after = stepped
+                after = dataclasses.replace(after, statistics=statistics)
                 return Staged(self._outer_step, merged, after, payload, brings)
-        after = FragmentState(before.theta, before.theta_hash, before.slots, before.residual, statistics)
-        return Staged(self._outer_step, merged, after, None, brings)
+        return Staged(self._outer_step, merged, dataclasses.replace(before, statistics=statistics), None, brings)
 
     def _steps(
         self, merged: Merged, before: FragmentState, injection: Injection | None
-    ) -> Iterator[tuple[Tensor, Slots, Tensor | None]]:
-        """Yield (step, slots after it, residual before it), in order of preference. An injection bypasses the optimizer."""
+    ) -> Iterator[tuple[_Step, Tensor | None]]:
+        """Yield (step, residual before it), in order of preference. An injection bypasses the optimizer."""
         injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
         if injection is not None and injected is not None and injection.replaces:
-            yield torch.sub(before.theta, injected), before.slots, None
+            yield lambda part: (before.theta[part] - injected[part], None), None
             return
-        if merged.merged is not None:
-            step, slots = merged.merged, before.slots  # buffers become the mean
-            if not self.schema.fragments[merged.fragment_id].buffers:
-                step, slots = outer_step(self.config.outer, before.slots, merged.merged)
-            yield step if injected is None else step - injected, slots, before.residual
+        mean = merged.merged
+        if mean is not None:
+            buffers = self.schema.fragments[merged.fragment_id].buffers  # become the mean
+
+            def step(part: slice) -> tuple[Tensor, Slots | None]:
+                slots = {name: slot if slot.numel() == 1 else slot[part] for name, slot in before.slots.items()}
+                change, moved = (mean[part], None) if buffers else outer_step(self.config.outer, slots, mean[part])
+                return (change if injected is None else change - injected[part]), moved
+
+            yield step, before.residual
         if injected is not None:
-            yield torch.neg(injected), before.slots, before.residual
+            yield lambda part: (torch.neg(injected[part]), None), before.residual
+
+    def _stepped(
+        self, before: FragmentState, fragment: FragmentSpec, step: _Step, residual: Tensor | None
+    ) -> tuple[EncodedTensor, FragmentState] | None:
+        """Return the encoded step and the state after it; None when something of it is not finite.
+
+        Goes through the fragment in pieces that stay in the cache from one operation to the next: once up to the encoded step,
+        and once from there, through its residual and theta, to the hash.
+        """
+        encoder, decay = self._codecs[fragment.fragment_id], self.config.codec.down_decay
+        total, slots = torch.empty(fragment.numel), dict(before.slots)
+        for part in parts(fragment.numel):
+            change, moved = step(part)
+            owing(change, residual if residual is None else residual[part], decay, total[part])
+            for name, piece in (moved or {}).items():
+                if not _is_finite(piece):
+                    return None
+                if slots[name] is before.slots[name]:
+                    slots[name] = torch.empty_like(slots[name])
+                (slots[name] if slots[name].numel() == 1 else slots[name][part]).copy_(piece)
+        payload = encoder.encode(total, fragment)
+        theta, hashed, keeps = torch.empty(fragment.numel), FragmentHash(), not encoder.lossless and decay != 0
+        for part, piece in zip(parts(fragment.numel), encoder.decode_pieces(payload), strict=True):
+            if not _is_finite(torch.sub(before.theta[part], piece, out=theta[part])):
+                return None
+            hashed.update(theta[part])
+            if keeps:
+                total[part].sub_(piece)
+        return payload, FragmentState(theta, hashed.digest(), slots, total if keeps else None, before.statistics)
 
     def commit(self, round_id: int, reason: str, staged: Sequence[Staged]) -> Commit:
         """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
