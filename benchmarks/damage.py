@@ -16,7 +16,8 @@ Loss: nats per byte of the outer parameters on held-out files; the mean over the
 of its difference to the clean run of the same seed and setting, and its range. Caught: how many of the bad contributions to a
 fragment had no weight, in %; weight: their mean share of the merged fragment; honest: honest contributions without a weight, in
 %. Of changes: how many contributions of those that changed had no weight, and in which round after the change the last one was
-(1: the first; of 16); for each seed. A table goes to damage.txt, one line of JSON per run to damage.jsonl.
+(1: the first; of 16); for each seed. A table goes to damage.txt, one line of JSON per run to damage.jsonl as soon as it
+has ended; --resume goes on after those.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ import argparse
 import datetime
 import json
 import math
-import multiprocessing
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -99,6 +99,7 @@ LABELS = ("shuffled labels", "one label")
 KINDS = (*PAYLOADS, *LABELS, *VECTORS)
 OF_TWO = ("x3", "x100", "x-1")
 CHANGES = ("more steps", "warm restart")
+Result = tuple["Case", dict[str, Any]]
 Judged = dict[int, dict[str, tuple[Verdict, float]]]  # by fragment and peer: verdict and weight
 
 
@@ -278,36 +279,37 @@ def forked(training: Training, case: Case) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def trained(setting: str, peers: int, kinds: Sequence[str], seed: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Train all damage of one setting, number of peers and seed."""
-    clean = Training(Case(setting, "clean", "always", peers), seed)
+def trained(setting: str, peers: int, kinds: Sequence[str], seed: int, known: Set[Case]) -> Iterator[Result]:
+    """Train what is not known of the damage of one setting, number of peers and seed."""
+    clean = Case(setting, "clean", "always", peers)
     for kind in ("absent", *kinds):
-        yield (case := replace(clean.case, kind=kind)), Training(case, seed).finish()
-    clean.go_on(BURST.start)
-    for kind in kinds:
-        yield (case := replace(clean.case, kind=kind, when="burst")), forked(clean, case)
-    yield clean.case, clean.finish()
+        if (case := replace(clean, kind=kind)) not in known:
+            yield case, Training(case, seed).finish()
+    bursts = [replace(clean, kind=kind, when="burst") for kind in kinds]
+    yield from branches(clean, BURST.start, [case for case in bursts if case not in known], seed, known)
 
 
-def trained_changes(setting: str, seed: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Train the changes of one setting and seed."""
-    clean = Training(Case(setting, "clean", "change"), seed)
-    clean.go_on(CHANGE - 1)  # the commit of the last round before the change says how many steps the next one has
-    for kind in CHANGES:
-        yield (case := replace(clean.case, kind=kind)), forked(clean, case)
-    yield clean.case, clean.finish()
+def branches(clean: Case, begin: int, cases: Sequence[Case], seed: int, known: Set[Case]) -> Iterator[Result]:
+    """Train a clean run; the cases go on from what it is after `begin` rounds."""
+    if not cases and clean in known:
+        return
+    training = Training(clean, seed)
+    training.go_on(begin)
+    for case in cases:
+        yield case, forked(training, case)
+    if clean not in known:
+        yield clean, training.finish()
 
 
-def everything(kinds: Sequence[str], peers: Sequence[int], seed: int) -> list[tuple[Case, dict[str, Any]]]:
-    """Train all of one seed, and tell of each setting's end."""
-    use_threads(1)
-    found: list[tuple[Case, dict[str, Any]]] = []
+def everything(kinds: Sequence[str], peers: Sequence[int], seed: int, known: Set[Case]) -> Iterator[Result]:
+    """Train what is not known of one seed."""
     for setting in SETTINGS:
         for count in peers:
-            found += trained(setting, count, [kind for kind in kinds if count != 2 or kind in OF_TWO], seed)
-        found += trained_changes(setting, seed)
-        print(f"seed {seed}, {setting}: {len(found)} runs", flush=True)
-    return found
+            yield from trained(setting, count, [kind for kind in kinds if count != 2 or kind in OF_TWO], seed, known)
+        clean = Case(setting, "clean", "change")
+        changes = [case for kind in CHANGES if (case := replace(clean, kind=kind)) not in known]
+        # The commit of the last round before the change says how many steps the next one has.
+        yield from branches(clean, CHANGE - 1, changes, seed, known)
 
 
 def caught(judged: dict[int, Judged], case: Case) -> dict[str, Any]:
@@ -336,8 +338,8 @@ def changed(judged: dict[int, Judged], case: Case) -> dict[str, Any]:
     return {"rejected": len(found), "rejected_last": max(found, default=0)}
 
 
-def table(results: Mapping[Case, list[dict[str, Any]]]) -> list[str]:
-    """Return the lines of the tables: results of each seed, by case."""
+def table(results: Mapping[Case, Mapping[int, dict[str, Any]]]) -> list[str]:
+    """Return the lines of the tables: results by case and seed."""
     lines = []
     for when, peers in sorted({(case.when, case.peers) for case in results}, key=lambda key: (key[0], -key[1])):
         what = {"always": "bad in every round", "burst": "bad in 2 rounds", "change": "a lasting change"}[when]
@@ -354,16 +356,17 @@ def _line(name: str, cells: Sequence[str]) -> str:
     return (f"{name:<30}" + "".join(f"{cell:<54}" for cell in cells)).rstrip()
 
 
-def _cell(results: Mapping[Case, list[dict[str, Any]]], case: Case) -> str:
-    found = results[case]
-    losses = [math.inf if one["loss"] is None else one["loss"] for one in found]
-    if case.kind != "clean":
-        clean = results[replace(case, kind="clean", when="always" if case.when == "burst" else case.when)]
-        losses = [loss - float(one["loss"]) for loss, one in zip(losses, clean, strict=True)]
+def _cell(results: Mapping[Case, Mapping[int, dict[str, Any]]], case: Case) -> str:
+    clean = results.get(replace(case, kind="clean", when="always" if case.when == "burst" else case.when), {})
+    by_seed = {seed: found for seed, found in sorted(results.get(case, {}).items()) if seed in clean}
+    if not by_seed:
+        return ""
+    losses = {seed: math.inf if one["loss"] is None else float(one["loss"]) for seed, one in by_seed.items()}
+    differences = [loss if case.kind == "clean" else loss - clean[seed]["loss"] for seed, loss in losses.items()]
+    found = list(by_seed.values())
     sign = "" if case.kind == "clean" else "+"
-    shown = [
-        f"{loss:{sign}.3f}" if abs(loss) < 100 else f"{loss:{sign}.0e}" for loss in (fmean(losses), min(losses), max(losses))
-    ]
+    summary = fmean(differences), min(differences), max(differences)
+    shown = [f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.0e}" for value in summary]
     loss = f"{shown[0]} ({shown[1]} {shown[2]})"
     if case.when == "change":
         rejected = ", ".join(f"{one['rejected']} ({one['rejected_last']})" for one in found)
@@ -376,39 +379,45 @@ def _cell(results: Mapping[Case, list[dict[str, Any]]], case: Case) -> str:
     return f"{loss:<30}{100 * (1 - bad['ok'] / bad.total()):>6.0f} {weight:>6.3f} {rejected:>6}"
 
 
+def read(lines: Path) -> dict[Case, dict[int, dict[str, Any]]]:
+    """Return the runs that are recorded, by case and seed."""
+    results: dict[Case, dict[int, dict[str, Any]]] = {}
+    for line in lines.read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        case = Case(found["setting"], found["kind"], found["when"], found["peers"])
+        results.setdefault(case, {})[found["seed"]] = found
+    return results
+
+
 def main() -> None:
     """Train every case with every seed; print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--peers", type=int, nargs="+", default=[PEERS, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="seeds that are trained at the same time")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="the folder of damage.txt and damage.jsonl, which are replaced"
-    )
+    parser.add_argument("--resume", action="store_true", help="go on from the lines that are there, whoever stopped")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of damage.txt and damage.jsonl")
     arguments = parser.parse_args()
+    use_threads(1)
     about = {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    results: dict[Case, list[dict[str, Any]]] = {}
-    lines: list[str] = []
-    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
-        by_seed = pool.starmap(everything, [(arguments.kinds, arguments.peers, seed) for seed in arguments.seeds], 1)
-        pool.close()
-        pool.join()  # the CPU time of its processes is known once they have ended
-    for seed, of_seed in zip(arguments.seeds, by_seed, strict=True):
-        for case, found in of_seed:
-            results.setdefault(case, []).append(found)
-            lines.append(json.dumps({**about, **asdict(case), "seed": seed, **found}))
+    lines = arguments.out / "damage.jsonl"
+    if not arguments.resume:
+        lines.write_text("")
+    for seed in arguments.seeds:
+        known = {case for case, found in read(lines).items() if seed in found}
+        for case, found in everything(arguments.kinds, arguments.peers, seed, known):
+            with lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**about, **asdict(case), "seed": seed, **found}) + "\n")
+    results = read(lines)
     parameters = sum(parameter.numel() for parameter in GPT(MODEL, 0).parameters())
-    seconds = sum(os.times()[:4])
     size = f"{parameters} parameters in 4 fragments, {INNER.batch_size} x {MODEL.context} bytes a step"
     text = [
-        f"{about['date']}, {about['machine']}; python benchmarks/damage.py; {seconds / 60:.0f} minutes of CPU time",
-        f"GPT of {size}; {ROUNDS} rounds of {EVERY} steps, {ROUNDS_OF_CHANGES} with changes; seeds {arguments.seeds}",
+        f"{about['date']}, {about['machine']}; python benchmarks/damage.py",
+        f"GPT of {size}; {ROUNDS} rounds of {EVERY} steps, {ROUNDS_OF_CHANGES} with changes",
         "loss: of clean runs in nats per byte, of others the difference to the clean run; caught, honest: % without weight",
         *table(results),
     ]
     print("\n".join(text))
-    (arguments.out / "damage.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (arguments.out / "damage.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
