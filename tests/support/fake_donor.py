@@ -16,6 +16,8 @@ from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.chunks import make_chunks
 from editpb.data_messages import snapshot_request_from_pb
 from editpb.messages import Donor, Serving, SnapshotRequest
+from peers.carriers.run_connection import Traffic
+from tests.support.loops import pass_time
 
 PIECE = 1024  # bytes of a chunk
 Answer = Callable[[SnapshotRequest, bytes], AsyncIterator[tensors_pb2.Chunk]]
@@ -61,15 +63,24 @@ async def damaged(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors
 
 
 async def silent(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+    """Nothing, for longer than anybody waits. On a `HeldLoop`."""
+    pass_time(3600.0)
     await asyncio.Event().wait()
     yield tensors_pb2.Chunk()
 
 
-async def dripping(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
-    """A byte at a time, and never more than a reader waits between two."""
-    for chunk in make_chunks(data, 1, start=wanted.offset):
-        yield chunk
-        await asyncio.sleep(0.001)
+def dripping(traffic: Traffic, gap_s: float) -> Answer:
+    """A byte at a time, each so many seconds after the reader, which counts `traffic`, took the one before. On a `HeldLoop`."""
+
+    async def answer(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
+        for chunk in make_chunks(data, 1, start=wanted.offset):
+            taken = traffic.received + chunk.ByteSize()
+            yield chunk
+            while traffic.received != taken:  # noqa: ASYNC110 (for ever, once other bytes come instead)
+                await asyncio.sleep(0)
+            pass_time(gap_s)
+
+    return answer
 
 
 class Break(Exception):

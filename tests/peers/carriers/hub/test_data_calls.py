@@ -16,17 +16,17 @@ from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.chunks import make_chunks
 from editpb.messages import SnapshotManifest, SnapshotRequest
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.data_calls import DataCalls, StallTimeout, UpdateAssembly
+from peers.carriers.hub.data_calls import STALL_S, DataCalls, StallTimeout, UpdateAssembly
 from peers.carriers.run_connection import Traffic
 from tests.support.fake_donor import Break, FakeDonor, dripping, listening, silent
 from tests.support.fake_run import schema_of, vectors
+from tests.support.loops import pass_time, run_held
 from tests.support.wire import header
 
 SIZES = (40,)
 SCHEMA = schema_of(SIZES)
 THETA = vectors(SIZES, seed=3)
 HASHES = tuple(fragment_hash(theta) for theta in THETA)
-STALL_S = 0.2
 MUCH = 1 << 26  # more than travels to who does not read
 WHOLE = [Shard(fragment) for fragment in SCHEMA.fragments]
 
@@ -62,7 +62,7 @@ def ask(call: Callable[[DataCalls], Awaitable[object]]) -> None:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         channels = Channels([f"127.0.0.1:{port}"])
-        data = DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
+        data = DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=0.2)  # it always passes
         try:
             await call(data)
         finally:
@@ -76,19 +76,21 @@ def never() -> bool:
     return False
 
 
-def snapshot(aggregator: FakeDonor) -> list[torch.Tensor]:
+def snapshot(aggregator: FakeDonor, traffic: Traffic | None = None) -> list[torch.Tensor]:
+    """Read it on a `HeldLoop`."""
+
     async def scenario() -> list[torch.Tensor]:
         async with listening(aggregator):
             manifest = SnapshotManifest(outer_step=12, digest=combine(HASHES), schema=SCHEMA, fragment_hash=HASHES)
             channels = Channels([aggregator.address])
-            data = DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=STALL_S)
+            data = DataCalls(channels, "run-0a1b2c3d", traffic or Traffic())
             try:
                 got = await data.snapshot(manifest, WHOLE, never)
             finally:
                 await channels.close()
             return list(got.fragments)
 
-    return asyncio.run(scenario())
+    return run_held(scenario())
 
 
 CALLS: dict[str, Callable[[DataCalls], Awaitable[object]]] = {
@@ -110,7 +112,9 @@ def test_a_snapshot_that_never_comes_is_not_waited_for() -> None:
 
 
 def test_a_snapshot_that_drips_takes_as_long_as_it_takes() -> None:
-    assert all(map(torch.equal, snapshot(FakeDonor(SCHEMA, THETA, dripping)), THETA))
+    traffic = Traffic()
+    aggregator = FakeDonor(SCHEMA, THETA, dripping(traffic, gap_s=0.9 * STALL_S))
+    assert all(map(torch.equal, snapshot(aggregator, traffic), THETA))
 
 
 async def at_its_deadline(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
@@ -139,47 +143,38 @@ def test_a_call_that_brought_nothing_by_its_deadline_has_failed() -> None:
 
 def test_each_movement_gives_the_whole_time_anew() -> None:
     async def scenario() -> float:
-        loop = asyncio.get_running_loop()
-        now = 0.0
-        loop.time = lambda: now  # type: ignore[method-assign]
         async with StallTimeout(10.0) as moving:
             for _ in range(5):
-                now += 9.0
+                pass_time(9.0)
                 moving.moved()
                 await asyncio.sleep(0)
         moving.moved()  # after the end: nothing
-        return now
+        return asyncio.get_running_loop().time()
 
-    assert asyncio.run(scenario()) == 45.0
+    assert run_held(scenario()) == 45.0
 
 
 def test_when_all_is_sent_the_answer_may_take_its_time() -> None:
     async def scenario() -> list[tensors_pb2.Chunk]:
-        loop = asyncio.get_running_loop()
-        now = 0.0
-        loop.time = lambda: now  # type: ignore[method-assign]
         async with StallTimeout(10.0) as moving:
             chunks = list(moving.sending(make_chunks(memoryview(bytes(10)), 4)))
-            now += 1000.0
+            pass_time(1000.0)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         return chunks
 
-    assert [len(chunk.data) for chunk in asyncio.run(scenario())] == [4, 4, 2]
+    assert [len(chunk.data) for chunk in run_held(scenario())] == [4, 4, 2]
 
 
 def test_what_is_not_all_sent_has_its_bound() -> None:
     async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        now = 0.0
-        loop.time = lambda: now  # type: ignore[method-assign]
         async with StallTimeout(10.0) as moving:
             next(iter(moving.sending(make_chunks(memoryview(bytes(10)), 4))))
-            now += 1000.0
+            pass_time(1000.0)
             await asyncio.Event().wait()
 
     with pytest.raises(TransportError, match="nothing has moved for 10 s"):
-        asyncio.run(scenario())
+        run_held(scenario())
 
 
 def test_cancelled_is_cancelled() -> None:

@@ -21,8 +21,9 @@ from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.snapshot_donors import Patience
 from peers.carriers.run_connection import Origin, Traffic
 from tests.support import fake_donor
-from tests.support.fake_donor import PIECE, FakeDonor, breaking, honest, listening
+from tests.support.fake_donor import PIECE, FakeDonor, breaking, dripping, honest, listening
 from tests.support.fake_run import schema_of, vectors
+from tests.support.loops import run_held
 
 SIZES = (40, 2000, 24)
 SCHEMA = schema_of(SIZES)
@@ -30,7 +31,6 @@ THETA = vectors(SIZES, seed=3)
 HASHES = tuple(fragment_hash(theta) for theta in THETA)
 RUN = "run-0a1b2c3d"
 WHOLE = [Shard(fragment) for fragment in SCHEMA.fragments]
-IMPATIENT = Patience(chunk_s=0.2, grace_s=0.2, bytes_per_s=1e9)
 
 
 def donor(answer: fake_donor.Answer = honest) -> FakeDonor:
@@ -43,8 +43,10 @@ def read(
     patience: Patience = Patience(),  # noqa: B008
     draws: Sequence[float] = (0.1, 0.2, 0.3),
     shards: Sequence[Shard] = WHOLE,
+    traffic: Traffic | None = None,
 ) -> tuple[Snapshot, Origin, Traffic]:
-    """The snapshot of outer step 12, with donors named b, c, d, asked in the order of `draws`."""
+    """The snapshot of outer step 12, with donors named b, c, d, asked in the order of `draws`, on a `HeldLoop`."""
+    traffic = traffic or Traffic()
     aggregator = aggregator or donor(breaking(0, grpc.StatusCode.NOT_FOUND))
 
     async def scenario() -> tuple[Snapshot, Origin, Traffic]:
@@ -53,7 +55,7 @@ def read(
             manifest = SnapshotManifest(
                 outer_step=12, digest=combine(HASHES), schema=SCHEMA, fragment_hash=HASHES, donors=named
             )
-            numbers, traffic = iter(draws), Traffic()
+            numbers = iter(draws)
             channels = Channels([aggregator.address])
             data = DataCalls(channels, RUN, traffic, lambda: next(numbers), patience)
             try:
@@ -63,7 +65,7 @@ def read(
             assert data.origin is not None
             return snapshot, data.origin, traffic
 
-    return asyncio.run(scenario())
+    return run_held(scenario())
 
 
 def same(snapshot: Snapshot) -> bool:
@@ -118,7 +120,6 @@ LIARS = {
     "sends too much": fake_donor.too_much,
     "sends damaged chunks": fake_donor.damaged,
     "is silent": fake_donor.silent,
-    "drips": fake_donor.dripping,
     "is busy": breaking(0, grpc.StatusCode.RESOURCE_EXHAUSTED),
     "is at another step": breaking(0, grpc.StatusCode.NOT_FOUND),
     "refuses": breaking(0, grpc.StatusCode.PERMISSION_DENIED),
@@ -130,11 +131,26 @@ LIARS = {
 @pytest.mark.parametrize("answer", LIARS.values(), ids=LIARS)
 def test_a_donor_that_does_anything_else_is_asked_once_and_never_believed(answer: fake_donor.Answer) -> None:
     bad, good = donor(answer), donor()
-    snapshot, origin, _ = read(bad, good, patience=IMPATIENT)
+    snapshot, origin, _ = read(bad, good)
     assert same(snapshot)
     assert origin.sources in (("c",), ("b", "c"))
     asked = [i for i, _, _ in bad.asked]
     assert asked in ([0], [0, 1]), "what fits into its first chunks it may give; once it failed it is not asked again"
+
+
+def test_a_silent_donor_is_not_waited_for_however_long_its_bytes_may_take() -> None:
+    snapshot, origin, _ = read(donor(fake_donor.silent), donor(), patience=Patience(grace_s=1e9))
+    assert same(snapshot) and origin.sources == ("c",)
+
+
+def test_a_donor_that_drips_is_not_waited_for_longer_than_its_bytes_may_take() -> None:
+    """No two of its chunks are far apart."""
+    patience, traffic = Patience(), Traffic()
+    slow, good = donor(dripping(traffic, gap_s=0.9 * patience.chunk_s)), donor()
+    snapshot, origin, _ = read(slow, good, patience=patience, traffic=traffic)
+    assert same(snapshot) and origin.sources == ("b", "c")
+    assert slow.asked == [(0, 0, "ticket-of-b")]
+    assert 0 < good.asked[0][1] < 4 * SIZES[0]
 
 
 def test_bytes_of_a_liar_that_broke_off_are_not_mixed_into_the_next_donors() -> None:
