@@ -8,7 +8,8 @@ from edit.config.run import RunConfig
 
 __all__ = ["Setting", "Settings", "to_toml"]
 
-Setting = str | int | float | bool | tuple[str, ...]
+Plain = str | int | float | bool | tuple[str, ...]
+Setting = Plain | Mapping[str, Plain | Mapping[str, Plain]]
 Settings = Mapping[str, Setting | Mapping[str, Setting]]
 
 
@@ -25,6 +26,8 @@ def to_toml(settings: Settings) -> str:
 
 
 def _value(value: Setting) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_value(key)} = {_value(inner)}' for key, inner in value.items())} }}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):

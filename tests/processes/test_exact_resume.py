@@ -14,7 +14,12 @@ SETTINGS = small(
     "exact",
     model={"width": 16, "context": 16},
     sync={"every": 4, "outer_steps": STEPS, "strict": True},
-    codec={"up": "int8", "down": "bf16"},
+    codec={
+        "up": "int8",
+        "down": "bf16",
+        "up_decay": 0.95,
+        "fragments": {"blocks.*": {"up": "topk:k=9", "down": "e3m0"}, "norm": {"up": "sign", "down": "stat2"}},
+    },
     rounds={"start_peers": 2, "quorum": 2, "floor_s": 60.0, "ceiling_s": 60.0},
     membership={"lease_s": 20.0},
     storage={"checkpoint_every": 3},

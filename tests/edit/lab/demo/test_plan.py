@@ -38,6 +38,11 @@ def test_strings_with_quotes_survive_toml():
     assert tomllib.loads(text)["server"]["advertise"] == ['x"y', "c\\d"]
 
 
+def test_tables_of_tables_survive_toml():
+    codecs = {"up": "topk:k=9", "fragments": {'a"*': {"up": "int8"}, "b.1": {"down": "bf16", "up": "fp32"}}}
+    assert tomllib.loads(to_toml({"codec": codecs})) == {"codec": codecs}
+
+
 def test_a_setting_that_the_run_would_refuse_is_refused_here():
     with pytest.raises(ConfigError, match=r"sync\.evry"):
         to_toml({"sync": {"evry": 3}})
