@@ -23,6 +23,22 @@ CALLS_OF_RANK = 8  # more for each rank that attends: its stream, an update, fra
 _Behaviour = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Any]
 
 
+@contextlib.asynccontextmanager
+async def _released(request: Any) -> AsyncIterator[None]:
+    """Close a stream of requests when the block ends.
+
+    gRPC keeps it until Python's garbage collector comes by, which takes hundreds of calls, and its last message with it. One
+    that is just being read ends with the task that reads it.
+    """
+    try:
+        yield
+    finally:
+        if hasattr(request, "__aiter__"):
+            messages = aiter(request)
+            if not messages.ag_running:
+                await messages.aclose()
+
+
 class CallLimit(grpc.aio.ServerInterceptor):
     """Aborts calls of a member that has too many under way, with the status of BusyError. Used on the event loop.
 
@@ -71,12 +87,12 @@ class CallLimit(grpc.aio.ServerInterceptor):
 
     def _limited(self, behaviour: _Behaviour) -> _Behaviour:
         async def one(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with abort_on_error(context):
+            async with abort_on_error(context), _released(request):
                 with self._place_of(context):
                     return await behaviour(request, context)
 
         async def many(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            async with abort_on_error(context):
+            async with abort_on_error(context), _released(request):
                 with self._place_of(context):
                     async with contextlib.aclosing(behaviour(request, context)) as messages:
                         async for message in messages:
