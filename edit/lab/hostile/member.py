@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,17 +60,24 @@ class Attacker:
             await asyncio.sleep(self.pause_s)
 
     @contextlib.contextmanager
-    def answered(self) -> Any:
+    def answered(self) -> Iterator[None]:
         """Count how the block ends; what the coordinator or the network refuses is the end of the block, no error."""
         try:
             yield
             self.tally["done"] += 1
-        except grpc.aio.AioRpcError as error:
-            self.tally[error.code().name] += 1
-        except asyncio.InvalidStateError:  # grpc.aio: a write to a call that has ended
-            self.tally["ENDED"] += 1
-        except OSError as error:
-            self.tally[type(error).__name__] += 1
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError) as error:
+            self.tally[_name(error)] += 1
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # a TaskGroup that had errors, too, has lost this
+                raise asyncio.CancelledError from None
+
+
+def _name(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code().name
+    return (
+        "ENDED" if isinstance(error, asyncio.InvalidStateError) else type(error).__name__
+    )  # grpc.aio: a write to an ended call
 
 
 @dataclass(slots=True)

@@ -120,3 +120,30 @@ async def test_a_real_coordinator_meets_it_and_commits_what_an_honest_peer_contr
         behaving.cancel()
         await asyncio.wait([behaving])
         assert behaving.cancelled()
+
+
+@on_a_loop
+async def test_an_attacker_that_is_stopped_stops_although_its_attendance_ends_in_the_same_moment(tmp_path: Path) -> None:
+    """A TaskGroup with errors of its own forgets that it was cancelled."""
+    attacker = Attacker(HostileHome(tmp_path), random.Random(1), Counter())
+    began = asyncio.Event()
+
+    async def refused() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("evicted")
+
+    async def attempt() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(refused())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    behaving = asyncio.ensure_future(attacker.again_and_again(attempt))
+    await began.wait()
+    behaving.cancel()
+    done, _ = await asyncio.wait([behaving], timeout=WAIT_S)
+    assert done and behaving.cancelled()
