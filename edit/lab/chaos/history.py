@@ -66,7 +66,7 @@ class Files:
 
     t: float
     log_bytes: int
-    state_bytes: int  # its folder, metrics.jsonl included
+    state_bytes: int  # its folder, without the metrics
 
 
 @dataclass(frozen=True, slots=True)
