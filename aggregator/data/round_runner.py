@@ -291,7 +291,8 @@ class RoundRunner:
 
         def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
             nonlocal on_disk
-            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings)
+            digest = outer.digest_after(staged)
+            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, digest)
             on_disk = True
             commit = outer.commit(effect.round_id, effect.reason, staged)
             self._store.publish(commit)

@@ -50,6 +50,7 @@ class CommittedRound:
     reason: str
     fragments: tuple[Merged, ...]  # by fragment_id
     tokens: int  # merged so far, in all
+    digest: str = ""  # of the outer parameters after it; empty in a journal that an older version wrote
     injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
 
 
@@ -142,16 +143,23 @@ class Journal:
         self._fragments.add(merged.fragment_id)
 
     def append_commit(
-        self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
+        self,
+        round_id: int,
+        outer_step: int,
+        reason: str,
+        tokens: int = 0,
+        injected: Injected | None = None,
+        digest: str = "",
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
-        Raises StorageError.
+        digest: of the outer parameters after it; a replay must give the same. Raises StorageError.
         """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
             raise LocalProtocolError(f"journal: commit of round {round_id} without its fragments")
         header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
+        header["digest"] = digest
         header["injected"] = injected.to_json() if injected is not None else None
         self._append({**header, "fragments": sorted(self._fragments)}, b"")
         self._make_durable()
@@ -255,6 +263,7 @@ def _committed(path: Path, record: Record, fragments: Sequence[tuple[Merged, Ten
             reason=header["reason"],
             fragments=tuple(merged for merged, _ in fragments),
             tokens=header["tokens"],
+            digest=str(header.get("digest", "")),
             injection=injection,
         )
     except (KeyError, TypeError, ValueError) as error:

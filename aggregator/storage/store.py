@@ -95,16 +95,25 @@ class Store:
         return self._writing
 
     def append_commit(
-        self, round_id: int, outer_step: int, reason: str, tokens: int = 0, injected: Injected | None = None
+        self,
+        round_id: int,
+        outer_step: int,
+        reason: str,
+        tokens: int = 0,
+        injected: Injected | None = None,
+        digest: str = "",
     ) -> None:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
         Args:
             tokens: merged with it; the sum stays at MOST_TOKENS.
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
+            digest: of the outer parameters after it, which a recovery must come to, too.
         """
         total = min(self.tokens + tokens, MOST_TOKENS)
-        self._writer.submit(lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected)).result()
+        self._writer.submit(
+            lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, digest)
+        ).result()
         self.tokens = total
 
     def checkpoint(self, outer: OuterState) -> None:
@@ -229,6 +238,14 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
     """Replay one journalled round through the same code that committed it."""
     try:
         staged = [outer.stage(merged, committed.injection) for merged in committed.fragments]
+        if committed.digest and (digest := outer.digest_after(staged)) != committed.digest:
+            raise ConfigError(
+                f"outer step {committed.outer_step} was committed with digest {committed.digest[:12]}, and with the settings "
+                f"of now it has {digest[:12]}: set [outer], [codec] and [codec.fragments] of run.toml back, start and stop the "
+                "coordinator (SIGTERM), and then change them"
+            )
         return outer.commit(committed.round_id, committed.reason, staged)
+    except ConfigError:
+        raise
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error

@@ -204,6 +204,11 @@ class OuterState:
                 total[part].sub_(piece)
         return payload, FragmentState(theta, hashed.digest(), slots, total if keeps else None, before.statistics)
 
+    def digest_after(self, staged: Sequence[Staged]) -> str:
+        """Return the digest that theta will have when these are committed. Cheap, as `digest`."""
+        hashes = {one.merged.fragment_id: one.after.theta_hash for one in staged}
+        return combine(hashes.get(i, fragment.theta_hash) for i, fragment in enumerate(self._fragments))
+
     def commit(self, round_id: int, reason: str, staged: Sequence[Staged]) -> Commit:
         """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
 

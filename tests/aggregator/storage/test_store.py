@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from aggregator.storage import checkpoint
 from aggregator.storage.journal import Disk
 from aggregator.storage.store import Store
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
-from edit.errors import StorageError
+from edit.errors import ConfigError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
@@ -64,7 +65,7 @@ def append(store: Store, outer: OuterState, *, commit: bool = True, tokens: int 
         store.begin_fragment(7, outer.outer_step + 1, merged).result()
     if not commit:
         return None
-    store.append_commit(7, outer.outer_step + 1, "all in", tokens)
+    store.append_commit(7, outer.outer_step + 1, "all in", tokens, digest=outer.digest_after(staged))
     done = outer.commit(7, "all in", staged)
     store.publish(done)
     return done
@@ -147,6 +148,28 @@ def append_elsewhere(outer: OuterState) -> Commit:
     """The commit that an undisturbed process would have made next."""
     staged = [outer.stage(outer.reduce(i, [c])) for i, c in zip(outer.due, step(outer), strict=True)]
     return outer.commit(7, "all in", staged)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"codec": CodecConfig(up="fp32", down="bf16")}, {"outer": OuterConfig(optimizer="nesterov", lr=0.3)}],
+    ids=["codec", "outer"],
+)
+def test_a_journal_is_not_replayed_to_other_parameters(tmp_path: Path, changed: dict[str, Any]) -> None:
+    store = Store(tmp_path, config(1), "run")
+    outer = founded(store, 1)
+    append(store, outer)
+    append(store, outer)
+    store.close()
+    other = dataclasses.replace(config(1), **changed)
+    with pytest.raises(ConfigError, match=r"outer step 1 was committed with digest .* set \[outer\], \[codec\]"):
+        Store(tmp_path, other, "run").recover()
+    again = Store(tmp_path, config(1), "run")
+    recovered = again.recover()  # nothing was changed
+    assert recovered is not None and state(recovered) == state(outer)
+    again.checkpoint(recovered)
+    again.close()
+    assert Store(tmp_path, other, "run").recover() is not None, "after a clean stop they may change"
 
 
 def test_a_journal_of_other_groups_is_not_replayed(tmp_path: Path) -> None:
