@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import logging
 import resource
@@ -46,10 +47,11 @@ from editpb.validity import Notice
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
 
-__all__ = ["Coordinator", "raise_file_limit", "serve_run"]
+__all__ = ["Coordinator", "limit_heaps", "raise_file_limit", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
+_M_ARENA_MAX, _HEAPS = -8, 2  # of mallopt(3)
 _CERTIFICATES_S = 3600.0  # how often certificates are looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENROLMENTS = 64  # at a time
@@ -233,6 +235,19 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def limit_heaps() -> None:
+    """Let the threads of this process share two heaps, where the C library is glibc; call it before they start.
+
+    glibc gives each a heap of its own, which keeps what is free in it. gRPC receives a message in any of its threads, so one
+    member's large messages, one after the other, would fill them all.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # another C library
+        return
+    mallopt(_M_ARENA_MAX, _HEAPS)
+
+
 def _connections() -> tuple[int, int]:
     """Return how many connections members and strangers may have, so that descriptors are left for the disk."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -267,6 +282,7 @@ async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: b
     """
     folder.lock()
     torch.set_num_threads(threads)
+    limit_heaps()
     raise_file_limit()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
