@@ -11,7 +11,6 @@ import grpc
 import pytest
 import torch
 
-from aggregator.resources import Clock
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.rounds import events
@@ -22,7 +21,7 @@ from editpb.data_messages import contribution_header_to_pb, found_header_to_pb, 
 from editpb.messages import FoundHeader, SnapshotRequest
 from tests.support.encoded import encode
 from tests.support.loops import on_a_loop, until
-from tests.support.served import LIFETIME_S, SCHEMA, TOML, WAIT_S, BarePeer, found_run, new_folder, served, theta
+from tests.support.served import LIFETIME_S, SCHEMA, TOML, WAIT_S, BarePeer, found_run, held_clock, new_folder, served, theta
 
 LARGE = Schema((FragmentSpec(fragment_id=0, name="w", tensors=(TensorSpec(name="w", shape=(1 << 23,)),)),))  # 32 MiB
 
@@ -227,7 +226,7 @@ def test_a_certificate_that_is_over_counts_no_more_on_a_warm_connection(tmp_path
 
     async def scenario() -> None:
         nonlocal ahead
-        async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: time.time() + ahead)) as run, run.peer("a") as a:
+        async with served(new_folder(tmp_path / "run"), held_clock(lambda: time.time() + ahead)) as run, run.peer("a") as a:
             await found_run(a)
             ahead = 2 * LIFETIME_S
             with pytest.raises(

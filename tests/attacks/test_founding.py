@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +34,7 @@ class Ahead:
 
     @property
     def clock(self) -> Clock:
-        return Clock(monotonic=lambda: time.monotonic() + self.seconds)
+        return Clock(monotonic=lambda: self.seconds)
 
 
 async def asked(peer: BarePeer) -> None:

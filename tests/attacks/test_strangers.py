@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from aggregator import server
-from aggregator.resources import Clock
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import new_key
 from aggregator.services.enrolment import Refusals
@@ -26,7 +25,7 @@ from aggregator.silent_connections import Remote, SilentConnections
 from edit.errors import RefusedError, RemoteProtocolError
 from editpb import channel_options, enrolment_pb2, enrolment_pb2_grpc
 from tests.support.loops import WAIT_S, on_a_loop
-from tests.support.served import found_run, new_folder, served, theta
+from tests.support.served import found_run, held_clock, new_folder, served, theta
 
 TOKEN = "A" * 43  # well-formed, and nobody's
 
@@ -100,7 +99,7 @@ def test_refused_enrolments_are_one_line_a_second_and_source(caplog: pytest.LogC
 @on_a_loop
 async def test_unknown_tokens_over_the_wire_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: 1e9)) as run:
+    async with served(new_folder(tmp_path / "run"), held_clock(lambda: 1e9)) as run:
         credentials = grpc.ssl_channel_credentials(run.ca)
         async with grpc.aio.secure_channel(run.coordinator.enrol_listen, credentials) as channel:
             stub = enrolment_pb2_grpc.EnrolmentStub(channel)

@@ -291,14 +291,18 @@ def test_measured_times_survive_a_restart_and_a_damaged_file_is_passed_over(tmp_
 
 
 def test_each_peer_is_told_its_inner_steps_by_its_measured_speed(tmp_path: Path) -> None:
+    now = 0.0
+
     async def scenario() -> None:
-        toml = TOML.replace("every = 2", "every = 100\ndylu = true")
-        async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("a") as a, run.peer("b") as b:
+        nonlocal now
+        folder = new_folder(tmp_path / "run", toml=TOML.replace("every = 2", "every = 100\ndylu = true"))
+        async with served(folder, Clock(monotonic=lambda: now)) as run, run.peer("a") as a, run.peer("b") as b:
             first = await two_peers(a, b)
             for peer, step_s in ((a, 0.1), (b, 0.3)):
                 beat = Heartbeat(state=PeerState.TRAINING, outer_step=0, step_s=step_s)
                 await peer._call.write(peer_message_to_pb(beat))
                 await _until(run, lambda peer=peer, step_s=step_s: _step_s(run, peer.peer_id) == step_s)
+            now += 0.5  # for two inner steps: both are measured
             await a.contribute(first, 0, delta(1))
             await b.contribute(first, 0, delta(2))
             assert (await a.view(lambda v: v.outer_step == 1)).inner_steps == 100

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aggregator.resources import Clock
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
 from edit.fragments.schema import Schema
 from edit.records import Commit, Contribution, Outcome, PeerVerdict, Snapshot, Verdict
@@ -168,7 +169,7 @@ def entered(collectives: dict[str, Collective], config: RunConfig) -> Iterator[d
 @contextmanager
 def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
     state, now = new_folder(folder / "run", toml=toml), [0.0]
-    with running(state, lambda: now[0]) as here, IoThread() as io, ExitStack() as stack:
+    with running(state, Clock(monotonic=lambda: now[0])) as here, IoThread() as io, ExitStack() as stack:
         carriers: dict[str, HubCollective] = {}
         for name in NAMES:
             channels = Channels([address(state)], here.served.credentials(name))

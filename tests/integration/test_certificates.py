@@ -15,11 +15,10 @@ import pytest
 from cryptography import x509
 
 from aggregator.control.status import run_status
-from aggregator.resources import Clock
 from editpb import data_pb2, enrolment_pb2, enrolment_pb2_grpc
 from editpb.validity import DAY_S
 from tests.support.loops import until
-from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served
+from tests.support.served import SCHEMA, BarePeer, Served, found_run, held_clock, new_folder, served
 
 YEAR_S = 365 * DAY_S
 
@@ -90,7 +89,7 @@ def test_a_stream_goes_on_over_the_end_of_the_certificate_that_opened_it(tmp_pat
 
     async def scenario() -> None:
         nonlocal ahead
-        clock = Clock(unix=lambda: time.time() + ahead)
+        clock = held_clock(lambda: time.time() + ahead)
         async with served(new_folder(tmp_path / "run"), clock) as run:
             pairs = {name: due(run, name) for name in "ab"}
             async with (
@@ -120,7 +119,7 @@ def test_the_server_renews_its_own_without_a_restart(tmp_path: Path, caplog: pyt
 
     async def scenario() -> None:
         nonlocal ahead
-        async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: time.time() + ahead)) as run, run.peer("a") as a:
+        async with served(new_folder(tmp_path / "run"), held_clock(lambda: time.time() + ahead)) as run, run.peer("a") as a:
             await found_run(a)
             ports = run.coordinator.listen, run.coordinator.enrol_listen
             before = [await asyncio.to_thread(shown_by, port) for port in ports]
@@ -185,7 +184,7 @@ def test_what_ends_soon_stands_in_the_log_and_in_the_status(tmp_path: Path, capl
 
     async def scenario() -> None:
         nonlocal at
-        async with served(new_folder(tmp_path / "run"), Clock(unix=lambda: at)) as run:
+        async with served(new_folder(tmp_path / "run"), held_clock(lambda: at)) as run:
             run.certificate("a", lifetime_s=YEAR_S)
             coordinator = run.coordinator
             (row,) = run_status(coordinator.run).members

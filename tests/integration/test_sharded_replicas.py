@@ -52,7 +52,6 @@ SCHEMA = Schema(
 ALL = range(len(SCHEMA.fragments))
 ONE, ROWS_2, ROWS_3, COLUMNS_2 = (sharded(SCHEMA, n, d) for n, d in ((1, 0), (2, 0), (3, 0), (2, -1)))
 GROUPS = "[sync]\ngroups = 2"
-PATIENT = TOML + "[membership]\nlease_s = 500.0\n"  # no lease ends while a test runs
 INT8, TOPK, STAT2 = (TOML.replace('down = "fp32"', f'down = "{text}"') for text in ("int8", "topk:k=9", "stat2:block=64"))
 
 
@@ -240,7 +239,7 @@ class Hands:
 
 def test_parts_that_never_cover_the_fragment_cost_the_deadline_and_not_the_round(tmp_path: Path) -> None:
     async def scenario() -> None:
-        toml = PATIENT.replace("1000.0", "5.0")
+        toml = TOML.replace("1000.0", "5.0")
         hands = Hands()
         async with (
             served(new_folder(tmp_path / "run", start=2, toml=toml), Clock(hands.monotonic)) as run,
@@ -360,11 +359,11 @@ def test_other_ranks_see_the_run_and_are_no_members_of_it(tmp_path: Path) -> Non
 
 
 def test_a_replica_that_lost_a_rank_is_not_waited_for_until_rank_0_reports_again(tmp_path: Path) -> None:
-    """Neither the deadline nor the lease can help here."""
+    """Neither the deadline nor the lease can help here: no time passes."""
 
     async def scenario() -> None:
         async with (
-            served(new_folder(tmp_path / "run", start=2, toml=PATIENT)) as run,
+            served(new_folder(tmp_path / "run", start=2)) as run,
             run.replica("a", 2, SCHEMA) as a,
             run.peer("b", SCHEMA) as b,
         ):

@@ -50,12 +50,12 @@ class Running:
 
 
 @contextmanager
-def running(folder: StateFolder, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Running]:
-    """Serve the folder's run in a thread. monotonic: the coordinator's clock, in seconds."""
+def running(folder: StateFolder, clock: Clock | None = None) -> Iterator[Running]:
+    """Serve the folder's run in a thread. clock: as for `served`."""
     ready: Future[tuple[Running, asyncio.Event]] = Future()
 
     async def serve() -> None:
-        async with served(folder, Clock(monotonic=monotonic)) as run:
+        async with served(folder, clock) as run:
             stop = asyncio.Event()
             ready.set_result((Running(run, asyncio.get_running_loop()), stop))
             await stop.wait()

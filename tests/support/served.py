@@ -203,13 +203,18 @@ class Served:
                 await peer.disconnect()
 
 
+def held_clock(unix: Callable[[], float] = time.time) -> Clock:
+    """A clock on which no time passes, so that no lease and no round ends by accident. unix: only people read it."""
+    return Clock(monotonic=lambda: 0.0, unix=unix)
+
+
 @asynccontextmanager
 async def served(
     folder: StateFolder, clock: Clock | None = None, *, kill: bool = False, accept_rollback: bool = False
 ) -> AsyncIterator[Served]:
-    """kill: end as SIGKILL would, without a last checkpoint."""
+    """clock: a `held_clock` where none is given; kill: end as SIGKILL would, without a last checkpoint."""
     disk = FillableDisk()
-    coordinator = Coordinator.open(folder, clock, Disk(write=disk.write), accept_rollback=accept_rollback)
+    coordinator = Coordinator.open(folder, clock or held_clock(), Disk(write=disk.write), accept_rollback=accept_rollback)
     await coordinator.start()
     try:
         yield Served(coordinator, folder, disk)

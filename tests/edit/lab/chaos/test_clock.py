@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aggregator.resources import Clock
 from editpb.messages import RunPhase
-from tests.support.served import SCHEMA, TOML, new_folder, served, theta
+from tests.support.served import SCHEMA, TOML, held_clock, new_folder, served, theta
 
 DAY_S = 86_400.0
 
@@ -23,7 +22,7 @@ DAY_S = 86_400.0
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
 def test_rounds_and_leases_do_not_see_a_jump_of_the_wall_clock(tmp_path: Path, jump_s: float) -> None:
     jumps = itertools.count(1)
-    clock = Clock(monotonic=time.monotonic, unix=lambda: time.time() + jump_s * next(jumps))
+    clock = held_clock(lambda: time.time() + jump_s * next(jumps))
 
     async def scenario() -> None:
         folder = new_folder(tmp_path / "run", start=2, quorum=2, toml=TOML)

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from aggregator.resources import Clock
 from edit.lab.hostile import strangers
 from edit.lab.hostile.catalogue import BEHAVIOURS
 from edit.lab.hostile.home import HostileHome
@@ -104,7 +105,7 @@ async def test_a_real_coordinator_meets_it_and_commits_what_an_honest_peer_contr
     monkeypatch.setattr(strangers, "CONNECTIONS", 400)  # still more than a coordinator takes
     toml = TOML.replace("floor_s = 1000.0\nceiling_s = 1000.0", "floor_s = 0.2\nceiling_s = 0.5")
     toml = toml.replace("outer_steps = 100", "outer_steps = 1_000_000") + "[membership]\nlease_s = 600.0\n"
-    async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("honest") as honest:
+    async with served(new_folder(tmp_path / "run", toml=toml), Clock()) as run, run.peer("honest") as honest:
         await found_run(honest)
         attacker = await enrolled(run, tmp_path / "eve")
         behaving = asyncio.ensure_future(attacker.again_and_again(lambda: BEHAVIOURS[name].act(attacker)))
