@@ -120,7 +120,7 @@ def test_a_link_is_reshaped_under_an_open_connection(echo: tuple[str, int]) -> N
     with Link(echo, LinkShape()) as link, socket.create_connection(("127.0.0.1", link.port), timeout=10) as connection:
         connection.sendall(b"x")
         assert connection.recv(1) == b"x"
-        link.reshape(LinkShape(up_bits_per_s=1.0))  # a byte takes eight seconds
+        link.reshape(LinkShape(up_bits_per_s=1e-3))  # a byte takes two hours
         connection.settimeout(0.1)
         connection.sendall(b"y")
         with pytest.raises(TimeoutError):

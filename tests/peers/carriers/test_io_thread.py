@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 
 import pytest
 
@@ -89,18 +88,16 @@ def test_interrupt_ends_waits_until_resumed() -> None:
 
 
 @pytest.mark.parametrize("how", ["wait", "call"])
-def test_a_signal_ends_a_wait_within_a_second(how: str) -> None:
+def test_a_signal_ends_a_wait_that_nothing_else_would_end(how: str) -> None:
     with IoThread() as io:
         before = signal.signal(signal.SIGUSR1, lambda *_: io.interrupt())
         try:
             io.post(lambda: signal.raise_signal(signal.SIGUSR1))
-            start = time.monotonic()
             with pytest.raises(Interrupted):
                 if how == "wait":
-                    io.wait(lambda: None, timeout=10)
+                    io.wait(lambda: None)
                 else:
-                    io.call(never(), timeout=10)
-            assert time.monotonic() - start < 1.0
+                    io.call(never())
         finally:
             signal.signal(signal.SIGUSR1, before)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import grpc
 import pytest
 import torch
@@ -354,10 +352,8 @@ def test_waits_can_be_interrupted_and_goodbye_is_said() -> None:
     with run_of() as (fake, peer):
         peer.contribute(vectors(SMALL, 1))
         peer.io.post(peer.collective.interrupt)
-        start = time.monotonic()
         with pytest.raises(Interrupted):
             peer.collective.outcome(0, block=True)
-        assert time.monotonic() - start < 1.0
         peer.collective.close()
         fake.await_(lambda f: f.goodbyes)
 
