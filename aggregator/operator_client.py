@@ -18,10 +18,10 @@ from edit.durable_files import read_private
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
-from editpb.channel_options import channel_options
 from editpb.run_status import RunStatus
-from editpb.status import from_status, handshake_refusal
 from editpb.status_messages import status_from_pb
+from editpb.transport.channel_options import channel_options
+from editpb.transport.status import from_status, handshake_refusal
 from editpb.validity import Notice, Validity
 
 __all__ = [

@@ -39,9 +39,9 @@ from aggregator.worker_thread import Background
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
-from editpb.channel_options import server_options
-from editpb.chunk_frames import add_data_servicer
 from editpb.server_certificate import ServerCertificate
+from editpb.transport.channel_options import server_options
+from editpb.transport.chunk_frames import add_data_servicer
 from editpb.validity import Notice
 
 if TYPE_CHECKING:

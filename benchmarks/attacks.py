@@ -47,7 +47,7 @@ from edit.lab.joining import enrol
 from edit.lab.processes import COORDINATOR, Supervisor, terminated_as_interrupt
 from edit.lab.tail import JsonLines
 from editpb import data_pb2, data_pb2_grpc
-from editpb.channel_options import channel_options
+from editpb.transport.channel_options import channel_options
 from peers.identity.peer_folder import PeerFolder
 
 RESULTS = Path(__file__).parent / "results" / "attacks.jsonl"

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from edit.errors import BusyError, RefusedError
-from editpb.abort_on_error import abort_on_error
 from editpb.identity import from_auth_context
+from editpb.transport.abort_on_error import abort_on_error
 
 __all__ = ["CALLS_OF_MEMBER", "CALLS_OF_RANK", "RESERVED", "CallLimit"]
 

@@ -13,11 +13,11 @@ from aggregator.control.status import run_status
 from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as cpb
-from editpb.abort_on_error import abort_on_error
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, Welcome
 from editpb.status_messages import status_to_pb
+from editpb.transport.abort_on_error import abort_on_error
 
 if TYPE_CHECKING:
     import grpc

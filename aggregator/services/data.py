@@ -23,9 +23,6 @@ from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injection
 from editpb import data_pb2 as dpb
 from editpb import tensors_pb2 as tpb
-from editpb.abort_on_error import abort_on_error
-from editpb.chunk_frames import ReceivedChunk, update_frames
-from editpb.chunks import Reassembly
 from editpb.data_messages import (
     contribution_header_from_pb,
     found_header_from_pb,
@@ -38,6 +35,9 @@ from editpb.identity import Identity
 from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
 from editpb.limits import MAX_READ_S
 from editpb.messages import ContributionHeader, UpdateRequest
+from editpb.transport.abort_on_error import abort_on_error
+from editpb.transport.chunk_frames import ReceivedChunk, update_frames
+from editpb.transport.chunks import Reassembly
 
 if TYPE_CHECKING:
     import grpc

@@ -16,8 +16,8 @@ from aggregator.security.authority import Authority
 from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, RemoteProtocolError
 from editpb import enrolment_pb2 as pb
-from editpb.abort_on_error import abort_on_error
 from editpb.identity import ROLES
+from editpb.transport.abort_on_error import abort_on_error
 
 __all__ = ["EnrolmentService", "RenewalService"]
 

@@ -21,7 +21,7 @@ from edit.fragments.schema import Schema
 from edit.lab.observations import Status
 from edit.records import Snapshot
 from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
-from editpb.channel_options import channel_options
+from editpb.transport.channel_options import channel_options
 
 __all__ = ["Observer", "open_observer"]
 

@@ -19,7 +19,7 @@ from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, Invitation, is_endpoint
-from editpb.status import from_rpc, handshake_refusal
+from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
 from peers.identity.peer_folder import MAX_CERTIFICATE_BYTES, PeerFolder, certificate_fault

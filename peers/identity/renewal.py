@@ -16,7 +16,7 @@ import grpc
 
 from edit.errors import EditError, TransportError
 from editpb import enrolment_pb2, enrolment_pb2_grpc
-from editpb.status import from_rpc
+from editpb.transport.status import from_rpc
 from editpb.validity import Notice
 from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder

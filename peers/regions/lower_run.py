@@ -18,10 +18,10 @@ from edit.fragments.shards import Shard
 from edit.merging.injection import Injection
 from edit.regional_peer import Below
 from editpb import data_pb2, data_pb2_grpc
-from editpb.chunks import make_chunks
 from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
 from editpb.messages import InjectHeader, InjectionState
-from editpb.status import from_rpc
+from editpb.transport.chunks import make_chunks
+from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import DataCalls, StallTimeout
 from peers.carriers.io_thread import IoThread

@@ -11,10 +11,7 @@ its stubs.
                         converters between records and messages, one file per kind
     run_status, status_messages
                         how a run stands, as a record, and its converters
-    chunks              cut bytes into chunks, and reassemble them under a cap
-    status, abort_on_error
-                        errors to gRPC's status codes and back
-    channel_options     keepalive and message limits of both ends
+    transport           gRPC as both ends use it: options, status codes, chunks
     identity            the URI in a certificate
     invitation          the text that lets one machine become one member
     snapshot_cache      snapshots that are being read

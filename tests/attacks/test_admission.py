@@ -16,8 +16,8 @@ from editpb import control_pb2 as cpb
 from editpb import data_pb2 as dpb
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.messages import PROTOCOL, Expel, Hello, SchemaRequest
-from editpb.status import to_status
 from editpb.tensor_messages import schema_from_bytes
+from editpb.transport.status import to_status
 from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served
 
@@ -141,7 +141,7 @@ async def test_the_frames_of_a_refused_call_hold_its_messages_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     refused = list[Exception]()
-    monkeypatch.setattr("editpb.abort_on_error.to_status", lambda error: refused.append(error) or to_status(error))
+    monkeypatch.setattr("editpb.transport.abort_on_error.to_status", lambda error: refused.append(error) or to_status(error))
     gc.disable()
     try:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:

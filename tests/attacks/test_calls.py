@@ -14,10 +14,10 @@ import aggregator.server
 from aggregator.services.call_limit import CALLS_OF_MEMBER, CALLS_OF_RANK, RESERVED, CallLimit
 from edit.errors import BusyError, RemoteProtocolError, TransportError
 from editpb import control_pb2, control_pb2_grpc, data_pb2_grpc
-from editpb.channel_options import MAX_STREAMS
 from editpb.control_messages import peer_message_from_pb, peer_message_to_pb
 from editpb.messages import Hello
-from editpb.status import from_status
+from editpb.transport.channel_options import MAX_STREAMS
+from editpb.transport.status import from_status
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import Served, found_run, new_folder, served, theta
 

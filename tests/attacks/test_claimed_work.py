@@ -7,11 +7,11 @@ from pathlib import Path
 
 from edit.rounds.machine import RoundMachine
 from editpb import control_pb2, control_pb2_grpc
-from editpb.chunks import make_chunks
 from editpb.control_messages import peer_message_to_pb
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
+from editpb.transport.chunks import make_chunks
 from tests.attacks.test_bad_bytes import TOML, Hands
 from tests.support.encoded import encode
 from tests.support.loops import on_a_loop, until

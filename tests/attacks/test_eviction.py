@@ -15,10 +15,10 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.rounds import events
 from editpb import data_pb2
-from editpb.channel_options import server_options
-from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb, found_header_to_pb, snapshot_request_to_pb
 from editpb.messages import FoundHeader, SnapshotRequest
+from editpb.transport.channel_options import server_options
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.loops import on_a_loop, until
 from tests.support.served import LIFETIME_S, SCHEMA, TOML, WAIT_S, BarePeer, found_run, held_clock, new_folder, served, theta

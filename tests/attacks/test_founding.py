@@ -19,9 +19,9 @@ from aggregator.storage.store import Store, load_outer
 from edit.fragments.digest import digest
 from edit.fragments.gpt import gpt_schema
 from editpb import data_pb2
-from editpb.chunks import make_chunks
 from editpb.data_messages import found_header_to_pb
 from editpb.messages import Expel, FoundHeader
+from editpb.transport.chunks import make_chunks
 from tests.support.loops import WAIT_S, on_a_loop, until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 

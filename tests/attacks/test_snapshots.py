@@ -33,11 +33,11 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import EncodedTensor
 from editpb import data_pb2, data_pb2_grpc
-from editpb.channel_options import MAX_STREAMS
 from editpb.data_messages import snapshot_request_to_pb, update_request_to_pb
 from editpb.limits import MAX_READ_S
 from editpb.messages import SnapshotRequest, UpdateRequest
-from editpb.status import from_status
+from editpb.transport.channel_options import MAX_STREAMS
+from editpb.transport.status import from_status
 from tests.support.loops import WAIT_S, on_a_loop, until
 from tests.support.served import BarePeer, Served, found_run, new_folder, served, theta
 

@@ -23,7 +23,8 @@ from aggregator.security.certificates import new_key
 from aggregator.services.enrolment import Refusals
 from aggregator.silent_connections import Remote, SilentConnections
 from edit.errors import RefusedError, RemoteProtocolError
-from editpb import channel_options, enrolment_pb2, enrolment_pb2_grpc
+from editpb import enrolment_pb2, enrolment_pb2_grpc
+from editpb.transport import channel_options
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import found_run, held_clock, new_folder, served, theta
 

@@ -22,11 +22,11 @@ from edit.config.run import RoundsConfig, RunConfig
 from edit.fragments.digest import digest
 from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc
-from editpb.chunks import make_chunks
 from editpb.control_messages import peer_message_to_pb
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Heartbeat, PeerState, RunPhase
 from editpb.status_messages import status_from_pb
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 

@@ -23,12 +23,12 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Verdict
 from editpb import control_pb2, control_pb2_grpc, data_pb2
-from editpb.chunks import make_chunks
 from editpb.control_messages import peer_message_to_pb
 from editpb.data_messages import contribution_header_to_pb
 from editpb.identity import Identity
 from editpb.messages import PROTOCOL, Expel, Hello, RunPhase
 from editpb.status_messages import status_from_pb
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 

@@ -15,10 +15,10 @@ from aggregator.storage.store import load_outer
 from edit.fragments.digest import digest
 from edit.merging.injection import Injected
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.chunks import make_chunks
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb
 from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
 from editpb.messages import Hello, InjectHeader, InjectionState, View
+from editpb.transport.chunks import make_chunks
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 ABOVE = "above"

@@ -18,9 +18,9 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit, Verdict
 from editpb import control_pb2, data_pb2
-from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, View
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import decode_shard
 from tests.support.served import (
     TOML,

@@ -23,7 +23,6 @@ from editpb import data_pb2 as dpb
 from editpb import limits
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
-from editpb.chunks import Reassembly
 from editpb.control_messages import (
     coordinator_message_from_pb,
     coordinator_message_to_pb,
@@ -55,6 +54,7 @@ from editpb.data_messages import (
 from editpb.injection_messages import inject_header_from_pb, injection_state_from_pb
 from editpb.status_messages import fragment_verdicts_from_pb
 from editpb.tensor_messages import codec_from_pb, schema_from_pb, schema_to_pb
+from editpb.transport.chunks import Reassembly
 from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
 
 Reader = Callable[[Any], object]

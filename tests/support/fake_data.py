@@ -14,7 +14,6 @@ from edit.fragments.shards import Shard
 from edit.merging.outer_state import OuterState
 from edit.records import Commit
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.chunks import make_chunks
 from editpb.data_messages import (
     contribution_header_from_pb,
     snapshot_manifest_to_pb,
@@ -23,6 +22,7 @@ from editpb.data_messages import (
     update_request_from_pb,
 )
 from editpb.messages import ContributionHeader, RunPhase, SnapshotManifest
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import cut
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import Tensor
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.chunks import make_chunks
 from editpb.data_messages import snapshot_request_from_pb
 from editpb.messages import Donor, Serving, SnapshotRequest
+from editpb.transport.chunks import make_chunks
 from peers.carriers.run_connection import Traffic
 from tests.support.loops import pass_time
 

@@ -28,8 +28,6 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit
 from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc
-from editpb.channel_options import Options
-from editpb.chunks import make_chunks
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.data_messages import (
     commit_from_parts,
@@ -54,6 +52,8 @@ from editpb.messages import (
     View,
     Welcome,
 )
+from editpb.transport.channel_options import Options
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 
 TOML = """

@@ -10,10 +10,10 @@ from typing import Any
 from edit.fragments.schema import plan_fragments
 from edit.lab.hostile.member import Attacker, attend
 from editpb import control_pb2, data_pb2
-from editpb.channel_options import MESSAGE_BYTES
-from editpb.chunks import make_chunks
 from editpb.limits import MAX_RANKS, MAX_STEP_S, MIN_STEP_S
 from editpb.messages import PROTOCOL
+from editpb.transport.channel_options import MESSAGE_BYTES
+from editpb.transport.chunks import make_chunks
 from peers.models.registry import build
 
 __all__ = ["evicted_calls", "heartbeats_only", "huge_messages", "lying_step_times", "many_ranks", "silent_founder"]

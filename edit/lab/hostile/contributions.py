@@ -15,10 +15,10 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Shard
 from edit.lab.hostile.member import Attacker, Attendance, attend
 from editpb import data_pb2
-from editpb.chunks import make_chunks
 from editpb.data_messages import contribution_header_to_pb
 from editpb.limits import MAX_RANKS
 from editpb.messages import View
+from editpb.transport.chunks import make_chunks
 
 __all__ = [
     "bad_bytes",

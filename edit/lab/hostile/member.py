@@ -19,8 +19,6 @@ from edit.config.run import RunConfig
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.lab.hostile.home import HostileHome
 from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
-from editpb.channel_options import channel_options
-from editpb.chunks import make_chunks
 from editpb.control_messages import coordinator_message_from_pb, schema_answer_to_pb
 from editpb.data_messages import (
     commit_from_parts,
@@ -29,6 +27,8 @@ from editpb.data_messages import (
     update_manifest_from_pb,
 )
 from editpb.messages import PROTOCOL, ContributionHeader, Expel, RunPhase, SchemaRequest, View, Welcome
+from editpb.transport.channel_options import channel_options
+from editpb.transport.chunks import make_chunks
 from peers.identity.peer_folder import PeerFolder
 
 __all__ = ["Attacker", "Attendance", "Member", "attend"]

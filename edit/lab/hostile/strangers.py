@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 
 from edit.lab.hostile.member import Attacker
 from editpb import enrolment_pb2
-from editpb.channel_options import channel_options
 from editpb.invitation import is_endpoint
+from editpb.transport.channel_options import channel_options
 
 __all__ = ["refused_enrolments", "silent_calls", "silent_connections", "uncertified_handshakes"]
 

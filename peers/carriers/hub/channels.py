@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import grpc
 
-from editpb.channel_options import channel_options
+from editpb.transport.channel_options import channel_options
 
 __all__ = ["Channels", "enrolment_channel"]
 

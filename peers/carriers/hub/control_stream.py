@@ -23,7 +23,7 @@ from edit.fragments.schema import Schema
 from editpb import control_pb2, control_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
-from editpb.status import from_rpc, handshake_refusal
+from editpb.transport.status import from_rpc, handshake_refusal
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.session import Session
 from peers.carriers.hub.snapshot_server import SnapshotServer

@@ -27,8 +27,6 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor, Snapshot
 from editpb import data_pb2, data_pb2_grpc
-from editpb.chunk_frames import ReceivedChunk, contribute_frames, data_stub
-from editpb.chunks import Reassembly, make_chunks
 from editpb.data_messages import (
     commit_from_parts,
     contribution_header_to_pb,
@@ -50,7 +48,9 @@ from editpb.messages import (
     UpdateManifest,
     UpdateRequest,
 )
-from editpb.status import from_rpc
+from editpb.transport.chunk_frames import ReceivedChunk, contribute_frames, data_stub
+from editpb.transport.chunks import Reassembly, make_chunks
+from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.snapshot_donors import Donors, Patience
 from peers.carriers.run_connection import Origin, Traffic

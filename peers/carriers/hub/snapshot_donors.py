@@ -17,13 +17,13 @@ import grpc
 from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.chunks import Reassembly
 from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import Donor, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
-from editpb.status import from_rpc
+from editpb.transport.chunks import Reassembly
+from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.carriers.run_connection import Traffic
 

@@ -27,13 +27,13 @@ from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.replica.replica import Outer
 from editpb import data_pb2, tensors_pb2
-from editpb.abort_on_error import abort_on_error
-from editpb.channel_options import server_options
-from editpb.chunks import make_chunks
 from editpb.data_messages import snapshot_request_from_pb
 from editpb.identity import admitted
 from editpb.messages import Serving, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import SnapshotCache
+from editpb.transport.abort_on_error import abort_on_error
+from editpb.transport.channel_options import server_options
+from editpb.transport.chunks import make_chunks
 from peers.carriers.run_connection import Traffic
 
 __all__ = ["MAX_PAST", "MAX_READERS", "SnapshotServer"]

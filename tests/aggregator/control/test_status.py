@@ -9,9 +9,9 @@ from pathlib import Path
 from aggregator.cli import _phase
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
-from editpb.chunks import make_chunks
 from editpb.messages import RunPhase
 from editpb.run_status import MemberStatus, RunStatus
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, found_run, new_folder, served, theta
 

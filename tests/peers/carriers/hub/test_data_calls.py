@@ -13,8 +13,8 @@ from edit.errors import TransportError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
-from editpb.chunks import make_chunks
 from editpb.messages import SnapshotManifest, SnapshotRequest
+from editpb.transport.chunks import make_chunks
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import STALL_S, DataCalls, StallTimeout, UpdateAssembly
 from peers.carriers.run_connection import Traffic

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from edit.errors import RemoteProtocolError
 from editpb import tensors_pb2 as pb
-from editpb.chunks import Reassembly, make_chunks
 from editpb.limits import MAX_CHUNK_BYTES
+from editpb.transport.chunks import Reassembly, make_chunks
 
 
 @given(data=st.binary(max_size=200), chunk_bytes=st.integers(1, 70), broke_at=st.integers(0, 200))

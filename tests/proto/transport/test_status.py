@@ -18,7 +18,7 @@ from edit.errors import (
     StorageError,
     TransportError,
 )
-from editpb.status import ERRORS, from_rpc, from_status, to_status
+from editpb.transport.status import ERRORS, from_rpc, from_status, to_status
 
 CODES = list(grpc.StatusCode)
 KINDS = [getattr(errors, name) for name in errors.__all__]

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from edit.errors import EditError
-from editpb.status import to_status
+from editpb.transport.status import to_status
 
 if TYPE_CHECKING:
     import grpc

@@ -24,7 +24,7 @@ def make_chunks(data: bytes | bytearray | memoryview, chunk_bytes: int = CHUNK_B
 
 
 class Chunk(Protocol):
-    """A chunk on its arrival, as protobuf or `editpb.chunk_frames` decoded it."""
+    """A chunk on its arrival, as protobuf or `editpb.transport.chunk_frames` decoded it."""
 
     @property
     def offset(self) -> int: ...

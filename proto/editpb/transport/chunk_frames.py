@@ -14,7 +14,7 @@ import grpc
 
 from editpb import data_pb2 as pb
 from editpb import data_pb2_grpc
-from editpb.chunks import CHUNK_BYTES
+from editpb.transport.chunks import CHUNK_BYTES
 
 __all__ = [
     "ReceivedChunk",
