@@ -5,7 +5,7 @@
 
 A real coordinator process, four honest peers that train a GPT of 1.2M parameters, a hostile member, and a probe: a process with
 a peer's certificate that asks for the description of the snapshot every 20 ms and for the last update every 200 ms, and keeps
-how long each answer took. `python -m edit.lab.hostile --help` says what each attack does. First a hostile founder is there
+how long each answer took. `edit/lab/hostile/catalogue.py` has what each attack does. First a hostile founder is there
 before anybody else; then the run is left alone, attacked in each way in turn, and left alone again. The attacker has a lower
 priority than the others (nice 10), since it would have a machine of its own; it still shares the memory and the two cores.
 
