@@ -3,7 +3,7 @@
 Owns the norms, the penalty, the weighted mean, the outer optimizers and the outer state (theta and all that moves it). Pure
 functions and values: sans-IO, no clock, no randomness. Must not know rounds, carriers, disks.
 
-    norms             lengths of vectors, the same on every machine
+    norms             lengths of vectors, the same with any number of threads
     penalty           on scalars: which contribution is anomalous, and each one's weight
     heloco            corrects a contribution towards the outer momentum
     merge             the values of a merge, the weighted mean, the clip

@@ -1,4 +1,8 @@
-"""Lengths of flat fp32 vectors, and of what several ranks hold of one: the same on any machine, with any number of threads."""
+"""Lengths of flat fp32 vectors, and of what several ranks hold of one: the same with any number of threads.
+
+The last bits follow the order in which torch adds, which is one on x86 CPUs with AVX2 and another elsewhere. A merge is
+computed at one place, and its result is what is journalled and sent, so nothing depends on that yet.
+"""
 
 from __future__ import annotations
 
