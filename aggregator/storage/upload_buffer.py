@@ -17,8 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
-import numpy as np
-
+from edit.codecs.base import new_buffer
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
 __all__ = ["Upload", "UploadBuffer"]
@@ -80,7 +79,7 @@ class Upload:
         self.received_bytes = 0  # where the next chunk starts
         self.dropped = ""  # not empty: the bytes are gone, for this reason
         self._name, self._buffer, self._path = name, buffer, path
-        self._memory = _new_memory(total_bytes if path is None else 0)
+        self._memory = new_buffer(total_bytes if path is None else 0)  # read only when all of it has been written
         self._writing = asyncio.Lock()  # two streams may send the same upload: an old one that is not known to be broken yet
 
     @property
@@ -146,7 +145,7 @@ class Upload:
             self._buffer.files.submit(self._path.unlink, missing_ok=True)
         else:
             self._buffer.held_bytes -= self.total_bytes
-            self._memory = _new_memory(0)
+            self._memory = new_buffer(0)
 
     def _check_held(self) -> None:
         if self.dropped:
@@ -170,11 +169,6 @@ class Upload:
         except OSError as error:
             self.drop("the disk refused it")
             raise StorageError(f"{self._path}: cannot be written ({error.strerror})") from error
-
-
-def _new_memory(size: int) -> memoryview:
-    """Return `size` bytes that are not cleared: an upload is read only when all of it has been written."""
-    return np.empty(size, np.uint8).data
 
 
 def _read_file(path: Path, start: int, end: int) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 from blake3 import blake3
 
+from edit.codecs.base import new_buffer
 from editpb import tensors_pb2 as pb
 from editpb.limits import MAX_CHUNK_BYTES, fail
 
@@ -76,7 +76,7 @@ class Reassembly:
         if (end := offset + len(data)) > self._total:
             fail(f"{self._name}: more than the announced {self._total} bytes")
         if not self._data:
-            self._data = np.empty(self._total, np.uint8).data  # not cleared, as a bytearray would be
+            self._data = new_buffer(self._total)
         self._data[offset:end] = data
         self._received = end
         if self._hash is not None:
