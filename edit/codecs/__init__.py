@@ -14,7 +14,8 @@ know peers, rounds, verdicts, carriers.
     stat2           two levels by the standard deviation of a row
     sign            1 bit and the mean magnitude
     topk            the k largest of 4096
-    error_feedback  the residual: what a lossy codec left out is added to the next vector
+    residuals       how a residual is stored
+    error_feedback  what a lossy codec left out, the residual, is added to the next vector
 
 To add a codec: a file beside these with a class that derives from `Codec`, a line in `_CODECS`, its name and its options in
 `edit.config.codec.CODECS`.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
+from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, parts, view
 from edit.codecs.blocks import covering
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
@@ -53,20 +53,30 @@ class Blockwise(Codec):
     def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
         """Encode about PIECE elements at a time."""
         data = new_buffer(self.encoded_size(flat.numel()))
-        for start in range(0, flat.numel(), PIECE):
-            part = flat[start : start + PIECE]
-            for blocks, planes in self._blocks(part, data, flat.numel(), start):
-                self.encode_blocks(blocks, planes)
+        for part in parts(flat.numel()):
+            self.encode_part(flat[part], data, flat.numel(), part.start)
         return data
 
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
         """Decode the blocks of each piece."""
         scratch = torch.empty(min(PIECE, numel), dtype=torch.float32)
-        for start in range(0, numel, PIECE):
-            piece = scratch[: min(PIECE, numel - start)]
-            for blocks, planes in self._blocks(piece, data, numel, start):
-                self.decode_blocks(planes, blocks)
+        for part in parts(numel):
+            piece = scratch[: part.stop - part.start]
+            self.decode_part(data, numel, part.start, piece)
             yield piece
+
+    def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
+        """Write the blocks of fp32 `part`, the elements from `start` on, into `data`, which encodes `numel` elements.
+
+        start: a multiple of `granule`; `part` ends at one too, or at the end of the vector.
+        """
+        for blocks, planes in self._blocks(part, data, numel, start):
+            self.encode_blocks(blocks, planes)
+
+    def decode_part(self, data: Buffer, numel: int, start: int, out: Tensor) -> None:
+        """Decode the elements from `start` on into fp32 `out`; see `encode_part`. Raises RemoteProtocolError as `pieces`."""
+        for blocks, planes in self._blocks(out, data, numel, start):
+            self.decode_blocks(planes, blocks)
 
     def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:
         """Select the planes of the blocks that the shard touches."""

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from edit.codecs import Codec, CodecSpec, codec
 from edit.codecs.base import parts
+from edit.codecs.residuals import owing
 from edit.config.codec import CodecChoice
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["ErrorFeedback", "codec_of", "owing", "with_feedback"]
+__all__ = ["ErrorFeedback", "codec_of", "with_feedback"]
 
 
 def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
@@ -46,13 +47,6 @@ def with_feedback(
     for part, piece in zip(parts(total.numel()), encoder.decode_pieces(encoded), strict=True):
         total[part].sub_(piece)
     return encoded, total
-
-
-def owing(delta: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> Tensor:
-    """Return u = delta + decay * e in `out`. residual: e, None counts as zero. All are flat fp32 of one shape."""
-    if residual is None:
-        return out.copy_(delta)
-    return torch.add(delta, residual if decay == 1 else residual * decay, out=out)
 
 
 class ErrorFeedback:

@@ -11,9 +11,19 @@ from types import MappingProxyType
 from edit.config.validation import one_of, require, within
 from edit.errors import ConfigError
 
-__all__ = ["CODECS", "MAX_SPEC_CHARS", "CodecChoice", "CodecConfig", "CodecOption", "CodecSpec", "FragmentCodec"]
+__all__ = [
+    "CODECS",
+    "MAX_SPEC_CHARS",
+    "RESIDUAL_FORMS",
+    "CodecChoice",
+    "CodecConfig",
+    "CodecOption",
+    "CodecSpec",
+    "FragmentCodec",
+]
 
 MAX_SPEC_CHARS = 64  # of a spec's text
+RESIDUAL_FORMS = ("fp32", "bf16", "int8")  # how a residual can be stored, see `edit.codecs.residuals`
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from edit.codecs.base import parts
-from edit.codecs.error_feedback import codec_of, owing
+from edit.codecs.error_feedback import codec_of
+from edit.codecs.residuals import owing
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash

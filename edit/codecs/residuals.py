@@ -1,0 +1,111 @@
+"""How a residual is stored: what a codec left out of one vector, in fp32, bf16 or int8.
+
+fp32 keeps it to the bit. bf16 (2 bytes for each element) and int8 (1.016) round what is written: the formats are those of the
+codecs of these names, in the same bytes on every machine. A residual is small beside the vectors that it is added to, and what
+is rounded away here was rounded away once already, so it is lost and not owed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from edit.codecs.base import PIECE, parts
+from edit.codecs.int8 import BlockInt8
+from edit.config.codec import RESIDUAL_FORMS, CodecSpec
+from edit.errors import StorageError
+
+__all__ = ["Residual", "owing"]
+
+_DTYPES = dict(zip(RESIDUAL_FORMS, (torch.float32, torch.bfloat16, torch.uint8), strict=True))
+_INT8 = BlockInt8(CodecSpec("int8"))
+
+
+def owing(delta: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> Tensor:
+    """Return u = delta + decay * e in `out`. residual: e, None counts as zero. All are flat fp32 of one shape."""
+    if residual is None:
+        return out.copy_(delta)
+    return torch.add(delta, residual if decay == 1 else residual * decay, out=out)
+
+
+class Residual:
+    """The residual e of one flat fp32 vector, zero at first; read and written in the pieces of `edit.codecs.base.parts`.
+
+    numel: of the vector. form: one of `edit.config.codec.RESIDUAL_FORMS`.
+    """
+
+    __slots__ = ("_data", "form", "numel")
+
+    def __init__(self, numel: int, form: str = "fp32") -> None:
+        self.numel = numel
+        self.form = form
+        # int8: the bytes of that codec. All bytes 0 are the vector 0 in every form.
+        self._data = torch.zeros(_size(numel, form), dtype=_DTYPES[form])
+
+    @classmethod
+    def of(cls, tensor: Tensor, numel: int, form: str) -> Residual:
+        """Return a copy, in `form`, of what `tensor` holds, that of another residual: to the bit in its own form, else rounded once.
+
+        Raises StorageError when it is not the tensor of a residual of `numel` elements.
+        """
+        stored = next((one for one, dtype in _DTYPES.items() if dtype == tensor.dtype), None)
+        if stored is None or tuple(tensor.shape) != (_size(numel, stored),):
+            raise StorageError(f"{list(tensor.shape)} {tensor.dtype} is not the residual of {numel} elements")
+        residual = cls(numel, form)
+        if stored == form:
+            residual._data.copy_(tensor)
+            return residual
+        source = cls.__new__(cls)
+        source.numel, source.form, source._data = numel, stored, tensor.cpu()
+        for part, piece in source.pieces():
+            residual.write(part, piece)
+        return residual
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it for a checkpoint, shared: fp32 or bf16 [numel]; int8: uint8, the bytes that the codec int8 makes of it."""
+        return self._data
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes, in bytes."""
+        return self._data.nbytes
+
+    def read(self, part: slice) -> Tensor:
+        """Return one piece in fp32, only to be read: e itself where that is fp32, else new memory."""
+        if self.form != "int8":
+            return self._data[part].to(torch.float32)
+        piece = torch.empty(part.stop - part.start)
+        _INT8.decode_part(self._data.numpy().data, self.numel, part.start, piece)
+        return piece
+
+    def add_to(self, total: Tensor, part: slice, decay: float = 1.0) -> None:
+        """total += decay * e[part], in place, rounded after the product and after the sum. total: fp32, as long as the part."""
+        owing(total, self.read(part), decay, total)
+
+    def write(self, part: slice, piece: Tensor) -> None:
+        """e[part] = piece (fp32, not changed), rounded to the form."""
+        if self.form == "int8":
+            _INT8.encode_part(piece, self._data.numpy().data, self.numel, part.start)
+        else:
+            self._data[part].copy_(piece)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each part and what `read` returns for it."""
+        return ((part, self.read(part)) for part in parts(self.numel))
+
+    def vector(self) -> Tensor:
+        """Return all of it as a new flat fp32 vector, shape [numel]."""
+        whole = torch.empty(self.numel)
+        for part, piece in self.pieces():
+            whole[part] = piece
+        return whole
+
+
+def _size(numel: int, form: str) -> int:
+    return _INT8.encoded_size(numel) if form == "int8" else numel
+
+
+assert PIECE % _INT8.granule == 0  # so that no block lies in two parts
