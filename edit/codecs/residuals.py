@@ -46,7 +46,7 @@ class Residual:
 
     @classmethod
     def of(cls, tensor: Tensor, numel: int, form: str) -> Residual:
-        """Return a copy, in `form`, of what `tensor` holds, that of another residual: to the bit in its own form, else rounded once.
+        """Return a residual in `form` with what `tensor`, that of another one, holds: to the bit in its own form, else rounded.
 
         Raises StorageError when it is not the tensor of a residual of `numel` elements.
         """
