@@ -3,7 +3,7 @@
 Owns the formats, the choice between them (`codec`), the cut of an encoded fragment for one rank, and error feedback. Must not
 know peers, rounds, verdicts, carriers.
 
-    base            the Codec protocol, and all that follows from a format's four methods
+    base            the Codec protocol, and all that follows from a format's own methods
     blocks          which blocks of an encoded vector cover a shard
     blockwise       what all formats of blocks share: planes of bytes, pieces, cuts, packed bits, sums
     floats          fp32, bf16, fp16

@@ -1,4 +1,4 @@
-"""The Codec protocol: the four methods that a format implements, and what follows from them for every format.
+"""The Codec protocol: the methods that a format implements, and what follows from them for every format.
 
 All formats are little-endian, as every machine that torch is built for here; `edit.codecs.codec` refuses another byte order.
 """
@@ -28,7 +28,7 @@ class Codec(Protocol):
     """One format for flat fp32 vectors. It has no state.
 
     A new format is a class that derives from this one, sets the three attributes and implements `encoded_size`, `to_bytes`,
-    `pieces` and `cut_bytes`; it is made from a `CodecSpec` by a line in `edit.codecs`.
+    `encode_part`, `pieces` and `cut_bytes`; it is made from a `CodecSpec` by a line in `edit.codecs`.
     """
 
     # The text of its CodecSpec, by which an EncodedTensor names it.
@@ -48,6 +48,14 @@ class Codec(Protocol):
         """Encode a contiguous flat fp32 CPU tensor into new memory. Same input, same bytes.
 
         An element that is not finite decodes to one that is not finite. fragment: see `encode`.
+        """
+        ...
+
+    def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
+        """Write fp32 `part`, the elements from `start` on, into `data`, `encoded_size(numel)` writable bytes of all of them.
+
+        start: a multiple of `granule`; `part` ends at one too, or at the end of the vector. All parts make what `to_bytes`
+        makes, and `pieces` decodes a piece when it comes to it, so it may follow piece by piece.
         """
         ...
 

@@ -66,10 +66,7 @@ class Blockwise(Codec):
             yield piece
 
     def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
-        """Write the blocks of fp32 `part`, the elements from `start` on, into `data`, which encodes `numel` elements.
-
-        start: a multiple of `granule`; `part` ends at one too, or at the end of the vector.
-        """
+        """Encode the blocks of the part."""
         for blocks, planes in self._blocks(part, data, numel, start):
             self.encode_blocks(blocks, planes)
 

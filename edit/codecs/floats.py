@@ -40,6 +40,10 @@ class RawFloat(Codec):
         view(data, self._dtype, flat.numel(), 0, bytearray()).copy_(flat)
         return data
 
+    def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
+        """Round each element of the part."""
+        view(data, self._dtype, part.numel(), start * self._dtype.itemsize, bytearray()).copy_(part)
+
     def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
         """Widen each element; a piece of fp32 is a view of `data` itself."""
         size = self._dtype.itemsize

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edit.codecs import PIECE, codec, decode
+from edit.codecs.base import parts
 from edit.codecs.int8 import BLOCK
 from edit.config.codec import CodecSpec
 from edit.errors import LocalProtocolError, RemoteProtocolError
@@ -80,6 +81,18 @@ def test_every_length_around_blocks_and_pieces(name: str, numel: int) -> None:
     out = torch.ones(numel)
     codec(name).decode_add(encoded, out, 0.3)
     assert torch.equal(out, torch.ones(numel).add_(decoded.mul_(0.3)))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("numel", [1, 257, PIECE, 2 * PIECE + 300])
+def test_encoded_part_by_part_it_is_the_same_and_each_part_can_be_decoded_at_once(name: str, numel: int) -> None:
+    flat, whole = awkward(numel), encode(name, awkward(numel))
+    data, decoded = memoryview(bytearray(codec(name).encoded_size(numel))), decode(whole)
+    pieces = codec(name).pieces(data, numel)
+    for part in parts(numel):
+        codec(name).encode_part(flat[part], data, numel, part.start)
+        assert torch.equal(next(pieces), decoded[part])
+    assert bytes(data) == bytes(whole.data)
 
 
 @pytest.mark.parametrize("name", SPECS)
