@@ -1,6 +1,10 @@
 """The Codec protocol: the methods that a format implements, and what follows from them for every format.
 
 All formats are little-endian, as every machine that torch is built for here; `edit.codecs.codec` refuses another byte order.
+
+A vector may be on the CPU or on a CUDA device, and is encoded and decoded where it is; encoded bytes are on the CPU. A format
+is written in torch operations that round alike on both, and off the CPU it reads no value back: all that the host waits for is
+one copy of the bytes, at the end. Only a decoder looks at what it may have to refuse.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,17 +22,20 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["PIECE", "Buffer", "Codec", "new_buffer", "parts", "view"]
+__all__ = ["PIECE", "Buffer", "Codec", "new_buffer", "on_cpu", "parts", "readonly", "view"]
 
 Buffer = bytes | bytearray | memoryview
 
-PIECE = 1 << 17  # elements handled at a time: 512 KiB of fp32 stay in the cache from one operation on them to the next
+# Elements handled at a time, so that they stay in the cache from one operation on them to the next: 512 KiB of fp32 on the CPU;
+# 32 MiB on a GPU, where each operation has to be long beside its launch.
+PIECE = 1 << 17
+_DEVICE_PIECE = 1 << 23
 
 
 class Codec(Protocol):
     """One format for flat fp32 vectors. It has no state.
 
-    A new format is a class that derives from this one, sets the three attributes and implements `encoded_size`, `to_bytes`,
+    A new format is a class that derives from this one, sets the three attributes and implements `encoded_size`,
     `encode_part`, `pieces` and `cut_bytes`; it is made from a `CodecSpec` by a line in `edit.codecs`.
     """
 
@@ -44,25 +52,20 @@ class Codec(Protocol):
         """Return the exact number of bytes that encode `numel` elements."""
         ...
 
-    def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
-        """Encode a contiguous flat fp32 CPU tensor into new memory. Same input, same bytes.
-
-        An element that is not finite decodes to one that is not finite. fragment: see `encode`.
-        """
-        ...
-
-    def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
+    def encode_part(self, part: Tensor, data: Buffer | Tensor, numel: int, start: int) -> None:
         """Write fp32 `part`, the elements from `start` on, into `data`, `encoded_size(numel)` writable bytes of all of them.
 
-        start: a multiple of `granule`; `part` ends at one too, or at the end of the vector. All parts make what `to_bytes`
-        makes, and `pieces` decodes a piece when it comes to it, so it may follow piece by piece.
+        start: a multiple of `granule`; `part` ends at one too, or at the end of the vector. All parts make what `encode` makes,
+        and `pieces` decodes a piece when it comes to it, so it may follow piece by piece.
+        data: memory of the CPU, or flat uint8 on the device of `part`.
+        An element that is not finite decodes to one that is not finite.
         """
         ...
 
-    def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
-        """Decode PIECE elements at a time, in order (the last piece may be shorter).
+    def pieces(self, data: Buffer | Tensor, numel: int) -> Iterator[Tensor]:
+        """Decode as many elements at a time as `parts` says, in order. A tensor is uint8 and decoded on its device.
 
-        Raises RemoteProtocolError for bytes of the right length that `to_bytes` never makes, as far as the format tells them.
+        Raises RemoteProtocolError for bytes of the right length that `encode` never makes, as far as the format tells them.
         A piece is fp32 and valid until the next one. A piece of a lossless codec may be `data` itself and is only to be read;
         any other is scratch that the caller may overwrite. The length of `data` has been checked.
         """
@@ -79,42 +82,53 @@ class Codec(Protocol):
     # ---- what follows ----
 
     def encode(self, flat: Tensor, fragment: FragmentSpec) -> EncodedTensor:
-        """Encode a flat fp32 CPU tensor of at least 0 elements. Same input, same bytes.
+        """Encode a flat fp32 tensor of at least 0 elements, on the CPU or a CUDA device, into bytes on the CPU.
 
+        Same input, same bytes, on any CPU and device; but which NaN bf16 and fp16 make of one is left to these. From a CUDA
+        device the bytes are copied once, into pinned memory, on the current stream, for which this waits.
         fragment: of which `flat` is the vector, or a rank's shard of it. The size depends on the number of elements alone.
         Raises LocalProtocolError for another shape, dtype or device.
         """
-        if flat.ndim != 1 or flat.dtype != torch.float32 or flat.device.type != "cpu":
+        if flat.ndim != 1 or flat.dtype != torch.float32 or flat.device.type not in ("cpu", "cuda"):
             raise LocalProtocolError(
-                f"a codec takes a flat fp32 CPU tensor, not {list(flat.shape)} {flat.dtype} on {flat.device}"
+                f"a codec takes a flat fp32 tensor on the CPU or CUDA, not {list(flat.shape)} {flat.dtype} on {flat.device}"
             )
-        return EncodedTensor(self.name, flat.numel(), self.to_bytes(flat.detach().contiguous(), fragment))
+        data = torch.empty(self.encoded_size(flat.numel()), dtype=torch.uint8, device=flat.device)
+        flat = flat.detach().contiguous()
+        for part in parts(flat.numel(), flat.device):
+            self.encode_part(flat[part], data, flat.numel(), part.start)
+        return EncodedTensor(self.name, flat.numel(), _fetch(data))
 
-    def decode(self, encoded: EncodedTensor) -> Tensor:
-        """Decode into a new fp32 tensor, shape [numel]. Raises RemoteProtocolError for another length, and as `pieces`."""
-        pieces = self.decode_pieces(encoded)
-        out = torch.empty(encoded.numel, dtype=torch.float32)
-        for i, piece in enumerate(pieces):
-            out[i * PIECE : (i + 1) * PIECE] = piece
+    def decode(self, encoded: EncodedTensor, device: torch.device | None = None) -> Tensor:
+        """Decode into a new fp32 tensor on `device` (None: the CPU), shape [numel]. Raises as `decode_pieces`."""
+        pieces = self.decode_pieces(encoded, device)
+        out = torch.empty(encoded.numel, dtype=torch.float32, device=device)
+        for part, piece in zip(parts(encoded.numel, device), pieces, strict=True):
+            out[part] = piece
         return out
 
     def decode_add(self, encoded: EncodedTensor, out: Tensor, weight: float) -> None:
-        """out += weight * decode(encoded), in place, rounded after the product and after the sum.
+        """out += weight * decode(encoded), in place, on out's device, rounded after the product and after the sum.
 
         Raises as `decode`; `out` may then have changed.
         """
-        pieces = self.decode_pieces(encoded)
-        scratch = torch.empty(min(PIECE, out.numel()) if self.lossless else 0, dtype=torch.float32)
-        for i, piece in enumerate(pieces):
+        pieces, scratch = self.decode_pieces(encoded, out.device), out.new_empty(0)
+        for part, piece in zip(parts(encoded.numel, out.device), pieces, strict=True):
+            if self.lossless and scratch.numel() == 0:
+                scratch = torch.empty_like(piece)
             weighted = torch.mul(piece, weight, out=scratch[: piece.numel()]) if self.lossless else piece.mul_(weight)
-            out[i * PIECE : (i + 1) * PIECE].add_(weighted)
+            out[part].add_(weighted)
 
-    def decode_pieces(self, encoded: EncodedTensor) -> Iterator[Tensor]:
-        """Decode PIECE elements at a time, see `pieces`. Raises RemoteProtocolError for another length, and as `pieces`."""
+    def decode_pieces(self, encoded: EncodedTensor, device: torch.device | None = None) -> Iterator[Tensor]:
+        """Decode on `device` (None: the CPU) as many elements at a time as `parts` says, see `pieces`.
+
+        A device gets the bytes in one copy, on its current stream; they must stay as they are until it has done so.
+        Raises RemoteProtocolError for another length, and as `pieces`.
+        """
         size, numel = memoryview(encoded.data).nbytes, encoded.numel
         if numel < 0 or size != self.encoded_size(numel):
             raise RemoteProtocolError(f"{size} bytes cannot be {numel} elements in {self.name}")
-        return self.pieces(encoded.data, numel)
+        return self.pieces(encoded.data if device is None or device.type == "cpu" else _send(encoded.data, device), numel)
 
     def cut(self, encoded: EncodedTensor, shard: Shard) -> EncodedTensor:
         """Return the shortest run of blocks of an encoded fragment that covers the shard; `encoded` itself for the whole of it.
@@ -145,9 +159,15 @@ class Codec(Protocol):
         return flat if self.granule == 1 or shard.is_whole else gather(shard, flat, self.granule)
 
 
-def parts(numel: int) -> Iterator[slice]:
-    """Yield where the pieces of `Codec.pieces` stand in a vector of `numel` elements."""
-    return (slice(start, min(numel, start + PIECE)) for start in range(0, numel, PIECE))
+def parts(numel: int, device: torch.device | None = None) -> Iterator[slice]:
+    """Yield where the pieces of `Codec.pieces` on `device` (None: the CPU) stand in a vector of `numel` elements."""
+    size = PIECE if device is None or device.type == "cpu" else _DEVICE_PIECE
+    return (slice(start, min(numel, start + size)) for start in range(0, numel, size))
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Return whether a value of the tensor can be looked at without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def new_buffer(size: int) -> memoryview:
@@ -155,11 +175,39 @@ def new_buffer(size: int) -> memoryview:
     return torch.empty(size, dtype=torch.uint8).numpy().data
 
 
-def view(data: Buffer, dtype: torch.dtype, count: int, offset: int, spare: bytearray) -> Tensor:
+def readonly(data: Buffer | Tensor) -> bool:
+    """Return whether `view` needs a spare for it."""
+    return not isinstance(data, Tensor) and memoryview(data).readonly
+
+
+def _fetch(data: Tensor) -> memoryview:
+    """Return contiguous uint8 `data` as bytes on the CPU: its own memory there, else one copy in pinned memory."""
+    if not on_cpu(data):
+        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+        host.copy_(data, non_blocking=True)
+        torch.cuda.current_stream(data.device).synchronize()
+        data = host
+    return data.numpy().data
+
+
+def _send(data: Buffer, device: torch.device) -> Tensor:
+    """Copy bytes to a device, flat uint8, on its current stream."""
+    source = memoryview(data).cast("B")
+    if source.readonly:  # torch takes no such memory
+        host = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
+        host.numpy()[:] = np.frombuffer(source, dtype=np.uint8)
+    else:
+        host = view(source, torch.uint8, source.nbytes, 0, bytearray())
+    return host.to(device, non_blocking=True)
+
+
+def view(data: Buffer | Tensor, dtype: torch.dtype, count: int, offset: int, spare: bytearray) -> Tensor:
     """View `count` elements of `data` from byte `offset` as a tensor that shares its memory.
 
-    Read-only data is first copied into `spare`, which must be large enough.
+    Read-only data is first copied into `spare`, which must be large enough. A tensor is flat uint8.
     """
+    if isinstance(data, Tensor):
+        return data[offset : offset + count * dtype.itemsize].view(dtype)
     source = memoryview(data).cast("B")
     if count == 0:
         return torch.empty(0, dtype=dtype)

@@ -12,19 +12,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, parts, view
+from edit.codecs.base import Buffer, Codec, new_buffer, on_cpu, parts, readonly, view
 from edit.codecs.blocks import covering
 from edit.errors import RemoteProtocolError
-from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
-__all__ = ["Blockwise", "absmax", "pack", "replace_lost_scales", "row_sums", "unpack"]
+__all__ = ["Blockwise", "absmax", "divide", "divide_scales", "magnitudes", "pack", "row_sums", "unpack"]
 
 _TINY = 2.0**-100  # a block below it becomes zero: its reciprocal would come near the end of fp32's range
 
 
 class Blockwise(Codec):
-    """A format of blocks. `granule` divides PIECE.
+    """A format of blocks. `granule` divides PIECE, on the CPU and elsewhere.
 
     A new one sets `name` and `granule` and implements `plane_bytes`, `encode_blocks` and `decode_blocks`.
     """
@@ -39,7 +38,8 @@ class Blockwise(Codec):
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Write the bytes of fp32 `blocks` [rows, numel] into `planes`, each uint8 [rows, bytes]. Does not change `blocks`.
 
-        What is written depends on nothing but the values: not on the machine, and not on how many rows come at a time.
+        What is written depends on nothing but the values: not on the machine or device, and not on how many rows come at a
+        time. Off the CPU, no value is read back.
         """
 
     @abstractmethod
@@ -50,27 +50,21 @@ class Blockwise(Codec):
         """Add up the planes of all blocks."""
         return sum(whole + short for whole, short in self._sizes(numel))
 
-    def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
-        """Encode about PIECE elements at a time."""
-        data = new_buffer(self.encoded_size(flat.numel()))
-        for part in parts(flat.numel()):
-            self.encode_part(flat[part], data, flat.numel(), part.start)
-        return data
-
-    def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
+    def pieces(self, data: Buffer | Tensor, numel: int) -> Iterator[Tensor]:
         """Decode the blocks of each piece."""
-        scratch = torch.empty(min(PIECE, numel), dtype=torch.float32)
-        for part in parts(numel):
+        device = data.device if isinstance(data, Tensor) else None
+        scratch = torch.empty(next((part.stop for part in parts(numel, device)), 0), dtype=torch.float32, device=device)
+        for part in parts(numel, device):
             piece = scratch[: part.stop - part.start]
             self.decode_part(data, numel, part.start, piece)
             yield piece
 
-    def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
+    def encode_part(self, part: Tensor, data: Buffer | Tensor, numel: int, start: int) -> None:
         """Encode the blocks of the part."""
         for blocks, planes in self._blocks(part, data, numel, start):
             self.encode_blocks(blocks, planes)
 
-    def decode_part(self, data: Buffer, numel: int, start: int, out: Tensor) -> None:
+    def decode_part(self, data: Buffer | Tensor, numel: int, start: int, out: Tensor) -> None:
         """Decode the elements from `start` on into fp32 `out`; see `encode_part`. Raises RemoteProtocolError as `pieces`."""
         for blocks, planes in self._blocks(out, data, numel, start):
             self.decode_blocks(planes, blocks)
@@ -102,7 +96,7 @@ class Blockwise(Codec):
         for per_block, rest in zip(self.plane_bytes(self.granule), of_short, strict=True):
             yield whole * per_block, rest
 
-    def _blocks(self, part: Tensor, data: Buffer, numel: int, start: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def _blocks(self, part: Tensor, data: Buffer | Tensor, numel: int, start: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield (blocks, planes) of the elements of `part`, which begins at element `start`: the whole ones, the short one."""
         rows, short = divmod(part.numel(), self.granule)
         if rows:
@@ -110,12 +104,12 @@ class Blockwise(Codec):
         if short:
             yield part[rows * self.granule :].view(1, -1), self._planes(data, numel, numel // self.granule, 0)
 
-    def _planes(self, data: Buffer, numel: int, first: int, rows: int) -> list[Tensor]:
+    def _planes(self, data: Buffer | Tensor, numel: int, first: int, rows: int) -> list[Tensor]:
         """View the bytes of `rows` whole blocks from block `first` on, or (rows = 0) of the short one."""
-        planes, begin, readonly = [], 0, memoryview(data).readonly
+        planes, begin, copied = [], 0, readonly(data)
         for per_block, (whole, short) in zip(self.plane_bytes(self.granule), self._sizes(numel), strict=True):
             size = rows * per_block if rows else short
-            spare = bytearray(size if readonly else 0)
+            spare = bytearray(size if copied else 0)
             planes.append(view(data, torch.uint8, size, begin + first * per_block, spare).view(max(rows, 1), -1))
             begin += whole + short
         return planes
@@ -126,20 +120,35 @@ def absmax(blocks: Tensor, out: Tensor) -> Tensor:
 
     Returns |blocks|, scratch.
     """
-    magnitudes = torch.abs(blocks)
+    work = magnitudes(blocks)
     # Floats >= 0 sort as their bits do, NaN last; torch finds the largest integer twice as fast as the largest float.
-    torch.amax(magnitudes.view(torch.int32), 1, out=out.view(torch.int32))
-    return magnitudes
+    torch.amax(work.view(torch.int32), 1, out=out.view(torch.int32))
+    return work
 
 
-def replace_lost_scales(scales: Tensor) -> Tensor | None:
-    """Make the scales of tiny blocks 0 and those that are not finite NaN; return which blocks these are [rows], or None."""
+def magnitudes(blocks: Tensor) -> Tensor:
+    """Return |blocks|, new; of a NaN the same NaN without its sign, of which CUDA's abs says nothing."""
+    return blocks.abs() if on_cpu(blocks) else (blocks.view(torch.int32) & 0x7FFFFFFF).view(torch.float32)
+
+
+def divide(dividends: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
+    """Return dividends / divisor, each rounded once. On CUDA torch would multiply by the reciprocal of a Python number."""
+    return torch.div(dividends, divisor if on_cpu(dividends) else dividends.new_full((), divisor), out=out)
+
+
+def divide_scales(scales: Tensor, divisor: float = 1.0) -> Tensor | None:
+    """Divide the scales; make those of tiny blocks 0, those not finite NaN, and return which blocks these are [rows, 1].
+
+    None for no such block; where that cannot be told without waiting for a device, never None.
+    """
     tiny, broken = scales < _TINY, ~scales.isfinite()
     lost = tiny | broken
-    if not bool(lost.any()):
+    if divisor != 1:
+        divide(scales, divisor, out=scales)
+    if on_cpu(scales) and not bool(lost.any()):
         return None
     scales.masked_fill_(tiny, 0.0).masked_fill_(broken, torch.nan)
-    return lost
+    return lost.unsqueeze(1)
 
 
 def row_sums(rows: Tensor) -> Tensor:
@@ -173,7 +182,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the codes that `pack` packed, uint8 [rows, numel]. Raises RemoteProtocolError when a bit without a code is set."""
     rows, width = packed.shape
-    codes = torch.empty(rows, numel, dtype=torch.uint8)
+    codes = packed.new_empty(rows, numel)
     for i in range(8 // bits):
         part = codes[:, i * width : (i + 1) * width]
         torch.bitwise_right_shift(packed[:, : part.shape[1]], bits * i, out=part)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, absmax, pack, replace_lost_scales, unpack
+from edit.codecs.blockwise import Blockwise, absmax, divide_scales, pack, unpack
 from edit.config.codec import CodecSpec
 
 __all__ = ["BlockE3M0"]
@@ -39,13 +39,13 @@ class BlockE3M0(Blockwise):
         """Round to the nearest code; see the module's docstring."""
         scales = planes[0].view(torch.float32).view(-1)
         work = absmax(blocks, scales)
-        lost = replace_lost_scales(scales)
+        lost = divide_scales(scales)
         bits = work.div_(scales.unsqueeze(1)).view(torch.int32)
         nonzero = bits >= _HALF_OF_SMALLEST
         codes = bits.add_(_HALF).bitwise_right_shift_(_MANTISSA).sub_(_BIAS).clamp_(min=1).to(torch.uint8)
         codes.mul_(nonzero).add_(torch.signbit(blocks).to(torch.uint8), alpha=8)
         if lost is not None:
-            codes[lost] = 0  # what stands there came from 0 / 0 or NaN
+            codes.masked_fill_(lost, 0)  # what stands there came from 0 / 0 or NaN
         pack(codes, 4, planes[1])
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, Buffer, Codec, new_buffer, view
+from edit.codecs.base import Buffer, Codec, parts, readonly, view
 from edit.config.codec import CodecSpec
-from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 
 __all__ = ["RawFloat"]
@@ -34,23 +33,18 @@ class RawFloat(Codec):
         """Return the element size times `numel`."""
         return numel * self._dtype.itemsize
 
-    def to_bytes(self, flat: Tensor, fragment: FragmentSpec) -> memoryview:
-        """Round each element."""
-        data = new_buffer(self.encoded_size(flat.numel()))
-        view(data, self._dtype, flat.numel(), 0, bytearray()).copy_(flat)
-        return data
-
-    def encode_part(self, part: Tensor, data: Buffer, numel: int, start: int) -> None:
+    def encode_part(self, part: Tensor, data: Buffer | Tensor, numel: int, start: int) -> None:
         """Round each element of the part."""
         view(data, self._dtype, part.numel(), start * self._dtype.itemsize, bytearray()).copy_(part)
 
-    def pieces(self, data: Buffer, numel: int) -> Iterator[Tensor]:
+    def pieces(self, data: Buffer | Tensor, numel: int) -> Iterator[Tensor]:
         """Widen each element; a piece of fp32 is a view of `data` itself."""
-        size = self._dtype.itemsize
-        spare = bytearray(min(PIECE, numel) * size if memoryview(data).readonly else 0)
-        scratch = torch.empty(0 if self.lossless else min(PIECE, numel), dtype=torch.float32)
-        for start in range(0, numel, PIECE):
-            raw = view(data, self._dtype, min(PIECE, numel - start), start * size, spare)
+        size, device = self._dtype.itemsize, data.device if isinstance(data, Tensor) else None
+        longest = next((part.stop for part in parts(numel, device)), 0)
+        spare = bytearray(longest * size if readonly(data) else 0)
+        scratch = torch.empty(0 if self.lossless else longest, dtype=torch.float32, device=device)
+        for part in parts(numel, device):
+            raw = view(data, self._dtype, part.stop - part.start, part.start * size, spare)
             yield raw if self.lossless else scratch[: raw.numel()].copy_(raw)
 
     def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, absmax, pack, replace_lost_scales, unpack
+from edit.codecs.blockwise import Blockwise, absmax, divide_scales, pack, unpack
 from edit.config.codec import CodecSpec
 
 __all__ = ["BlockInt4"]
@@ -39,9 +39,8 @@ class BlockInt4(Blockwise):
         work = absmax(blocks, scales)
         torch.mul(blocks, (_LARGEST / scales).unsqueeze(1), out=work)
         codes = work.round_().add_(_ZERO).to(torch.uint8)
-        if (lost := replace_lost_scales(scales)) is not None:
-            codes[lost] = _ZERO  # what stands there came from 0 * Inf or NaN
-        scales.div_(_LARGEST)
+        if (lost := divide_scales(scales, _LARGEST)) is not None:
+            codes.masked_fill_(lost, _ZERO)  # what stands there came from 0 * Inf or NaN
         pack(codes, 4, planes[1])
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, absmax, replace_lost_scales
+from edit.codecs.blockwise import Blockwise, absmax, divide_scales
 from edit.config.codec import CodecSpec
 
 __all__ = ["BLOCK", "BlockInt8"]
@@ -40,9 +40,8 @@ class BlockInt8(Blockwise):
         work = absmax(blocks, scales)
         torch.mul(blocks, (_LARGEST / scales).unsqueeze(1), out=work)
         values.copy_(work.round_())
-        if (lost := replace_lost_scales(scales)) is not None:
-            values[lost] = 0  # what stands there came from 0 * Inf or NaN
-        scales.div_(_LARGEST)
+        if (lost := divide_scales(scales, _LARGEST)) is not None:
+            values.masked_fill_(lost, 0)  # what stands there came from 0 * Inf or NaN
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
         """Multiply each value by its scale, rounded once."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, pack, row_sums, unpack
+from edit.codecs.blockwise import Blockwise, divide, magnitudes, pack, row_sums, unpack
 from edit.config.codec import CodecSpec
 
 __all__ = ["BlockSign"]
@@ -34,7 +34,7 @@ class BlockSign(Blockwise):
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Take signs and means; see the module's docstring."""
         means = planes[0].view(torch.float32).view(-1)
-        torch.div(row_sums(blocks.abs()), blocks.shape[1], out=means)
+        divide(row_sums(magnitudes(blocks)), blocks.shape[1], out=means)
         means.masked_fill_(~means.isfinite(), torch.nan)
         pack((blocks < 0).to(torch.uint8), 1, planes[1])
 

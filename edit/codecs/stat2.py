@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, pack, row_sums, unpack
+from edit.codecs.blockwise import Blockwise, divide, magnitudes, pack, row_sums, unpack
 from edit.codecs.two_levels import join, split
 from edit.config.codec import CodecSpec
 
@@ -40,9 +40,8 @@ class RowStat2(Blockwise):
 
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Put each element into its bin; see the module's docstring."""
-        magnitudes = blocks.abs()
-        sigma = row_sums(blocks * blocks).div_(blocks.shape[1]).sqrt_()
-        codes = split(blocks, magnitudes, sigma.mul_(self._edge).unsqueeze(1), planes[0].view(torch.float32))
+        sigma = divide(row_sums(blocks * blocks), blocks.shape[1]).sqrt_()
+        codes = split(blocks, magnitudes(blocks), sigma.mul_(self._edge).unsqueeze(1), planes[0].view(torch.float32))
         pack(codes, 2, planes[1])
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:

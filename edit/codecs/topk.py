@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, pack, row_sums, unpack
+from edit.codecs.base import on_cpu
+from edit.codecs.blockwise import Blockwise, divide, magnitudes, pack, row_sums, unpack
 from edit.codecs.two_levels import join, split
 from edit.config.codec import CodecSpec
 from edit.errors import RemoteProtocolError
@@ -46,12 +47,12 @@ class ChunkedTopK(Blockwise):
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Select and quantise; see the module's docstring."""
         k = min(self._k, blocks.shape[1])
-        magnitudes = blocks.abs()
-        where = _largest(magnitudes, k)
-        values, chosen = blocks.reshape(-1)[where].view(-1, k), magnitudes.view(-1)[where].view(-1, k)
-        mean = row_sums(chosen).div_(k).unsqueeze(1)
+        bits = magnitudes(blocks).view(torch.int32)  # floats >= 0 sort as their bits do, NaN last
+        positions = _largest(bits, k) if on_cpu(bits) else _largest_unread(bits, k)
+        values, chosen = blocks.gather(1, positions), bits.gather(1, positions).view(torch.float32)
+        mean = divide(row_sums(chosen), k).unsqueeze(1)
         pack(split(values, chosen, mean, planes[0].view(torch.float32)), 2, planes[2])
-        _pack_positions(where.view(-1, k) % blocks.shape[1], planes[1])
+        _pack_positions(positions, planes[1])
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
         """Put the values at their positions; exact."""
@@ -64,17 +65,27 @@ class ChunkedTopK(Blockwise):
         blocks.scatter_(1, positions, join(unpack(planes[2], 2, k), levels))
 
 
-def _largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Return where the k largest of each row are in the flattened rows, ascending, [rows * k]; of equal ones the first."""
-    numel = magnitudes.shape[1]
-    bits = magnitudes.view(torch.int32).numpy()  # floats >= 0 sort as their bits do, NaN last
-    smallest = np.partition(bits, numel - k, axis=1)[:, numel - k, None]
-    where = np.flatnonzero(bits >= smallest)
-    if where.size > k * len(bits):  # more than k: not all that equal the smallest one are sent
-        above, equal = bits > smallest, bits == smallest
+def _largest(rows: Tensor, k: int) -> Tensor:
+    """Return the positions of the k largest of each row of int32 on the CPU, ascending, [rows, k]; of equal ones the first."""
+    numel, values = rows.shape[1], rows.numpy()
+    smallest = np.partition(values, numel - k, axis=1)[:, numel - k, None]
+    where = np.flatnonzero(values >= smallest)
+    if where.size > k * len(values):  # more than k: not all that equal the smallest one are sent
+        above, equal = values > smallest, values == smallest
         needed = k - above.sum(axis=1, keepdims=True)
         where = np.flatnonzero(above | (equal & (equal.cumsum(axis=1) <= needed)))
-    return torch.from_numpy(where)
+    return torch.from_numpy(where).view(-1, k) % numel
+
+
+def _largest_unread(rows: Tensor, k: int) -> Tensor:
+    """Return the same on any device, without reading a value back."""
+    smallest = rows.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = rows > smallest, rows == smallest
+    needed = k - above.sum(1, keepdim=True)
+    sent = above | (equal & (equal.cumsum(1) <= needed))
+    slots = sent.cumsum(1).sub_(1).masked_fill_(~sent, k)  # the others all go into one that is cut off
+    order = torch.arange(rows.shape[1], device=rows.device).expand_as(slots)
+    return slots.new_empty(len(rows), k + 1).scatter_(1, slots, order)[:, :k]
 
 
 def _pack_positions(positions: Tensor, out: Tensor) -> None:
@@ -90,7 +101,7 @@ def _pack_positions(positions: Tensor, out: Tensor) -> None:
 def _unpack_positions(packed: Tensor, k: int) -> Tensor:
     """Return what `_pack_positions` packed, int64 [rows, k]. Raises RemoteProtocolError when a bit left over is set."""
     wide = packed.to(torch.int64)
-    positions = torch.empty(len(packed), k, dtype=torch.int64)
+    positions = wide.new_empty(len(packed), k)
     middle = wide[:, 1::3]
     positions[:, ::2] = wide[:, ::3] | (middle & 15) << 8
     positions[:, 1::2] = middle[:, : k // 2] >> 4 | wide[:, 2::3] << 4

@@ -21,7 +21,7 @@ def split(values: Tensor, magnitudes: Tensor, threshold: Tensor, levels: Tensor)
     higher = magnitudes * above
     torch.div(row_sums(higher), counts.clamp(min=1), out=levels[:, 1])
     torch.div(row_sums(magnitudes - higher), (values.shape[1] - counts).clamp_(min=1), out=levels[:, 0])
-    levels[~levels.isfinite().all(1)] = torch.nan
+    levels.masked_fill_(~levels.isfinite().all(1, keepdim=True), torch.nan)
     return above.mul_(2.0).add_(values < 0).to(torch.uint8)
 
 
