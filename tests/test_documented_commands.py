@@ -50,13 +50,21 @@ def command_lines() -> Iterator[tuple[str, str]]:
             if is_command(code):
                 yield document.name, code
     for program, group in GROUPS.items():
-        for command in (group, *group.commands.values()):
+        for command in (group, *commands_of(group)):
             for example in re.findall(r"(?:Example: |^)((?:edit-|torchrun ).+)$", said_by(command), re.MULTILINE):
                 yield f"{program} --help", example
     for path in BENCHMARKS:
         head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         for line in re.findall(r"^\s*((?:\.venv/bin/)?python benchmarks/.+)$", head, re.MULTILINE):
             yield path.name, line.strip().removeprefix(".venv/bin/")
+
+
+def commands_of(group: Any) -> Iterator[Any]:
+    """The commands of a program, and those of its groups of commands."""
+    for command in group.commands.values():
+        yield command
+        if hasattr(command, "commands"):
+            yield from commands_of(command)
 
 
 def said_by(command: Any) -> str:
@@ -120,6 +128,8 @@ def check_ours(program: str, arguments: Sequence[str]) -> None:
     group = GROUPS[program]
     with group.make_context(program, list(arguments), resilient_parsing=False) as context:
         name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+        if len(arguments) > 1 and hasattr(command, "commands"):
+            name, command, rest = command.resolve_command(context, rest)
         if len(arguments) > 1 or program == "edit-lab":  # `edit-peer join` alone names the command
             command.make_context(name, rest, parent=context).close()
 
@@ -191,6 +201,8 @@ def test_a_command_that_is_named_is_taken(where: str, line: str) -> None:
         "python benchmarks/overlap.py --mode blocking --threads 3",
         "benchmarks/gone.py",
         "edit-laboratory demo",
+        "edit-lab bench exchange --codec int8 --codecs fp32",
+        "edit-lab bench exchanges",
     ],
 )
 def test_a_wrong_command_would_be_found(line: str) -> None:
@@ -208,7 +220,7 @@ def test_many_commands_are_named() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_options_that_are_named_exist(document: Path) -> None:
-    commands = [command for group in GROUPS.values() for command in (group, *group.commands.values())]
+    commands = [command for group in GROUPS.values() for command in (group, *commands_of(group))]
     options = {option for command in commands for each in command.params for option in (*each.opts, *each.secondary_opts)}
     options |= {option for action in get_args_parser()._actions for option in action.option_strings}
     options |= {option for path in BENCHMARKS for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text())}

@@ -8,7 +8,7 @@ cli           the options and their help
 demo/         train one model with faults, and report
 chaos/        random faults, checked invariants
 simulation/   thousands of peers in virtual time
-bench/        real runs for the commands in benchmarks/
+bench/        measurements beside a limit or other systems in the same run
 processes     child processes: start, watch, kill, end all of them
 link          a TCP proxy with a bounded rate, latency, cuts and losses
 joining       enrol a peer that connects through a link
@@ -16,5 +16,6 @@ observer      the operator's connection: status and snapshot
 observations  points of a curve, and a status
 tail          follow a growing file of JSON lines
 run_toml      write a run.toml
+charts        charts and pictures as SVG
 units         bytes, durations and curves as text
 """

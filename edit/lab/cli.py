@@ -1,4 +1,4 @@
-"""`edit-lab`: demo, simulation and chaos on one machine."""
+"""`edit-lab`: demo, simulation, chaos and measurements on one machine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults.\n\n"
+    help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"
     "Exit codes: 0 success, 1 a rule was broken (chaos), 2 wrong configuration, 70 a bug, 130 Ctrl-C.\n\n"
     "Example: edit-lab demo --quick",
 )
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Measure on this machine, beside a limit or other systems in the same run.\n\n"
+    "Each prints a table; --results appends lines of JSON, --plot draws an SVG. Other work on the machine disturbs wall "
+    "seconds; CPU seconds say more then.",
+)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -121,6 +129,72 @@ def chaos(
         seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, hostile=hostile, kills=kills, gap_s=gap, out=out
     )
     run_chaos(options, as_json, Console(stderr=True))
+
+
+_Parameters = Annotated[int, typer.Option(min=12, help="Size of the model, in parameters.")]
+_Peers = Annotated[list[int] | None, typer.Option(min=1, help="Number of peers. Repeatable.", show_default="2 and 4")]
+_Repeat = Annotated[int, typer.Option(min=1, help="Exchanges that count, after one that warms up.")]
+_Label = Annotated[str, typer.Option(help="Text beside the figures.")]
+_Results = Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file, FILE.svg.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table.")]
+
+
+@bench.command()
+def exchange(
+    parameters: _Parameters = 50_331_648,
+    codecs: Annotated[
+        list[str] | None, typer.Option("--codec", help="Codec of both directions. Repeatable.", show_default="int8 and fp32")
+    ] = None,
+    peers: _Peers = None,
+    repeat: _Repeat = 5,
+    label: _Label = "",
+    results: _Results = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure one exchange of a whole model, beside raw gRPC of the same bytes.
+
+    Coordinator and peers are separate processes on loopback, with mutual TLS, the penalty enabled, a journal with fsync.
+    Reports wall seconds, and CPU seconds (user + system) of all processes, of the coordinator and of a peer. The raw stream
+    moves the same bytes between as many clients and one server with the same TLS, up and then down, and does nothing else.
+
+    Example: edit-lab bench exchange --codec int8 --codec int4 --peers 4 --plot exchange.svg
+    """
+    from rich.console import Console
+
+    from edit.lab.bench.command import Outputs, run_exchange  # needs torch; --help answers without it
+    from edit.lab.bench.exchange import ExchangeOptions
+
+    options = ExchangeOptions(
+        parameters=parameters, codecs=codecs or ["int8", "fp32"], peers=peers or [2, 4], repeat=repeat, label=label
+    )
+    run_exchange(options, Outputs(results=results, plot=plot, as_json=as_json), Console(stderr=True))
+
+
+@bench.command()
+def codecs(
+    numel: Annotated[int, typer.Option(min=4096, help="Elements of the vector; one block of a 124M GPT.")] = 7_087_872,
+    codecs: Annotated[
+        list[str] | None, typer.Option("--codec", help="A codec with its options. Repeatable.", show_default="all")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Repetitions of each job; the best counts.")] = 7,
+    label: _Label = "",
+    results: _Results = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure the codecs on one core: GB/s of fp32 to encode, to decode and add, to measure a norm, beside a plain copy.
+
+    Example: edit-lab bench codecs --repeat 40 --plot codecs.svg
+    """
+    from rich.console import Console
+
+    from edit.lab.bench.codecs import CODECS, CodecOptions
+    from edit.lab.bench.command import Outputs, run_codecs  # needs torch; --help answers without it
+
+    options = CodecOptions(numel=numel, repeat=repeat, codecs=codecs or CODECS, label=label)
+    run_codecs(options, Outputs(results=results, plot=plot, as_json=as_json), Console(stderr=True))
 
 
 def main() -> None:

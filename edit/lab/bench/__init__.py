@@ -1,6 +1,13 @@
-"""Real runs for the commands in benchmarks/.
+"""`edit-lab bench`, and real runs for the commands in benchmarks/.
 
-Owns: starting a run whose peers connect through links. Must not know: what is measured.
+Owns: measuring this project beside a limit or other systems in the same run. In reading order:
 
-measured_run  a coordinator and peers as processes, and the same peers without any exchange
+command        measures, prints, writes: what the commands do
+turns          processes that exchange when they are told to, timed from outside
+exchange       one exchange of a whole model, beside raw gRPC
+exchange_peer  a peer of it
+raw_stream     the raw gRPC
+codecs         the speed of every codec, beside a plain copy
+results        rows with their circumstances, as lines of JSON and tables
+measured_run   a coordinator and peers as processes, and the same peers without any exchange
 """

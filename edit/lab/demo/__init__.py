@@ -16,5 +16,4 @@ results         the results as numbers
 display         the live screen, or lines where there is no terminal
 screen          what the live screen shows
 report          report.html, and the results in the terminal
-charts          its charts, as SVG
 """

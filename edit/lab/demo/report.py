@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edit.lab.demo.charts import Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
+from edit.lab.charts import PALETTE, Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
 from edit.lab.demo.results import Results
 from edit.lab.demo.state import DemoState, Event, RoundRow
 from edit.lab.observations import Point
@@ -37,6 +37,7 @@ def render_report(state: DemoState, results: Results, settings: str, started: fl
     template = Template(resources.files("edit.lab.demo").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
         run_id=escape(results.run_id),
+        palette=PALETTE,
         series_css=" ".join(f".s{n} {{ --c: var(--s{n}); }}" for n in range(_SERIES_STYLES)),
         headline=escape(headline(results)),
         summary=escape(summary(results)),

@@ -1,17 +1,55 @@
-"""Charts as SVG text: lines over inner steps, bars on a logarithmic scale, a grid of tiles.
+"""Charts as SVG text: lines over inner steps, bars on a logarithmic scale, a grid of tiles, groups of bars.
 
-Colours are CSS classes of the page (s0, s1, ... for series), so a chart follows the page's light or dark scheme. Every mark has
-a <title>, which browsers show on hover.
+Colours are CSS classes (s0, s1, ... for series), so a chart follows the light or dark scheme of its page; `bars_picture` is a
+file of its own and brings them along. Every mark has a <title>, which browsers show on hover.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from string import Template
+from typing import ClassVar
 
-__all__ = ["Bar", "Mark", "Series", "Tile", "line_chart", "log_bars", "tile_grid"]
+__all__ = [
+    "PALETTE",
+    "Bar",
+    "Group",
+    "Mark",
+    "Part",
+    "PartedBar",
+    "Series",
+    "Tile",
+    "bars_picture",
+    "line_chart",
+    "log_bars",
+    "tile_grid",
+]
+
+# Colours by name, for pages in light and in dark. s0 ... s7: series.
+# fmt: off
+_LIGHT = {
+    "page": "#f6f7f9", "card": "#ffffff", "ink": "#16202c", "quiet": "#64707d", "rule": "#dfe4ea", "accent": "#0b6bcb",
+    "good": "#1a7f4b", "fault": "#b35c00", "bad": "#c62f3b", "idle": "#8a6d00", "s0": "#0b6bcb", "s1": "#c2620a",
+    "s2": "#1a7f4b", "s3": "#8b44ac", "s4": "#b0272f", "s5": "#0a7e8c", "s6": "#6b6f10", "s7": "#a0336f",
+}
+_DARK = {
+    "page": "#0f141a", "card": "#171e26", "ink": "#e6ebf0", "quiet": "#95a2b0", "rule": "#2b3541", "accent": "#5aa9f5",
+    "good": "#45c486", "fault": "#f0a04b", "bad": "#f2717b", "idle": "#d8b93c", "s0": "#5aa9f5", "s1": "#f0a04b",
+    "s2": "#45c486", "s3": "#c58be0", "s4": "#f2717b", "s5": "#4cc6d3", "s6": "#c3c752", "s7": "#e788b8",
+}
+# fmt: on
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+PALETTE = f""":root {{ color-scheme: light dark; {_variables(_LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}"""
+"""The colours as CSS variables of a page."""
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 920, 46, 170, 40, 38
 _LABEL_GAP = 15
@@ -220,3 +258,161 @@ def tile_grid(rows: Sequence[str], columns: int, tiles: Sequence[Tile], marks: S
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
     parts += _flags([left + mark.x * pitch_x for mark in marks], marks, bottom)
     return _svg(height, "\n".join(parts))
+
+
+# ---- a picture of its own ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a bar. style: a CSS class."""
+
+    value: float
+    style: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartedBar:
+    """One horizontal bar of parts that add up, with `text` at its end. at: another value on the same scale, a diamond."""
+
+    name: str
+    parts: Sequence[Part]
+    text: str
+    at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Bars under one name."""
+
+    name: str
+    bars: Sequence[PartedBar]
+
+
+_PICTURE_STYLE = """.page { fill: $page; } text { fill: $ink; } .tick, .quiet { fill: $quiet; }
+.grid { stroke: $rule; } .card { fill: $card; stroke: $rule; } .at { fill: $page; stroke: $ink; stroke-width: 1.6; }
+.limit { stroke: $quiet; stroke-dasharray: 4 4; } .lone { fill: $quiet; }
+.s0 { fill: $s0; } .s1 { fill: $s1; } .s2 { fill: $s2; } .s3 { fill: $s3; } .s4 { fill: $s4; } .s5 { fill: $s5; }"""
+_PICTURE_FONTS = """text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
+text.title { font-size: 22px; font-weight: 650; } text.group { font-weight: 600; }"""
+_BAR, _BAR_GAP, _GROUP_GAP = 18, 5, 30
+
+
+def bars_picture(
+    title: str,
+    notes: Sequence[str],
+    groups: Sequence[Group],
+    unit: str,
+    key: Mapping[str, str],
+    at: str = "",
+    limit: tuple[float, str] | None = None,
+    log: bool = False,
+) -> str:
+    """Return an SVG file: a title, lines of notes, a key, and groups of bars over one scale.
+
+    unit: of the scale; key: the meaning of each style; at: of the diamonds; limit: a value to compare with, drawn as a vertical
+    line, and its name; log: a logarithmic scale that starts below the smallest bar, for bars of one part.
+    """
+    bars = [bar for group in groups for bar in group.bars]
+    ends = [sum(part.value for part in bar.parts) for bar in bars] + [bar.at for bar in bars if bar.at is not None]
+    scale = _Scale.over([value for value in (*ends, *([limit[0]] if limit else [])) if value > 0], log)
+    top = 62 + 19 * len(notes) + 40
+    bottom = top + 14 + sum(_GROUP_GAP + len(group.bars) * (_BAR + _BAR_GAP) for group in groups)
+    height = bottom + 50
+    style = Template(_PICTURE_STYLE)  # colours and not variables: not every viewer of SVG files knows those
+    dark = f"@media (prefers-color-scheme: dark) {{ {style.substitute(_DARK)} }}"
+    parts = [
+        f"<title>{escape(title)}</title>",
+        f"<style>{_PICTURE_FONTS}\n{style.substitute(_LIGHT)}\n{dark}</style>",
+        f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
+        f'<text class="title" x="28" y="44">{escape(title)}</text>',
+        *(f'<text class="quiet" x="28" y="{68 + 19 * n}">{escape(note)}</text>' for n, note in enumerate(notes)),
+        *_key(key, at, top - 22),
+        f'<rect class="card" x="14" y="{top}" width="{_WIDTH - 28}" height="{height - top - 14}" rx="10"/>',
+    ]
+    for value in scale.ticks():
+        x = scale.x(value)
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 12}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<text class="tick" x="{_WIDTH - 28}" y="{bottom + 18}" text-anchor="end">{escape(unit)}</text>')
+    y = top + 12
+    for group in groups:
+        parts.append(f'<text class="group" x="28" y="{y + 20}">{escape(group.name)}</text>')
+        y += _GROUP_GAP
+        for bar in group.bars:
+            parts += _parted_bar(bar, scale, y)
+            y += _BAR + _BAR_GAP
+    if limit is not None:
+        x = scale.x(limit[0])
+        parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 12}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{top + 25}" text-anchor="middle">{escape(limit[1])}</text>')
+    body = "\n".join(parts)
+    size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>\n{body}\n</svg>\n'
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Map values to pixels from left to right."""
+
+    low: float
+    high: float
+    log: bool
+
+    LEFT: ClassVar[int] = 200
+    RIGHT: ClassVar[int] = _WIDTH - 190
+
+    @classmethod
+    def over(cls, values: Sequence[float], log: bool) -> _Scale:
+        if not values:
+            return cls(0.0, 1.0, False)
+        if log:
+            return cls(10.0 ** math.floor(math.log10(min(values)) - 0.2), max(values), True)
+        return cls(0.0, max(values), False)
+
+    def x(self, value: float) -> float:
+        share = math.log(max(value, self.low) / self.low, self.high / self.low) if self.log else value / self.high
+        return self.LEFT + share * (self.RIGHT - self.LEFT)
+
+    def ticks(self) -> list[float]:
+        if not self.log:
+            return ticks(0.0, self.high)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        values = (factor * 10.0**power for power in powers for factor in (1, 2, 5))
+        return [value for value in values if self.low <= value <= self.high]
+
+
+def _key(key: Mapping[str, str], at: str, y: int) -> list[str]:
+    parts, x = [], 28.0
+    for style, name in key.items():
+        parts.append(f'<rect class="bar {style}" x="{x:.1f}" y="{y - 11}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text x="{x + 18:.1f}" y="{y}">{escape(name)}</text>')
+        x += 18 + 7.2 * len(name) + 24
+    if at:
+        parts.append(_diamond(x + 6, y - 5, at))
+        parts.append(f'<text x="{x + 18:.1f}" y="{y}">{escape(at)}</text>')
+    return parts
+
+
+def _diamond(x: float, y: float, title: str) -> str:
+    path = f"M{x - 6:.1f},{y:.1f} L{x:.1f},{y - 6:.1f} L{x + 6:.1f},{y:.1f} L{x:.1f},{y + 6:.1f} Z"
+    return f'<path class="at" d="{path}"><title>{escape(title)}</title></path>'
+
+
+def _parted_bar(bar: PartedBar, scale: _Scale, y: int) -> list[str]:
+    baseline = y + _BAR - 5
+    parts = [f'<text x="{scale.LEFT - 12}" y="{baseline}" text-anchor="end">{escape(bar.name)}</text>']
+    reached, end = 0.0, float(scale.LEFT)
+    for part in bar.parts:
+        begin, reached = end, reached + part.value
+        end = max(begin, scale.x(reached))
+        parts.append(
+            f'<rect class="bar {part.style}" x="{begin:.1f}" y="{y}" width="{end - begin:.1f}" height="{_BAR}" rx="2">'
+            f"<title>{escape(bar.name)}: {escape(part.title)}</title></rect>"
+        )
+    if bar.at is not None:
+        parts.append(_diamond(scale.x(bar.at), y + _BAR / 2, f"{bar.name}: {bar.at:.2f}"))
+        end = max(end, scale.x(bar.at) + 6)
+    parts.append(f'<text x="{end + 8:.1f}" y="{baseline}">{escape(bar.text)}</text>')
+    return parts

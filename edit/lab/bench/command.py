@@ -1,0 +1,73 @@
+"""`edit-lab bench`: measure, print a table, write lines of JSON and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from edit.errors import ConfigError
+from edit.lab.bench import codecs, exchange
+from edit.lab.bench.codecs import CodecOptions
+from edit.lab.bench.exchange import ExchangeOptions
+from edit.lab.bench.results import Row, append_lines, print_table, write_picture
+from edit.lab.processes import terminated_as_interrupt
+from edit.plain_text import json_text
+
+__all__ = ["Outputs", "run_codecs", "run_exchange"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go. results: lines are appended; plot: an SVG file; as_json: print JSON instead of the table."""
+
+    results: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
+
+
+def run_exchange(options: ExchangeOptions, outputs: Outputs, console: Console) -> None:
+    """Measure exchanges. console: for the progress. Raises ConfigError, ChildDied."""
+
+    def progress(row: Row) -> None:
+        console.print(f"{row['codec']}, {row['peers']} peers: {row['round_s']} s, {row['cpu_s']} CPU s", highlight=False)
+        _append(outputs, [row])
+
+    _checked(outputs)
+    with terminated_as_interrupt():
+        rows = exchange.measure_exchange(options, progress)
+    _show(rows, outputs, exchange.table, exchange.picture)
+
+
+def run_codecs(options: CodecOptions, outputs: Outputs, console: Console) -> None:
+    """Measure codecs. console: for the progress. Raises ConfigError."""
+    _checked(outputs)
+    console.print(f"{len(options.codecs)} codecs, {options.repeat} times", highlight=False)
+    rows = codecs.measure_codecs(options)
+    _append(outputs, rows)
+    _show(rows, outputs, codecs.table, codecs.picture)
+
+
+def _checked(outputs: Outputs) -> None:
+    """Raise ConfigError for a picture that is not named .svg: before minutes of measuring, not after them."""
+    if outputs.plot is not None and outputs.plot.suffix != ".svg":
+        raise ConfigError(f"--plot {outputs.plot}: the file is an SVG, so its name must end in .svg")
+
+
+def _append(outputs: Outputs, rows: Sequence[Row]) -> None:
+    if outputs.results is not None:
+        append_lines(outputs.results, rows)
+
+
+def _show(
+    rows: Sequence[Row], outputs: Outputs, table: Callable[[Sequence[Row]], Table], picture: Callable[[Sequence[Row]], str]
+) -> None:
+    if outputs.plot is not None:
+        write_picture(outputs.plot, picture(rows))
+    if outputs.as_json:
+        print(json_text(list(rows)))  # noqa: T201
+    else:
+        print_table(table(rows))

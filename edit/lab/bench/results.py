@@ -1,0 +1,98 @@
+"""The results of a measurement: when, where and at which commit it was made, as lines of JSON, as a table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from edit.durable_files import write_atomic
+from edit.errors import ConfigError
+from edit.plain_text import json_text
+
+__all__ = ["Row", "append_lines", "circumstances", "cpu_model", "figure_note", "print_table", "results_table", "write_picture"]
+
+Row: TypeAlias = Mapping[str, Any]
+"""One measurement: a line of a results file."""
+
+
+def circumstances(label: str = "") -> dict[str, Any]:
+    """Return what every row begins with: date, commit, machine, and the load (a mean over one minute) before it."""
+    now = datetime.now(UTC)
+    return {
+        "date": now.date().isoformat(),
+        "time": now.strftime("%H:%M:%SZ"),
+        "label": label,
+        "commit": _commit(),
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, torch {metadata.version('torch')}",
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def cpu_model() -> str:
+    """Return the CPU's name, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, with -dirty when files were changed since; nothing outside a checkout."""
+    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def append_lines(path: Path, rows: Sequence[Row]) -> None:
+    """Append rows as lines of JSON. Raises ConfigError when the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json_text(row) + "\n" for row in rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_picture(path: Path, text: str) -> None:
+    """Write a file whole. Raises ConfigError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def figure_note(row: Row) -> str:
+    """Return where and when a row was measured, for the head of a picture or a table."""
+    commit = f", commit {row['commit']}" if row.get("commit") else ""
+    return f"{row['date']}{commit}. {row['machine']}; load before it {row['load_before']}."
+
+
+def results_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Table:
+    """Return a table for the terminal: the first column is text, the others are numbers."""
+    table = Table(title=title, caption=note, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout; where that is no terminal, as wide as the table is."""
+    wide = None if Console().is_terminal else 200
+    Console(width=wide).print(table)

@@ -1,0 +1,142 @@
+"""`edit-lab bench` as a user meets it: tables and pictures from rows, files, one line for what is wrong, a tiny exchange."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from edit.errors import ConfigError
+from edit.lab.bench import codecs, exchange
+from edit.lab.bench.codecs import row_of
+from edit.lab.bench.results import append_lines, circumstances
+from edit.lab.charts import Group, Part, PartedBar, bars_picture
+from edit.lab.cli import app
+
+SVG = "{http://www.w3.org/2000/svg}"
+BEGINS = {"date": "2026-11-22", "label": "", "commit": "0123abc", "machine": "a <machine>", "load_before": 0.25}
+
+
+def bench(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def text_of(table: object) -> str:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(table)
+    return console.export_text()
+
+
+def exchange_row(codec: str, peers: int, size: int, wall_s: float) -> dict[str, Any]:
+    figures = {"round_s": wall_s, "cpu_s": 1.76, "coordinator_cpu_s": 0.72, "peer_cpu_s": 0.26, "best_round_s": 0.9}
+    limit = {"best_cpu_s": 1.7, "raw_grpc_s": 0.16, "raw_grpc_cpu_s": 0.3, "raw_grpc_server_cpu_s": 0.1}
+    found = {"parameters": 50331648, "codec": codec, "peers": peers, "bytes_up_per_peer": size, "repeat": 5}
+    return {**BEGINS, **found, **figures, **limit}
+
+
+EXCHANGES = [exchange_row("int8", 4, 51118080, 1.02), exchange_row("fp32", 2, 201326592, 0.72)]
+SECONDS = {"encode": 0.1, "decode_add": 0.05, "measure": 0.04}
+CODECS = [
+    row_of(BEGINS, "edit", "int8", 8.125, SECONDS, 0.02, 10**8, 7),
+    row_of(BEGINS, "hivemind", "uniform8", 8.0, {"encode": 2.0, "decode_add": 1.0}, 0.025, 10**8, 7),
+    {**BEGINS, "numel": 10**8, "system": "hivemind", "codec": "blockwise8", "error": "no bitsandbytes"},
+]
+
+
+def test_the_table_of_exchanges_has_every_figure() -> None:
+    text = text_of(exchange.table(EXCHANGES))
+    assert "One exchange of 50,331,648 parameters" in text and "commit 0123abc" in text
+    line = next(line for line in text.splitlines() if line.startswith("int8"))
+    assert line.split() == ["int8", "4", "51.1", "0.2", "1.02", "0.90", "1.76", "0.72", "0.26", "0.16", "0.30"]
+
+
+def test_the_table_of_codecs_says_what_failed() -> None:
+    lines = [line.split() for line in text_of(codecs.table(CODECS)).splitlines()]
+    assert ["int8", "8.125", "4.00", "(0.20)", "8.00", "(0.40)", "10.00", "(0.50)"] in lines
+    assert ["hivemind", "uniform8", "8", "0.20", "(0.01)", "0.40", "(0.03)"] in lines
+    assert ["hivemind", "blockwise8", "failed:", "no", "bitsandbytes"] in lines
+
+
+def test_the_picture_of_exchanges_is_an_svg_with_a_bar_for_every_part() -> None:
+    picture = ElementTree.fromstring(exchange.picture(EXCHANGES))
+    assert picture.tag == f"{SVG}svg"
+    titles = [title.text for title in picture.iterfind(f".//{SVG}rect/{SVG}title")]
+    assert titles.count("this project: coordinator 0.72 CPU s") == 2
+    assert titles.count("raw gRPC: 0.30 CPU s") == 2
+    texts = [text.text or "" for text in picture.iterfind(f"{SVG}text")]
+    assert "fp32, 2 peers" in texts and any("a <machine>" in text for text in texts)
+
+
+def test_the_picture_of_codecs_shows_the_limit_and_what_failed() -> None:
+    picture = ElementTree.fromstring(codecs.picture(CODECS))
+    texts = [text.text or "" for text in picture.iterfind(f"{SVG}text")]
+    assert {"plain copy", "another system", "failed: no bitsandbytes"} <= set(texts)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_bars_begin_at_one_line_and_grow_with_their_values(log: bool) -> None:
+    bars = [PartedBar(str(value), [Part(value, "s0", "")], "") for value in (0.31, 2.0, 25.0)]
+    picture = ElementTree.fromstring(bars_picture("t", [], [Group("g", bars)], "s", {"s0": "x"}, limit=(0.2, "l"), log=log))
+    drawn = [bar for bar in picture.iterfind(f"{SVG}rect[@class='bar s0']") if bar.get("height") == "18"]
+    assert len({bar.get("x") for bar in drawn}) == 1
+    widths = [float(bar.get("width", "0")) for bar in drawn]
+    assert 0 < widths[0] < widths[1] < widths[2] <= 920
+    if not log:
+        assert widths[1] / widths[2] == pytest.approx(2.0 / 25.0, abs=0.001)
+
+
+def test_a_picture_of_nothing_is_an_svg_too() -> None:
+    empty = bars_picture("nothing", [], [Group("g", [PartedBar("b", (), "failed")])], "s", {})
+    assert "failed" in ElementTree.fromstring(empty).itertext()
+
+
+def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
+    path = tmp_path / "more" / "rows.jsonl"
+    append_lines(path, [circumstances("a try")])
+    append_lines(path, [{"seconds": 1.0}])
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["label"], second) == ("a try", {"seconds": 1.0})
+    assert {"date", "time", "machine", "load_before", "commit"} < set(first)
+
+
+def test_codecs_are_measured_and_printed_as_json() -> None:
+    (row,) = json.loads(bench("codecs", "--numel", "65536", "--repeat", "1", "--codec", "int4", "--json"))
+    assert (row["system"], row["codec"], row["bits_per_element"]) == ("edit", "int4", 4.125)
+    assert min(row["encode_gb_s"], row["decode_add_gb_s"], row["measure_gb_s"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["codecs", "--codec", "int9"], "unknown codec 'int9'"),
+        (["exchange", "--codec", "int9"], "unknown codec 'int9'"),
+        (["exchange", "--plot", "exchange.png"], "its name must end in .svg"),
+        (["codecs", "--numel", "4096", "--repeat", "1", "--codec", "fp32", "--results", "/dev/null/rows"], "cannot write"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        bench(*arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.timeout(120)
+def test_a_tiny_exchange(tmp_path: Path) -> None:
+    results, plot = tmp_path / "exchange.jsonl", tmp_path / "exchange.svg"
+    arguments = ["--parameters", "100000", "--codec", "int8", "--peers", "2", "--repeat", "1"]
+    table = bench("exchange", *arguments, "--results", str(results), "--plot", str(plot))
+    row = json.loads(results.read_text())
+    assert (row["codec"], row["peers"], row["parameters"], row["repeat"]) == ("int8", 2, 99996, 1)
+    assert row["bytes_up_per_peer"] == 101580
+    assert row["round_s"] > 0 and row["raw_grpc_s"] > 0
+    assert "99,996 parameters" in table
+    assert ElementTree.fromstring(plot.read_text()).tag == f"{SVG}svg"
