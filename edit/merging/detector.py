@@ -16,12 +16,13 @@ from statistics import median, median_low
 from typing import Any, Self
 
 from edit.config.run import PenaltyConfig
+from edit.merging.portable_math import log, moving_rate, power
 from edit.records import Verdict
 
 __all__ = ["NormStatistics", "by_levels"]
 
 _SIGMA_FLOOR = 0.05  # in log units: a rise of a few per cent is never an anomaly, however steady a peer was
-_AGREE = math.log(2)  # rejected levels that differ by at most this factor are one level
+_AGREE = log(2.0)  # rejected levels that differ by at most this factor are one level
 _MEDIAN_NEEDS = 3  # contributions before a median says what is usual: of two, nobody knows which one is odd
 _LAST = 3  # levels whose median is the forecast that follows a trend
 _LATE = 0.1  # the least rate of that forecast's moving error
@@ -97,7 +98,7 @@ def by_levels(
         if middle is None:
             anomalous = odd[peer]
             after[peer] = replace(_after(level, own, odd[peer], anomalous, config), relative=own.relative)
-        elif distances[peer] > math.log(config.max_ratio):
+        elif distances[peer] > log(config.max_ratio):
             anomalous = True
         else:
             anomalous = odd_relative[peer] if relative[peer].count >= config.observations else odd[peer]
@@ -118,7 +119,7 @@ def _levels(norms: Mapping[str, float], inner_steps: Mapping[str, int], config: 
     enough = len(inner_steps) >= _MEDIAN_NEEDS
     usual = config.max_ratio * max(1, median_low(inner_steps.values())) if enough else math.inf
     return {
-        peer: math.log(norm) - config.step_power * math.log(min(max(inner_steps[peer], 1), usual))
+        peer: log(norm) - config.step_power * log(min(max(inner_steps[peer], 1), usual))
         for peer, norm in norms.items()
         if math.isfinite(norm) and norm > 0
     }
@@ -185,13 +186,13 @@ def _after(level: float, statistics: NormStatistics, odd: bool, anomalous: bool,
 def _learned(level: float, statistics: NormStatistics, config: PenaltyConfig) -> NormStatistics:
     """Return the statistics with one more level. Mean and variance: weighted by (1 - alpha)^age (West 1979)."""
     count = statistics.count + 1
-    rate = _rate(count, config.alpha)
+    rate = moving_rate(config.alpha, count)
     change = level - statistics.mean
     variance = (1 - rate) * (statistics.variance + rate * change * change)
     last_error = 0.0
     if statistics.last:
         miss = level - _middle(statistics.last)
-        last_error = statistics.last_error + _rate(count - 1, _late(config)) * (miss * miss - statistics.last_error)
+        last_error = statistics.last_error + moving_rate(_late(config), count - 1) * (miss * miss - statistics.last_error)
     last = (*statistics.last, level)[-_LAST:]
     return NormStatistics(statistics.mean + rate * change, variance, count, last=last, last_error=last_error)
 
@@ -206,14 +207,9 @@ def _late(config: PenaltyConfig) -> float:
     return max(config.alpha, _LATE)
 
 
-def _rate(count: int, alpha: float) -> float:
-    """Return the weight of the last of `count` values in their moving mean, corrected for its start."""
-    return alpha / -math.expm1(count * math.log1p(-alpha)) if alpha < 1 else 1.0
-
-
 def _effective(count: int, alpha: float) -> float:
     """Return the effective number of `count` values in a moving mean, (sum w)^2 / sum w^2 (Kish 1965)."""
-    left = (1 - alpha) ** count
+    left = power(1 - alpha, count)
     return (2 - alpha) / alpha * (1 - left) / (1 + left)
 
 
@@ -237,7 +233,7 @@ def _idle(
 
     def far_below(peer: str) -> bool:
         own = before.get(peer, _NONE)
-        return own.count >= config.observations and levels[peer] < own.mean + math.log(config.idle_ratio)
+        return own.count >= config.observations and levels[peer] < own.mean + log(config.idle_ratio)
 
     return [
         peer

@@ -67,5 +67,5 @@ def _coefficients(delta: Tensor, momentum: Tensor, decay: float) -> tuple[float,
     if c < 0:
         return 1.0, -min(K_SHRINK * -c * confidence, BETA_MAX) * c * length / reference
     turn = min(K_TURN * (1 - c) * confidence, 1.0)
-    turned = math.sqrt((1 - turn) ** 2 + turn**2 + 2 * turn * (1 - turn) * c)  # ||(1 - lambda) u + lambda v||
+    turned = math.sqrt((1 - turn) * (1 - turn) + turn * turn + 2 * turn * (1 - turn) * c)  # ||(1 - lambda) u + lambda v||
     return (1 - turn) / max(turned, _EPS), turn * length / reference / max(turned, _EPS)

@@ -83,10 +83,11 @@ class Merged:
 def measure(encoded: EncodedTensor) -> float:
     """Return ||decode(encoded)||_2; NaN or Inf when an element is not finite or the norm overflows.
 
-    Holds one piece in memory at a time and does not depend on the number of threads. Raises RemoteProtocolError when the bytes
-    are not what they claim to be.
+    Holds one piece in memory at a time; its bits are those of `edit.merging.norms.norm`. Raises RemoteProtocolError when the
+    bytes are not what they claim to be.
     """
-    return norm_of_pieces(codec(encoded.codec).decode_pieces(encoded))
+    decoder = codec(encoded.codec)
+    return norm_of_pieces(decoder.decode_pieces(encoded), encoded.numel, overwrite=not decoder.lossless)
 
 
 def weighted_mean(fragment: FragmentSpec, kept: Sequence[tuple[Measured, float]], rule: MergeRule) -> Tensor:

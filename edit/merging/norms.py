@@ -1,7 +1,9 @@
-"""Lengths of flat fp32 vectors, and of what several ranks hold of one: the same with any number of threads.
+"""Lengths of flat fp32 vectors, and of what several ranks hold of one: the same bits on every machine, with any threads.
 
-The last bits follow the order in which torch adds, which is one on x86 CPUs with AVX2 and another elsewhere. A merge is
-computed at one place, and its result is what is journalled and sent, so nothing depends on that yet.
+All additions have a fixed order. Lane j, of PIECE lanes, adds up the squares (or products) of the elements j, j + PIECE,
+j + 2 PIECE, ... in ascending order; then `edit.codecs.blockwise.row_sums` adds up the lanes. Each product and each sum is
+rounded to fp32 by itself. (torch.sum, torch.dot and vector_norm add in an order that follows the width of the CPU's vectors, and fuse
+multiplications with additions where the CPU can.)
 """
 
 from __future__ import annotations
@@ -12,37 +14,40 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["dot", "norm", "norm_of_pieces", "whole_norm"]
+from edit.codecs.base import PIECE, parts
+from edit.codecs.blockwise import row_sums
 
-_PIECE = 1 << 17  # elements at a time: 512 KiB of fp32 stay in the cache
-_ROW = 1024  # rows of so many are summed in fp32, each by one thread; the rows' results are summed in fp64
+__all__ = ["dot", "norm", "norm_of_pieces", "whole_norm"]
 
 
 def norm(flat: Tensor) -> float:
-    """Return ||flat||_2 of a flat fp32 tensor."""
-    return norm_of_pieces(flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE))
+    """Return ||flat||_2 of a flat fp32 tensor; NaN or Inf when an element is not finite or a sum of squares overflows."""
+    return math.sqrt(dot(flat, flat))
 
 
-def norm_of_pieces(pieces: Iterable[Tensor]) -> float:
-    """Return the norm of all pieces together; NaN or Inf when an element is not finite or the norm overflows."""
-    total = 0.0
-    for piece in pieces:
-        whole = piece.numel() - piece.numel() % _ROW
-        rows = torch.linalg.vector_norm(piece[:whole].view(-1, _ROW), dim=1).double()
-        tail = torch.linalg.vector_norm(piece[whole:]).double()
-        total += float(rows.mul_(rows).sum() + tail.mul_(tail))
-    return math.sqrt(total)
+def norm_of_pieces(pieces: Iterable[Tensor], numel: int, *, overwrite: bool) -> float:
+    """Return the `norm` of a vector of `numel` elements that comes in pieces of PIECE elements, the last one perhaps shorter.
+
+    overwrite: the pieces may be written into.
+    """
+    scratch = torch.empty(0 if overwrite else min(PIECE, numel))
+    squares = (torch.mul(piece, piece, out=piece if overwrite else scratch[: piece.numel()]) for piece in pieces)
+    return math.sqrt(_sum(squares, numel))
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    """Return the inner product of two flat fp32 tensors of one length."""
-    total = 0.0
-    for start in range(0, a.numel(), _PIECE):
-        products = a[start : start + _PIECE] * b[start : start + _PIECE]
-        whole = products.numel() - products.numel() % _ROW
-        rows = products[:whole].view(-1, _ROW).sum(dim=1, dtype=torch.float64)
-        total += float(rows.sum() + products[whole:].sum(dtype=torch.float64))
-    return total
+    """Return the inner product of two flat fp32 tensors of one length; NaN or Inf when a sum overflows fp32."""
+    scratch = torch.empty(min(PIECE, a.numel()))
+    products = (torch.mul(a[part], b[part], out=scratch[: part.stop - part.start]) for part in parts(a.numel()))
+    return _sum(products, a.numel())
+
+
+def _sum(pieces: Iterable[Tensor], numel: int) -> float:
+    """Return the sum of the `numel` elements of all pieces, in the order of the module's docstring."""
+    lanes = torch.zeros(max(1, min(PIECE, numel)))
+    for piece in pieces:
+        lanes[: piece.numel()].add_(piece)
+    return row_sums(lanes.unsqueeze(0)).item()
 
 
 def whole_norm(norms: Iterable[float]) -> float:

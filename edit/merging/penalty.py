@@ -12,6 +12,7 @@ from statistics import median
 
 from edit.config.run import PenaltyConfig
 from edit.merging.detector import NormStatistics, by_levels
+from edit.merging.portable_math import exp, moving_rate, power
 from edit.records import Verdict
 
 __all__ = ["NormStatistics", "capped", "freshness", "judge", "judge_round", "observe", "verdicts", "weights"]
@@ -58,7 +59,7 @@ def observe(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> N
     mu <- mu + rate_n (G - mu); sigma^2 <- (1 - rate_n) sigma^2 + rate_n (G - mu_new)^2.
     """
     count = statistics.count + 1
-    rate = config.alpha / -math.expm1(count * math.log1p(-config.alpha)) if config.alpha < 1 else 1.0
+    rate = moving_rate(config.alpha, count)
     mean = statistics.mean + rate * (norm - statistics.mean)
     deviation = norm - mean
     return NormStatistics(mean, (1 - rate) * statistics.variance + rate * deviation * deviation, count)
@@ -103,7 +104,7 @@ def weights(
     raw = _softmax(good, norms, inner_steps, config) if config.enabled else _shares(good, inner_steps, tokens, config)
     exponent = config.damping if damped else config.staleness
     fresh = [freshness(staleness[i], exponent) if staleness else 1.0 for i in good]
-    total = sum(raw) if damped else sum(share * factor for share, factor in zip(raw, fresh, strict=True))
+    total = math.fsum(raw) if damped else math.fsum(share * factor for share, factor in zip(raw, fresh, strict=True))
     counted = [share * factor / total for share, factor in zip(raw, fresh, strict=True)]
     if config.enabled and config.detector == "level" and not damped:
         counted = capped(counted, config.max_share)
@@ -133,7 +134,7 @@ def capped(shares: Sequence[float], most: float) -> list[float]:
 
 def freshness(staleness: int, exponent: float) -> float:
     """Return (1 + s) ** -a: 1 for a contribution that is not stale (arXiv 1903.03934, section 5.2, the polynomial form)."""
-    return float((1 + staleness) ** -exponent)
+    return power(1 + staleness, -exponent)
 
 
 def _softmax(good: Sequence[int], norms: Sequence[float], inner_steps: Sequence[int], config: PenaltyConfig) -> list[float]:
@@ -143,7 +144,7 @@ def _softmax(good: Sequence[int], norms: Sequence[float], inner_steps: Sequence[
     middle = median([norms[i] for i in good])
     values = [_entering(norms[i], inner_steps[i], middle, config.norm) for i in good]
     least = min(values)
-    return [math.exp(-(value - least) / config.temperature) for value in values]
+    return [exp(-(value - least) / config.temperature) for value in values]
 
 
 def _entering(norm: float, inner_steps: int, middle: float, rule: str) -> float:
