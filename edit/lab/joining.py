@@ -12,7 +12,7 @@ from aggregator.storage.state_folder import StateFolder
 from edit.lab.link import Link, LinkShape
 from peers.identity.enrolment import join
 
-__all__ = ["enrol", "join_behind_a_link"]
+__all__ = ["enrol", "join_behind_a_link", "lead_through"]
 
 
 def enrol(state: Path, name: str, home: Path, role: str = "peer") -> None:
@@ -28,6 +28,11 @@ def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, sh
     enrol(state, name, home)
     addresses = StateFolder(state).bound()
     link = opened.enter_context(Link(("127.0.0.1", int(addresses["listen"].rpartition(":")[2])), shape))
-    identity = home / "identity.json"
-    identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{link.port}"]}))
+    lead_through(home, link.port)
     return link
+
+
+def lead_through(home: Path, port: int) -> None:
+    """Let the peer in `home` connect to this port of the machine it is on, instead of the coordinator's address."""
+    identity = home / "identity.json"
+    identity.write_text(json.dumps({**json.loads(identity.read_text()), "endpoints": [f"127.0.0.1:{port}"]}))

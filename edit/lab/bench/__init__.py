@@ -8,6 +8,7 @@ exchange       one exchange of a whole model, beside raw gRPC
 exchange_peer  a peer of it
 raw_stream     the raw gRPC
 codecs         the speed of every codec, beside a plain copy
+links          throughput over long fat links, and heartbeats over slow ones
 results        rows with their circumstances, as lines of JSON and tables
 measured_run   a coordinator and peers as processes, and the same peers without any exchange
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from aggregator.storage.state_folder import StateFolder
 from edit.errors import TransportError
 from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
@@ -78,6 +79,11 @@ class MeasuredRun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open.close()
+
+    @property
+    def port(self) -> int:
+        """The coordinator's, for control and data."""
+        return int(StateFolder(self.state).bound()["listen"].rpartition(":")[2])
 
     def enrol(self, name: str, shape: LinkShape, *arguments: str) -> None:
         """Enrol a peer that connects through a link of this shape. arguments: more options of `edit-peer run`."""

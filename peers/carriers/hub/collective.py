@@ -392,6 +392,12 @@ class HubCollective:
         self._io.post(partial(self._say, heartbeat))
 
     @property
+    def sending(self) -> bool:
+        """Whether parts of a contribution wait to be sent, or for the coordinator's receipt; any thread."""
+        links = self._links
+        return links is not None and self._io.read(lambda: links[0].sending)
+
+    @property
     def origin(self) -> Origin | None:
         """Where the last snapshot came from."""
         return self._data.origin

@@ -129,6 +129,11 @@ class Uplink:
         """The contribution that has no outcome yet, as far as this rank knows."""
         return self._attempt.sent if self._attempt is not None else None
 
+    @property
+    def sending(self) -> bool:
+        """Whether fragments of the contribution are queued or on their way."""
+        return self._attempt is not None and bool(self._attempt.queue or self._attempt.sending)
+
     def sent_to(self, outer_step: int) -> Sent | None:
         """Return the contribution to the advance from `outer_step`: with S = 0 one that was computed against it, else any."""
         sent = self.sent

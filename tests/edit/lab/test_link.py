@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edit.lab.link import BURST_S, Link, LinkShape, Rate
+from edit.lab.link import BURST_S, PIECE_BYTES, Link, LinkShape, Rate
 
 
 class _Echo(socketserver.BaseRequestHandler):
@@ -41,6 +41,21 @@ def test_who_is_a_little_late_with_each_piece_gets_the_whole_rate() -> None:
     for _ in range(1000):
         now = rate.departs(10_000, now) + 0.002
     assert now == pytest.approx(10.0, abs=BURST_S)
+
+
+def test_a_queue_takes_bytes_ahead_of_their_departure_and_no_more() -> None:
+    rate = Rate(8000, queue_bytes=2000)
+    for _ in range(3):
+        rate.departs(1000, 0.0)
+    assert rate.has_room() == pytest.approx(1.0 - BURST_S)  # then 2000 bytes still wait
+    assert Rate(8000).has_room() < 0.0  # idle
+    assert Rate(0, queue_bytes=1).has_room() < 0.0
+
+
+def test_a_fast_rate_is_offered_larger_pieces() -> None:
+    assert Rate(1e6).piece_bytes == PIECE_BYTES
+    assert Rate(1e9).piece_bytes == 125_000
+    assert Rate(1e12).piece_bytes == Rate(0).piece_bytes < 1 << 20
 
 
 def _talk(port: int, data: bytes) -> bytes:
@@ -125,3 +140,15 @@ def test_a_link_is_reshaped_under_an_open_connection(echo: tuple[str, int]) -> N
         connection.sendall(b"y")
         with pytest.raises(TimeoutError):
             connection.recv(1)
+
+
+@pytest.mark.timeout(30)
+def test_a_latency_holds_as_many_bytes_back_as_the_rate_carries_in_that_time(echo: tuple[str, int]) -> None:
+    count = 16 << 20  # more than the kernel's socket buffers hold: what is not taken makes sendall wait
+    with (
+        Link(echo, LinkShape(up_bits_per_s=8e9, latency_s=3600.0)) as link,
+        socket.create_connection(("127.0.0.1", link.port), timeout=20) as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        connection.sendall(bytes(count))
+        assert link.carried_bytes[0] > count - (8 << 20)

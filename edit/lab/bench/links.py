@@ -1,0 +1,373 @@
+"""How fast contributions, updates and snapshots go over a long fat link, beside raw TCP over the same link; and how late
+heartbeats are while data fills a slow one.
+
+The coordinator is a process, the link (`edit.lab.link`) another, the peer is in the process that measures; mutual TLS
+throughout. The proxy delays what HTTP/2 sees, and not TCP: see `edit.lab.link`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from edit.codecs import codec
+from edit.errors import TransportError
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.fragments.shards import Shard
+from edit.lab.bench.measured_run import MeasuredRun
+from edit.lab.joining import enrol, lead_through
+from edit.lab.link import Link, LinkShape
+from edit.lab.observer import open_observer
+from edit.lab.run_toml import Settings
+from edit.records import Committed, Contribution, EncodedTensor
+from editpb import control_pb2, control_pb2_grpc
+from editpb.messages import Heartbeat, PeerState
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.data_calls import DataCalls, UpdateAssembly
+from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Traffic
+from peers.identity.peer_folder import PeerFolder
+
+__all__ = ["Delays", "LinkRates", "heartbeat_delays", "link_rates"]
+
+_CODEC = "fp32"
+_CHUNK = 1 << 18
+_BEAT_S = 0.25  # between two heartbeats that are timed
+_LOOK_S = 0.01  # how often the coordinator is asked what it has heard
+_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Rates in Mbit/s of payload, one for each repetition in order: the first is that of connections that were just made."""
+
+    mbit: float
+    rtt_s: float
+    payload_bytes: int
+    fragments: int
+    raw_up: tuple[float, ...]
+    raw_down: tuple[float, ...]
+    contribution: tuple[float, ...]
+    update: tuple[float, ...]
+    snapshot: tuple[float, ...]
+
+    def share(self, what: str) -> float:
+        """Return the median rate of "contribution", "update" or "snapshot", without the first, as a share of raw TCP's."""
+        raw = self.raw_up if what == "contribution" else self.raw_down
+        return _steady(getattr(self, what)) / _steady(raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """Seconds from the moment a peer says a heartbeat to the moment the coordinator has it."""
+
+    mbit: float
+    rtt_s: float
+    queue_bytes: int
+    idle_s: tuple[float, ...]
+    busy_s: tuple[float, ...]  # while a contribution goes up and snapshots come down
+    up_mbit: float  # of the contribution meanwhile
+    down_mbit: float  # of the snapshots meanwhile
+
+
+def _steady(rates: Sequence[float]) -> float:
+    return statistics.median(rates[1:] or rates)
+
+
+def link_rates(
+    shape: LinkShape, *, payload_bytes: int = 100_000_000, fragments: int = 12, repeats: int = 4, folder: Path | None = None
+) -> LinkRates:
+    """Measure one link; `shape` is equally fast in both directions.
+
+    Args:
+        payload_bytes: of one contribution, one update, one snapshot.
+        fragments: of equal size, that they consist of.
+        repeats: how often each is measured.
+        folder: for the run, empty or not there yet; None: a temporary one.
+    """
+    schema = _schema(payload_bytes, fragments)
+    raw_up, raw_down = _raw(shape, 4 * schema.numel, repeats)
+    with _scratch(folder) as at, _peer(at, shape, schema) as (_, io, collective, data):
+        contribution, update, snapshot, payloads = [], [], [], _payloads(schema)
+        for _repeat in range(repeats):
+            began = time.perf_counter()
+            step = _contribute(collective, payloads)
+            io.wait(lambda: None if collective.sending else True, timeout=_WITHIN_S)
+            contribution.append(time.perf_counter() - began)
+            outcome = collective.outcome(step, block=True)
+            if not isinstance(outcome, Committed):
+                raise TransportError(f"a measured round came to nothing: {outcome}")
+            shards = tuple(Shard(fragment) for fragment in schema.fragments)
+            assembly = UpdateAssembly(schema, step + 1, range(fragments), shards)
+            update.append(_timed(lambda: io.call(data.update(assembly, lambda: True, lambda: None))))  # noqa: B023
+            snapshot.append(_timed(collective.snapshot))
+    bits = 32e-6 * schema.numel
+
+    def rates(seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(round(bits / each, 1) for each in seconds)
+
+    return LinkRates(
+        mbit=shape.up_bits_per_s / 1e6,
+        rtt_s=2 * shape.latency_s,
+        payload_bytes=4 * schema.numel,
+        fragments=fragments,
+        raw_up=rates(raw_up),
+        raw_down=rates(raw_down),
+        contribution=rates(contribution),
+        update=rates(update),
+        snapshot=rates(snapshot),
+    )
+
+
+def heartbeat_delays(
+    shape: LinkShape, *, payload_bytes: int = 25_000_000, fragments: int = 12, idle_s: float = 5.0, folder: Path | None = None
+) -> Delays:
+    """Measure the heartbeats of a peer while its contribution goes up and snapshots come down, all over one link.
+
+    idle_s: how long they are measured before, while nothing else is on the link.
+    """
+    schema = _schema(payload_bytes, fragments)
+    with (
+        _scratch(folder) as at,
+        _peer(at, shape, schema) as (state, io, collective, data),
+        _Beats(collective, state) as beats,
+    ):
+        time.sleep(idle_s)
+        idle, payloads = beats.take(), _payloads(schema)
+        ended, downs = threading.Event(), [0]
+
+        def read_snapshots() -> None:
+            while not ended.is_set():
+                manifest = io.call(data.describe(schema, lambda: True))
+                for fragment in schema.fragments:
+                    if not ended.is_set():
+                        io.call(data.snapshot(manifest, [Shard(fragment)], lambda: not ended.is_set()))
+                        downs[0] += 4 * fragment.numel
+
+        reading = threading.Thread(target=read_snapshots, name="snapshots")
+        reading.start()
+        began = time.perf_counter()
+        _contribute(collective, payloads)
+        io.wait(lambda: None if collective.sending else True, timeout=_WITHIN_S)
+        seconds, down = time.perf_counter() - began, downs[0]
+        busy = beats.take()
+        ended.set()
+        reading.join()
+    return Delays(
+        mbit=shape.up_bits_per_s / 1e6,
+        rtt_s=2 * shape.latency_s,
+        queue_bytes=shape.queue_bytes,
+        idle_s=idle,
+        busy_s=busy,
+        up_mbit=round(32e-6 * schema.numel / seconds, 2),
+        down_mbit=round(8e-6 * down / seconds, 2),
+    )
+
+
+# ---- a run with one peer ---------------------------------------------------------------------------------------------------
+
+
+def _schema(payload_bytes: int, fragments: int) -> Schema:
+    numel = payload_bytes // 4 // fragments
+    tensors = (TensorSpec(name=f"blocks.{i}.weight", shape=(numel,)) for i in range(fragments))
+    return Schema(tuple(FragmentSpec(fragment_id=i, name=f"blocks.{i}", tensors=(t,)) for i, t in enumerate(tensors)))
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
+
+
+@contextlib.contextmanager
+def _peer(folder: Path, shape: LinkShape, schema: Schema) -> Iterator[tuple[Path, IoThread, HubCollective, DataCalls]]:
+    """Yield the coordinator's folder, and a peer in this process that has joined through a link of this shape."""
+    settings: Settings = {
+        "name": "links",
+        "model": {"name": "entry:mine"},
+        "sync": {"every": 1, "outer_steps": 1000},
+        "penalty": {"enabled": False},
+        "codec": {"up": _CODEC, "down": _CODEC},
+        "rounds": {"start_peers": 1, "quorum": 1, "floor_s": _WITHIN_S, "ceiling_s": _WITHIN_S},
+        "storage": {"checkpoint_every": 1000, "keep_updates": 1, "buffer_bytes": 8 << 30},
+        "membership": {"heartbeat_s": 2.0, "lease_s": 60.0},
+    }
+    home = folder / "peer"
+    with MeasuredRun(folder, settings, folder) as run:
+        enrol(run.state, "peer", home)
+        with _link(("127.0.0.1", run.port), shape) as port, IoThread() as io:
+            lead_through(home, port)
+            enrolled = PeerFolder(home).load(time.time())
+            channels = Channels(enrolled.endpoints, enrolled.credentials)
+            collective = HubCollective(io, channels, enrolled.identity)
+            collective.join(schema, lambda: [torch.zeros(fragment.numel) for fragment in schema.fragments])
+            try:
+                yield run.state, io, collective, DataCalls(channels, enrolled.identity.run_id, Traffic())
+            finally:
+                collective.close("measured")
+
+
+def _payloads(schema: Schema) -> list[EncodedTensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        codec(_CODEC).encode(torch.empty(each.numel).normal_(0, 1e-3, generator=generator), each) for each in schema.fragments
+    ]
+
+
+def _contribute(collective: HubCollective, payloads: Sequence[EncodedTensor]) -> int:
+    """Contribute to the next outer step, and return the one before it."""
+    view = collective.last_view
+    assert view is not None
+    for i, payload in enumerate(payloads):
+        collective.contribute(Contribution(outer_step=view.outer_step, fragment_id=i, inner_steps=1, tokens=1, payload=payload))
+    return view.outer_step
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+class _Beats:
+    """Context manager: a peer says heartbeats with the time of day in them, and the coordinator is asked what it has heard."""
+
+    def __init__(self, collective: HubCollective, state: Path) -> None:
+        self._collective, self._state = collective, state
+        self._said: list[int] = []  # milliseconds of the monotonic clock
+        self._delays: list[float] = []
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=work, name=work.__name__) for work in (self._say, self._listen)]
+
+    def __enter__(self) -> _Beats:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def take(self) -> tuple[float, ...]:
+        """Return the delays since the last call. One that is still under way counts as long as it is by now."""
+        delays, self._delays = self._delays, []
+        late = [time.monotonic() - said / 1e3 for said in self._said[-100:]]
+        return tuple(round(each, 3) for each in (*delays, *(each for each in late if each > 2 * _BEAT_S)))
+
+    def _say(self) -> None:
+        view = self._collective.last_view
+        assert view is not None
+        while not self._ended.wait(_BEAT_S):
+            now = int(1e3 * time.monotonic())
+            digest = "" if len(self._said) % 2 else view.digest  # another than before, so that it is said at once
+            self._said.append(now)
+            state = PeerState.EXCHANGING if self._collective.sending else PeerState.TRAINING
+            self._collective.report(Heartbeat(state=state, outer_step=view.outer_step, digest=digest, inner_steps=now))
+
+    def _listen(self) -> None:
+        observer = open_observer(self._state)
+        stub: Any = control_pb2_grpc.ControlStub(observer.control)
+        try:
+            while not self._ended.wait(_LOOK_S):
+                with contextlib.suppress(grpc.RpcError):
+                    reply = stub.Status(control_pb2.StatusRequest(rounds_after=1 << 62), timeout=5.0)
+                    heard, now = max(member.heartbeat.inner_steps for member in reply.members), time.monotonic()
+                    while self._said and self._said[0] <= heard:
+                        self._delays.append(now - self._said.pop(0) / 1e3)
+        finally:
+            observer.close()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _process(target: Callable[..., None], *arguments: object) -> Iterator[int]:
+    """Run `target(*arguments, pipe)` in a process of its own; yield the port that it says."""
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, there), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _link(target: tuple[str, int], shape: LinkShape) -> contextlib.AbstractContextManager[int]:
+    """Yield the port of a link to `target`, in a process of its own."""
+    return _process(_carry, target, shape)
+
+
+def _carry(target: tuple[str, int], shape: LinkShape, pipe: Connection) -> None:
+    with Link(target, shape) as link:
+        pipe.send(link.port)
+        with contextlib.suppress(EOFError):
+            pipe.recv()  # never comes: the process is killed, or its parent has died
+
+
+# ---- raw TCP ---------------------------------------------------------------------------------------------------------------
+
+
+def _raw(shape: LinkShape, payload_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Return seconds for so many bytes up, and down, over one plain TCP connection through the link."""
+    with (
+        _process(_answer, payload_bytes) as target,
+        _link(("127.0.0.1", target), shape) as port,
+        socket.create_connection(("127.0.0.1", port)) as connection,
+    ):
+        up, down = [], []
+        for _repeat in range(repeats):
+            began = time.perf_counter()
+            _send(connection, payload_bytes)
+            _receive(connection, 1)
+            up.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            connection.sendall(b"?")
+            _receive(connection, payload_bytes)
+            down.append(time.perf_counter() - began)
+    return up, down
+
+
+def _answer(payload_bytes: int, pipe: Connection) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[1])
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(EOFError):
+            while True:
+                _receive(connection, payload_bytes)
+                connection.sendall(b"!")
+                _receive(connection, 1)
+                _send(connection, payload_bytes)
+
+
+def _send(connection: socket.socket, count: int) -> None:
+    piece = bytes(_CHUNK)
+    for start in range(0, count, _CHUNK):
+        connection.sendall(piece[: min(_CHUNK, count - start)])
+
+
+def _receive(connection: socket.socket, count: int) -> None:
+    while count:
+        if not (data := connection.recv(min(count, _CHUNK))):
+            raise EOFError
+        count -= len(data)
