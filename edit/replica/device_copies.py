@@ -26,12 +26,15 @@ class Transfers:
         self._unchanged_since: torch.cuda.Event | None = None
 
     def mark_unchanged(self) -> None:
-        """Note that what is queued after this leaves the parameters alone: until `mark_changing`, copies do not wait for it."""
+        """Note that what is queued after this neither writes the parameters that are copied nor reads those that are written.
+
+        Until `mark_changing`, copies do not wait for it.
+        """
         if self._stream is not None:
             self._unchanged_since = torch.cuda.current_stream(self._stream.device).record_event()
 
     def mark_changing(self) -> None:
-        """Note that the parameters may be written again: copies wait for all that is queued."""
+        """Note that this is over: copies wait for all that is queued."""
         self._unchanged_since = None
 
     @contextmanager
@@ -44,6 +47,8 @@ class Transfers:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         else:
             self._stream.wait_event(self._unchanged_since)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()

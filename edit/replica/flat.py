@@ -16,13 +16,15 @@ from edit.errors import LocalProtocolError
 
 __all__ = ["as_held", "flatten", "load_fragment", "pseudo_gradient"]
 
+_COPIED = 1 << 24  # elements at a time: where the dtypes differ, torch converts in new memory of the GPU, 64 MiB of fp32
+
 
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
     """Return a fragment's local parameters as one new flat fp32 vector on the CPU, shape [sum of numel]."""
     numel = sum(parameter.numel() for parameter in parameters)
     flat = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=_on_gpu(parameters))
     for parameter, part in _parts(flat, parameters):
-        part.copy_(parameter.detach().reshape(-1), non_blocking=True)
+        _copy(part, parameter.detach().reshape(-1))
     _wait(parameters)
     return flat
 
@@ -43,7 +45,8 @@ def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     Without this every round would pull the fp32 outer parameters back onto the bf16 grid. For fp32 it is plain outer - local.
     """
     if not all(parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in parameters):
-        return as_held(outer, parameters).sub_(flatten(parameters))
+        local = flatten(parameters)
+        return torch.sub(as_held(outer, parameters), local, out=local)  # pinned next to a GPU
     delta = torch.empty_like(outer)
     for (parameter, theta), (_, part) in zip(_parts(outer, parameters), _parts(delta, parameters), strict=True):
         torch.sub(theta, parameter.detach().reshape(-1), out=part)
@@ -54,8 +57,16 @@ def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 def load_fragment(outer: Tensor, parameters: Sequence[Tensor]) -> None:
     """Write a flat fp32 vector into a fragment's parameters in place, rounding to their dtype, on their device."""
     for parameter, part in _parts(outer, parameters):
-        parameter.copy_(part.view(parameter.shape), non_blocking=True)
+        if parameter.is_contiguous():
+            _copy(parameter.view(-1), part)
+        else:
+            parameter.copy_(part.view(parameter.shape), non_blocking=True)
     _wait(parameters)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    for into, part in zip(torch.split(target, _COPIED), torch.split(source, _COPIED), strict=True):
+        into.copy_(part, non_blocking=True)
 
 
 def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

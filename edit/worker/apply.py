@@ -101,6 +101,7 @@ class ShareExchange:
         """An optimizer step is about to be taken: apply what waits for a forward."""
         self.run(self.exchange.take())
         if self._partial is not None:
+            self.replica.transfers.mark_changing()  # a backward may still read what no module's own forward announced
             self.apply_fragments(tuple(self._partial.waiting))
         if self._unchecked:
             self._check_applied()

@@ -129,7 +129,7 @@ class Trainer:
         tokens = 0
         for _ in range(self._config.accumulation):
             batch = next(self._batches)
-            inputs, targets = (self._layout.rows(part).to(self._device, non_blocking=True) for part in batch)
+            inputs, targets = (_moved(self._layout.rows(part), self._device) for part in batch)
             with self._autocast():
                 loss = self.model(inputs, targets)
             loss = loss * (self._layout.weight(len(inputs), len(batch[0])) / self._config.accumulation)
@@ -147,6 +147,11 @@ class Trainer:
         rate = learning_rate(self._config, position, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+
+def _moved(batch: Tensor, device: torch.device) -> Tensor:
+    """Copy a batch to the device. To a GPU from pinned memory: else the host may wait for what the GPU still computes."""
+    return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
 
 
 def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.AdamW:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from edit.errors import LocalProtocolError
+from edit.replica import flat
 from edit.replica.flat import flatten, load_fragment, pseudo_gradient
 
 
@@ -28,11 +29,11 @@ def test_a_transposed_parameter_is_read_and_written_in_its_logical_order() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_flat_vectors_are_new_fp32_without_a_graph(dtype: torch.dtype) -> None:
     parameters = fragment(dtype)
-    flat = flatten(parameters)
+    vector = flatten(parameters)
     delta = pseudo_gradient(torch.zeros(18), parameters)
-    for vector in (flat, delta):
-        assert vector.dtype == torch.float32 and vector.shape == (18,) and not vector.requires_grad
-    flat.zero_()
+    for one in (vector, delta):
+        assert one.dtype == torch.float32 and one.shape == (18,) and not one.requires_grad
+    vector.zero_()
     assert flatten(parameters).abs().sum() > 0
 
 
@@ -72,6 +73,20 @@ def test_a_vector_of_another_size_is_our_bug(size: int) -> None:
         load_fragment(torch.zeros(size), fragment())
     with pytest.raises(LocalProtocolError):
         pseudo_gradient(torch.zeros(size), fragment())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_any_layout_are_copied_part_by_part_to_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [*fragment(dtype), nn.Parameter(torch.arange(6.0).view(2, 3).t().to(dtype)), nn.Parameter(torch.empty(0))]
+    expected, outer = flatten(parameters), torch.randn(24)
+    monkeypatch.setattr(flat, "_COPIED", 5)
+    assert torch.equal(flatten(parameters), expected)
+    versions = [parameter._version for parameter in parameters]
+    load_fragment(outer, parameters)
+    assert torch.equal(flatten(parameters), outer.to(dtype).float())
+    assert all(parameter._version > version for parameter, version in zip(parameters[:-1], versions, strict=False))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from edit.errors import RemoteProtocolError, TransportError
 from edit.records import Aborted, Committed, EncodedTensor, NeedsSnapshot, Outcome, Snapshot, Verdict
+from edit.replica.device_copies import Transfers
 from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker
 from tests.support.models import TinyTransformer, token_batches, train_step
@@ -250,6 +252,55 @@ def test_what_no_forward_touches_is_in_before_the_next_step(peer: Callable[..., 
         assert not torch.equal(replica.local_fragment(1), after.fragments[1])
         optimizer.step()
         assert worker.outer_step == 1 and torch.equal(replica.local_fragment(1), after.fragments[1])
+        raise KeyboardInterrupt
+
+
+def test_on_a_gpu_what_is_in_only_before_the_next_step_is_written_after_the_backward(peer: Callable[..., Peer]) -> None:
+    """A weight that is used without its module's forward: the queued backward still reads it (no GPU is needed to see that)."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return nn.functional.linear(self.first(inputs), self.second.weight, self.second.bias)
+
+    class Copies(Transfers):
+        """Whether each copy waits for all that is queued, as the marks say."""
+
+        unchanged = False
+
+        def mark_unchanged(self) -> None:
+            self.unchanged = True
+
+        def mark_changing(self) -> None:
+            self.unchanged = False
+
+        @contextmanager
+        def beside(self) -> Iterator[None]:
+            log.append("waits for nothing" if self.unchanged else "waits for all")
+            yield
+
+    log: list[str] = []
+    model = Functional()
+    optimizer, collective = torch.optim.SGD(model.parameters(), lr=0.1), ScriptedCollective()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32", mode="forward")) as worker,
+    ):
+        worker._exchanges[0].replica.transfers = Copies([])
+        inputs = torch.ones(1, 4)
+        model(inputs).sum().backward()
+        optimizer.step()
+        theta = snapshot_of(0, list(worker.outer_of()[1].fragments))
+        collective.answers[0].append(committed(theta, random_steps(theta), [Verdict.OK] * 2)[0])
+        log.clear()
+        model(inputs).sum().backward()
+        assert set(log) == {"waits for nothing"} and worker.outer_step == 0
+        log.clear()
+        worker.synchronize()
+        assert set(log) == {"waits for all"} and worker.outer_step == 1
         raise KeyboardInterrupt
 
 
