@@ -1,7 +1,7 @@
 """Error feedback: what a codec rounds away is added to the next vector (Karimireddy et al., arXiv 1901.09847).
 
 u = delta + decay e; q = encode(u); e <- u - decode(q), adopted only when the round commits. A decay below 1 forgets old errors
-(SparseLoCo, arXiv 2508.15706, takes 0.95 for its contributions).
+(SparseLoCo, arXiv 2508.15706, takes 0.95 for its contributions), 0 is no feedback.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from edit.codecs import Codec, CodecSpec, codec
-from edit.codecs.base import parts
-from edit.codecs.residuals import owing
+from edit.codecs.base import PIECE, new_buffer, parts
+from edit.codecs.residuals import Residual, owing
 from edit.config.codec import CodecChoice
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["ErrorFeedback", "codec_of", "with_feedback"]
+__all__ = ["ErrorFeedback", "codec_of"]
 
 
 def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
@@ -31,29 +31,12 @@ def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
     return codec("fp32" if fragment.buffers else choice.of_fragment(fragment.name))
 
 
-def with_feedback(
-    encoder: Codec, delta: Tensor, residual: Tensor | None, fragment: FragmentSpec, decay: float = 1.0
-) -> tuple[EncodedTensor, Tensor | None]:
-    """Return (q, e') of u = delta + decay * e. Pure. residual: e, None counts as zero.
-
-    e' is None for a lossless codec, and with decay 0, which is no feedback.
-
-    A delta that is not finite gives a q that is not finite. A merge refuses it, so its e' is never adopted.
-    """
-    total = owing(delta, residual, decay, torch.empty_like(delta))
-    encoded = encoder.encode(total, fragment)
-    if encoder.lossless or decay == 0:
-        return encoded, None
-    for part, piece in zip(parts(total.numel()), encoder.decode_pieces(encoded), strict=True):
-        total[part].sub_(piece)
-    return encoded, total
-
-
 class ErrorFeedback:
     """The residuals of one sender, one per fragment; zero at first, none at all for a lossless codec.
 
     choice: of the codecs, or one for all fragments; shards: what this sender contributes of each fragment. A residual changes
-    only on `commit`; staging again replaces what was staged.
+    only on `commit`; staging again replaces what was staged. Of a staged vector only its encoded form is kept, which the caller
+    has too; so the residual is computed on `commit`, in place, from the same delta.
     """
 
     def __init__(self, choice: CodecChoice | CodecSpec | str, shards: Sequence[Shard]) -> None:
@@ -62,45 +45,93 @@ class ErrorFeedback:
         self._shards = tuple(shards)
         self._codecs = tuple(codec_of(shard.fragment, choice) for shard in self._shards)
         self._decay = choice.decay
-        self._residuals: dict[int, Tensor] = {}
-        self._staged: dict[int, Tensor | None] = {}
+        self._form = choice.residual
+        self._residuals: dict[int, Residual] = {}
+        self._staged: dict[int, EncodedTensor | Residual] = {}  # encoded, or what `keep` made of it
+
+    def keeps(self, i: int) -> bool:
+        """Return whether fragment i has a residual: its codec is lossy, and feedback is not turned off."""
+        return not self._codecs[i].lossless and self._decay > 0
+
+    def needs_delta(self, i: int) -> bool:
+        """Return whether `commit` of the staged vector i takes its delta."""
+        return self.keeps(i) and not isinstance(self._staged.get(i), Residual)
 
     def stage(self, i: int, delta: Tensor) -> EncodedTensor:
-        """Encode fragment i's delta (flat fp32, shape [shard.numel], not changed) plus its residual."""
-        if not self._fits(i, delta.shape):
-            numels = [shard.numel for shard in self._shards]
-            raise LocalProtocolError(f"no fragment {i} of {delta.numel()} elements; the fragments have {numels}")
-        fragment = self._shards[i].fragment
-        encoded, self._staged[i] = with_feedback(self._codecs[i], delta, self._residuals.get(i), fragment, self._decay)
+        """Encode fragment i's delta (flat fp32, shape [shard.numel], not changed) plus its residual.
+
+        A delta that is not finite gives an encoded vector that is not finite. A merge refuses it, so it is never committed.
+        """
+        self._check(i, delta)
+        encoder, residual, numel = self._codecs[i], self._residuals.get(i), delta.numel()
+        if residual is None:
+            self._staged[i] = encoded = encoder.encode(delta, self._shards[i].fragment)
+            return encoded
+        data, total = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
+        for part, piece in residual.pieces():
+            u = owing(delta[part], piece, self._decay, total[: piece.numel()])
+            encoder.encode_part(u, data, numel, part.start)
+        self._staged[i] = encoded = EncodedTensor(encoder.name, numel, data)
         return encoded
 
-    def commit(self, i: int) -> None:
-        """Adopt the residual of the staged vector: it was merged. Raises LocalProtocolError when nothing is staged."""
+    def keep(self, i: int, delta: Tensor) -> None:
+        """Compute the residual that `commit` would leave, in new memory: the staged delta will not be there any more."""
+        self._check(i, delta)
+        staged = self._staged[i]
+        if self.keeps(i) and isinstance(staged, EncodedTensor):
+            self._staged[i] = self._left_out(i, delta, staged, Residual(delta.numel(), self._form))
+
+    def commit(self, i: int, delta: Tensor | None = None) -> None:
+        """Adopt the residual of the staged vector: it was merged. Raises LocalProtocolError when nothing is staged.
+
+        delta: as it was staged, to the bit; see `needs_delta`.
+        """
         if i not in self._staged:
             raise LocalProtocolError(f"fragment {i}: commit of a residual without a staged one")
-        residual = self._staged.pop(i)
-        if residual is not None:
-            self._residuals[i] = residual
+        staged = self._staged[i]
+        if isinstance(staged, Residual):
+            self._residuals[i] = staged
+        elif self.keeps(i):
+            if delta is None:
+                raise LocalProtocolError(f"fragment {i}: commit of a residual without its delta")
+            self._check(i, delta)
+            residual = self._residuals.get(i)
+            self._residuals[i] = self._left_out(i, delta, staged, residual or Residual(delta.numel(), self._form))
+        del self._staged[i]
+
+    def _left_out(self, i: int, delta: Tensor, encoded: EncodedTensor, out: Residual) -> Residual:
+        """Write e' = u - decode(q) into `out`, which may be e itself, and return it."""
+        before, total = self._residuals.get(i), torch.empty(min(PIECE, delta.numel()))
+        for part, piece in zip(parts(delta.numel()), self._codecs[i].decode_pieces(encoded), strict=True):
+            u = owing(delta[part], None if before is None else before.read(part), self._decay, total[: piece.numel()])
+            out.write(part, u.sub_(piece))
+        return out
 
     def rollback(self, i: int) -> None:
         """Forget the staged vector, if there is one: it was not merged."""
         self._staged.pop(i, None)
 
-    def residuals(self) -> dict[int, Tensor]:
-        """Return the committed residuals by fragment; a fragment without one is left out."""
+    def residuals(self) -> dict[int, Residual]:
+        """Return the committed residuals by fragment; a fragment without one is left out. Commits write into them."""
         return dict(sorted(self._residuals.items()))
 
     def load(self, residuals: Mapping[int, Tensor]) -> None:
-        """Replace the residuals by those that `residuals` returned. Nothing stays staged.
+        """Replace the residuals by copies of these, each the `Residual.tensor` of a fragment's. Nothing stays staged.
 
-        Raises StorageError when one does not fit its fragment; then nothing changes.
+        One of another form is rounded. Raises StorageError when one does not fit its fragment; then nothing changes.
         """
-        for i, residual in residuals.items():
-            if not self._fits(i, residual.shape) or residual.dtype != torch.float32:
-                raise StorageError(f"residual.{i} {list(residual.shape)} {residual.dtype} does not fit this model's fragments")
-        kept = {i: residual.clone() for i, residual in residuals.items() if not self._codecs[i].lossless}
-        self._residuals = kept if self._decay > 0 else {}
+        loaded = {}
+        for i, tensor in residuals.items():
+            if not 0 <= i < len(self._shards):
+                raise StorageError(f"residual.{i}: this model has {len(self._shards)} fragments")
+            try:
+                loaded[i] = Residual.of(tensor, self._shards[i].numel, self._form)
+            except StorageError as error:
+                raise StorageError(f"residual.{i}: {error}") from error
+        self._residuals = {i: residual for i, residual in loaded.items() if self.keeps(i)}
         self._staged = {}
 
-    def _fits(self, i: int, shape: tuple[int, ...]) -> bool:
-        return 0 <= i < len(self._shards) and shape == (self._shards[i].numel,)
+    def _check(self, i: int, delta: Tensor) -> None:
+        if not 0 <= i < len(self._shards) or delta.shape != (self._shards[i].numel,):
+            numels = [shard.numel for shard in self._shards]
+            raise LocalProtocolError(f"no fragment {i} of {delta.numel()} elements; the fragments have {numels}")

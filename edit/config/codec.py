@@ -125,6 +125,8 @@ class CodecChoice:
     fragments: tuple[tuple[str, CodecSpec], ...] = ()
     # Of the residual, before the next vector is added to it.
     decay: float = 1.0
+    # How the residual is stored: one of RESIDUAL_FORMS.
+    residual: str = "fp32"
 
     def of_fragment(self, name: str) -> CodecSpec:
         """Return the codec of the fragment of this name: that of the longest pattern that matches it, else the default."""
@@ -158,6 +160,9 @@ class CodecConfig:
     up_decay: float = 1.0
     # The same for the updates.
     down_decay: float = 1.0
+    # How a peer stores its residual, what its contributions left out: "fp32" to the bit, "bf16" or "int8" in 2 bytes or about
+    # 1 byte for each parameter instead of 4.
+    up_residual: str = "fp32"
     # Other codecs for some fragments, by a pattern of their names ("embedding*"; `fnmatch`); the longest that matches counts.
     fragments: Mapping[str, FragmentCodec] = field(default_factory=dict)
 
@@ -165,6 +170,7 @@ class CodecConfig:
         for direction in ("up", "down"):
             _check_spec(f"codec.{direction}", getattr(self, direction))
             within(f"codec.{direction}_decay", getattr(self, f"{direction}_decay"), 0, 1)
+        one_of("codec.up_residual", self.up_residual, RESIDUAL_FORMS)
         within("codec.fragments (their number)", len(self.fragments), 0, 64)
         for pattern, chosen in self.fragments.items():
             name = f'codec.fragments."{pattern}"'
@@ -183,17 +189,17 @@ class CodecConfig:
     @property
     def uplink(self) -> CodecChoice:
         """How contributions are encoded."""
-        return self._choice("up", self.up_decay)
+        return self._choice("up", self.up_decay, self.up_residual)
 
     @property
     def downlink(self) -> CodecChoice:
         """How updates are encoded."""
-        return self._choice("down", self.down_decay)
+        return self._choice("down", self.down_decay, "fp32")
 
-    def _choice(self, direction: str, decay: float) -> CodecChoice:
+    def _choice(self, direction: str, decay: float, residual: str) -> CodecChoice:
         others = [(pattern, getattr(chosen, direction)) for pattern, chosen in sorted(self.fragments.items())]
         specs = tuple((pattern, CodecSpec.parse(text)) for pattern, text in others if text)
-        return CodecChoice(CodecSpec.parse(getattr(self, direction)), specs, decay)
+        return CodecChoice(CodecSpec.parse(getattr(self, direction)), specs, decay, residual)
 
     def check_fragments(self, names: Collection[str]) -> None:
         """Raise ConfigError for a pattern that matches none of the model's fragments. names: of all of them but the buffers."""

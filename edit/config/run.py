@@ -316,6 +316,7 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]
     yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
     for direction, choice in (("up", config.codec.uplink), ("down", config.codec.downlink)):
         lossless = f'codec.{direction} = "fp32", which leaves nothing out'
-        yield choice.names == {"fp32"}, "codec", {f"{direction}_decay"}, lossless
+        yield choice.names == {"fp32"}, "codec", {f"{direction}_decay", f"{direction}_residual"}, lossless
+        yield choice.decay == 0, "codec", {f"{direction}_residual"}, f"codec.{direction}_decay = 0"
     of_builtin = {"layers", "heads", "width"}
     yield not config.model.name.startswith("builtin:"), "model", of_builtin, f'model.name = "{config.model.name}"'

@@ -93,6 +93,11 @@ class Layout:
         self.held = tuple(map(Shard, self.schema.fragments, self._held[ranks.rank]))
         self.owned = tuple(map(Shard, self.schema.fragments, self._owned[ranks.rank]))
 
+    @property
+    def owned_by_rank(self) -> Sequence[Sequence[tuple[Box, ...]]]:
+        """By rank and fragment, the boxes that it owns."""
+        return self._owned
+
     def locals(self, fragment_id: int) -> list[Tensor]:
         """Return what this rank holds of the fragment's tensors, in the order of its held boxes; shares the model's memory."""
         with torch.no_grad():

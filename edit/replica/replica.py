@@ -56,6 +56,8 @@ class Replica:
         self.transfers = Transfers(tensor for tensors in self.layout.tensors for tensor in tensors)
         self._ids = range(len(self.schema.fragments))
         self._outer = Outer(0, "", (), ())
+        self._undone = [0] * len(self._ids)  # writes to the local parameters, by fragment, that `restore` has undone
+        self._versions = [0] * len(self._ids)  # of the local parameters when `load_outer` replaced them
 
     @property
     def outer(self) -> Outer:
@@ -80,6 +82,10 @@ class Replica:
     def founding(self) -> list[Tensor]:
         """Return all local fragments, whole, at rank 0; at the others an empty list."""
         return self.layout.at_first_rank(self.local_fragment)
+
+    def version(self, fragment_id: int) -> int:
+        """Return a number that grows with every write to the local parameters of one fragment that may have changed them."""
+        return sum(part._version for part in self.layout.locals(fragment_id)) - self._undone[fragment_id]
 
     def pseudo_gradient(self, fragment_id: int, local: Tensor | None = None) -> Tensor:
         """Return theta - local of the held part of one fragment; `local`: as it was then, None for now."""
@@ -211,6 +217,7 @@ class Replica:
     def load_outer(self) -> list[list[Tensor]]:
         """Put theta into the model; returns exact copies of the local parameters, in their own dtype, for `restore`."""
         kept = [[part.clone() for part in self.layout.locals(i)] for i in self._ids]
+        self._versions = [self.version(i) for i in self._ids]
         for i, theta in enumerate(self._outer.fragments):
             self.load_local(i, theta)
         return kept
@@ -222,3 +229,4 @@ class Replica:
             self.modules.before_write(i)
             for local, copy in zip(self.layout.locals(i), copies, strict=True):
                 local.copy_(copy)
+            self._undone[i] += self.version(i) - self._versions[i]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
 from edit.errors import TransportError
-from edit.records import Commit, Committed, Update
+from edit.records import Commit, Committed, Update, Verdict
 from edit.replica.replica import Outer, Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import ContributionMaker, SentTensors
@@ -40,7 +40,7 @@ from edit.worker.exchange import (
     Steps,
     TakeSnapshot,
 )
-from edit.worker.local_progress import kept, take_verdict, unmerged, unsent
+from edit.worker.local_progress import kept, scrub, unmerged, unsent
 from edit.worker.updates import Updates, without_payloads
 
 __all__ = ["ShareExchange"]
@@ -207,15 +207,32 @@ class ShareExchange:
             else:  # a snapshot may be further: that was not this commit's step alone
                 self.estimator.forget()
         theta, sync, sent = target.fragments, self.config.sync, self.sent
+        if carried:
+            assert pending is not None
+            self._maker.keep_residuals(pending, sent)
+        else:
+            for i in steps:
+                self._take_verdict(i, verdicts[i])
         self.replica.move(target, lambda i: kept(sync, self.replica, theta[i], i, verdicts.get(i), pending, sent), moved)
         self.last_commit = without_payloads(commit)
         if carried:
             sent.sent_from = {i: (local - before.fragments[i]).add_(theta[i]) for i, local in sent.sent_from.items()}
         else:
-            for i in steps:
-                take_verdict(i, verdicts[i], self.replica, self.feedback, self._optimizer)
             self.sent = SentTensors()
         return Moved(target.outer_step, reason)
+
+    def _take_verdict(self, i: int, verdict: Verdict | None) -> None:
+        """Adopt or forget the residual of fragment i; clean the inner optimizer's state after a contribution with NaN or Inf.
+
+        Before theta and the local parameters move. verdict: None where the contribution is not part of the commit, nor will be
+        of another.
+        """
+        if verdict is Verdict.OK:
+            self._maker.commit_residual(self.sent, i)
+            return
+        self.feedback.rollback(i)
+        if verdict is Verdict.NONFINITE:
+            scrub(self._optimizer, self.replica.parameters(i))
 
     def _take_snapshot(self, pending: Pending | None, reason: str) -> Moved | Failed:
         if (target := self._updates.snapshot()) is None:
@@ -245,8 +262,8 @@ class ShareExchange:
             return
         verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
         theta, sync, sent = self.replica.outer.fragments[i], self.config.sync, self.sent
+        self._take_verdict(i, verdict)
         self.replica.apply_fragment(i, step, lambda i: kept(sync, self.replica, theta, i, verdict, pending, sent))
-        take_verdict(i, verdict, self.replica, self.feedback, self._optimizer)
         del partial.waiting[i]
         pending.applied.add(i)
         if not partial.waiting:

@@ -1,9 +1,11 @@
 """A worker's own state for a checkpoint, and going on from one.
 
 Tensors go by kind and by name, each laid out as the parameter of that name is (a DTensor with its mesh and placements, fp32 on
-the CPU), so another number of ranks can load them. The rest is under "scalars", JSON-able.
+the CPU; but see below), so another number of ranks can load them. The rest is under "scalars", JSON-able.
 
-- "outer": theta. "residual": what a lossy codec still owes. Always there (residual: once something was committed).
+- "outer": theta. "residual": what a lossy codec still owes, in the dtype of `codec.up_residual`. Always there (residual: once
+  something was committed). With int8 "residual_int8" instead: of each fragment the encoded vector of what a rank owns, under
+  `FRAGMENT.rankRANK`, uint8. Scalars say who owned what, so that another number of ranks decodes what it needs.
 - "sent_from": the local parameters at sending, while a contribution is pending and training has gone on; "sent": its
   pseudo-gradient; "last_step", "last_sent": of the last commit. The latter three with mode "eager" only.
 
@@ -13,7 +15,7 @@ How a peer goes on is decided in `edit.worker.catch_up`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from edit.codecs.residuals import Residual
 from edit.errors import ConfigError, StorageError
 from edit.fragments.digest import combine
+from edit.fragments.shards import Box, Shard, partition_fault
 from edit.records import Snapshot
 from edit.replica.layout import Layout, local_of
 from edit.replica.replica import Outer, Replica
@@ -33,9 +37,11 @@ from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
 from edit.worker.schedule import Work
 
-__all__ = ["KINDS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
+__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
 
-KINDS = ("outer", "residual", "sent_from", "sent", "last_step", "last_sent")
+_INT8 = "residual_int8"
+KINDS = ("outer", "residual", _INT8, "sent_from", "sent", "last_step", "last_sent")
+OF_RANKS = (_INT8,)  # the kinds whose tensors belong to a rank; `skeleton` has those that this rank needs
 _T = TypeVar("_T")
 _Vectors = Mapping[int, Tensor]  # by fragment, held vectors
 
@@ -49,17 +55,19 @@ class Checkpoint:
     outer: Outer | None
     vectors: Mapping[str, _Vectors]
     scalars: Mapping[str, Any]
+    # By fragment, for `ErrorFeedback.load`.
+    residuals: _Vectors = field(default_factory=dict)
 
     @classmethod
     def read(cls, replica: Replica, state: Mapping[str, Any]) -> Checkpoint:
         """Raises StorageError, at every rank, when the state is damaged or of another model."""
         if state.keys() == {"scalars"}:
             return cls(replica, None, {}, replica.layout.ranks.together(lambda: _scalars(replica.layout, state)))
-        vectors, scalars = replica.layout.ranks.together(lambda: _read(replica.layout, state))
+        vectors, residuals, scalars = replica.layout.ranks.together(lambda: _read(replica.layout, state))
         outer = replica.outer_of(int(scalars["outer_step"]), str(scalars["digest"]), list(vectors["outer"].values()))
         if combine(outer.hashes) != scalars["holds"]:
             raise StorageError("checkpoint: the outer parameters do not match their digest")
-        return cls(replica, outer, vectors, scalars)
+        return cls(replica, outer, vectors, scalars, residuals)
 
 
 # Saving.
@@ -69,11 +77,13 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
     """Return the state of an entered worker's exchange with one aggregator."""
     replica, exchange, sent = share.replica, share.exchange, share.sent
     layout, outer = replica.layout, replica.outer
-    residuals = _residuals(share)
+    residuals = share.feedback.residuals()
+    some = sorted({i for ids in layout.ranks.collect(sorted(residuals)) for i in ids})
+    form = share.config.codec.up_residual
     last, weights = share.estimator.state() if share.estimator is not None else ({}, {})
     vectors: dict[str, _Vectors] = {
         "outer": dict(enumerate(outer.fragments)),
-        "residual": residuals,
+        "residual": {} if form == "int8" else {i: _held_residual(share, i, residuals.get(i)) for i in some},
         "sent_from": sent.sent_from,
         "sent": sent.deltas,
         "last_step": {},
@@ -93,22 +103,72 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
         **exchange.schedule.state(),
     }
     state: dict[str, Any] = {kind: _named(layout, parts) for kind, parts in vectors.items() if parts}
+    if form == "bf16":
+        scalars["residual_form"] = form
+    if form == "int8" and some:
+        scalars["fragments"][_INT8] = some
+        scalars["owned"] = [
+            [[[b.tensor, b.offsets, b.sizes] for b in boxes] for boxes in owned] for owned in layout.owned_by_rank
+        ]
+        state[_INT8] = {_of_rank(layout, i, layout.ranks.rank): residual.tensor for i, residual in residuals.items()}
     return state | {"scalars": scalars}
 
 
-def skeleton(replica: Replica, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of these kinds to load into, for every tensor. Raises ConfigError for a kind that does not exist."""
+def skeleton(replica: Replica, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of these kinds to load into, for every tensor. scalars: of the saved state.
+
+    Raises ConfigError for a kind that does not exist, StorageError for damaged scalars.
+    """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"no tensors of kind {unknown[0]!r} are kept; known: {', '.join(KINDS)}")
     layout = replica.layout
-    return {kind: _named(layout, {i: torch.empty(r.numel) for i, r in enumerate(layout.held)}) for kind in kinds}
+    dtypes = {"residual": torch.bfloat16 if scalars.get("residual_form") == "bf16" else torch.float32}
+    empty = {
+        kind: _named(layout, {i: torch.empty(r.numel, dtype=dtypes.get(kind)) for i, r in enumerate(layout.held)})
+        for kind in kinds
+        if kind != _INT8
+    }
+    if _INT8 in kinds:
+        owners = _owners(layout, scalars)
+        empty[_INT8] = {
+            _of_rank(layout, i, rank): Residual(shard.numel, "int8").tensor
+            for i in _checked(lambda: [int(i) for i in scalars["fragments"][_INT8]])
+            for rank, shard in owners[i].items()
+        }
+    return empty
 
 
-def _residuals(share: ShareExchange) -> dict[int, Tensor]:
-    """Held vectors of every fragment that has a residual at some rank; what a rank does not own it is told by the owner."""
-    layout, found = share.replica.layout, share.feedback.residuals()
-    some = sorted({i for ids in layout.ranks.collect(sorted(found)) for i in ids})
-    return {i: layout.disown(i, found.get(i, torch.zeros(layout.owned[i].numel))) for i in some}
+def _held_residual(share: ShareExchange, i: int, residual: Residual | None) -> Tensor:
+    """The held vector of a residual that some rank has; what a rank does not own it is told by the owner."""
+    layout, own = (
+        share.replica.layout,
+        residual or Residual(share.replica.layout.owned[i].numel, share.config.codec.up_residual),
+    )
+    return own.tensor if layout.ranks.size == 1 else layout.disown(i, own.tensor.float()).to(own.tensor.dtype)
+
+
+def _of_rank(layout: Layout, i: int, rank: int) -> str:
+    return f"{layout.schema.fragments[i].name}.rank{rank}"
+
+
+def _owners(layout: Layout, scalars: Mapping[str, Any]) -> list[dict[int, Shard]]:
+    """By fragment: what each rank that saved the state owned of it, if something of that is this rank's now.
+
+    Raises StorageError unless the scalars say that every element was owned once.
+    """
+
+    def read() -> list[list[tuple[Box, ...]]]:
+        return [[tuple(Box(b[0], tuple(b[1]), tuple(b[2])) for b in boxes) for boxes in rank] for rank in scalars["owned"]]
+
+    by_rank, owners = _checked(read), []
+    for i, fragment in enumerate(layout.schema.fragments):
+        saved = _checked(lambda i=i: [fragments[i] for fragments in by_rank])  # type: ignore[misc]
+        if fault := _checked(lambda f=fragment, s=saved: partition_fault(f, s)):  # type: ignore[misc]
+            raise StorageError(f"checkpoint: the worker's scalars are damaged (owned: {fault})")
+        mine = layout.owned[i].boxes
+        shards = {rank: Shard(fragment, boxes) for rank, boxes in enumerate(saved)}
+        owners.append({rank: shard for rank, shard in shards.items() if any(a.overlaps(b) for a in shard.boxes for b in mine)})
+    return owners
 
 
 def _pending_scalars(pending: Pending | None) -> dict[str, Any] | None:
@@ -136,11 +196,11 @@ def _named(layout: Layout, vectors: _Vectors) -> dict[str, Tensor]:
 
 
 def _like(tensor: Tensor, piece: Tensor) -> Tensor:
-    """A rank's fp32 piece in the form of the tensor: plain, or a DTensor that stays on the CPU whatever its mesh is of."""
+    """A rank's piece in the form of the tensor: plain, or a DTensor that stays on the CPU whatever its mesh is of."""
     shaped = piece.view(local_of(tensor).shape)
     if not isinstance(tensor, DTensor):
         return shaped
-    meta = TensorMeta(tensor.shape, tensor.stride(), torch.float32)
+    meta = TensorMeta(tensor.shape, tensor.stride(), piece.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
     return DTensor(shaped, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -159,7 +219,10 @@ def _scalars(layout: Layout, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return scalars
 
 
-def _read(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, dict[int, Tensor]], Mapping[str, Any]]:
+def _read(
+    layout: Layout, state: Mapping[str, Any]
+) -> tuple[dict[str, dict[int, Tensor]], dict[int, Tensor], Mapping[str, Any]]:
+    """Return the held vectors by kind and fragment, the owned residuals by fragment, the scalars."""
     scalars = _scalars(layout, state)
     fragments = _checked(lambda: {str(kind): [int(i) for i in ids] for kind, ids in scalars["fragments"].items()})
     if fragments.get("outer") != list(range(len(layout.held))):
@@ -167,8 +230,26 @@ def _read(layout: Layout, state: Mapping[str, Any]) -> tuple[dict[str, dict[int,
     vectors = {
         kind: {i: _vector(layout, i, kind, state.get(kind, {})) for i in ids if 0 <= i < len(layout.held)}
         for kind, ids in fragments.items()
+        if kind != _INT8
     }
-    return vectors, scalars
+    residuals = {i: layout.own(i, vector) for i, vector in vectors.get("residual", {}).items() if layout.owned[i].numel}
+    if fragments.get(_INT8):
+        owners, saved = _owners(layout, scalars), state.get(_INT8, {})
+        residuals = {i: _int8_residual(layout, i, owners[i], saved) for i in fragments[_INT8] if layout.owned[i].numel}
+    return vectors, residuals, scalars
+
+
+def _int8_residual(layout: Layout, i: int, owners: Mapping[int, Shard], saved: Mapping[str, Tensor]) -> Tensor:
+    """The owned residual of one fragment: as it was saved, or, where another rank owned some of it, decoded."""
+    mine, names = layout.owned[i], {rank: _of_rank(layout, i, rank) for rank in owners}
+    if missing := sorted(set(names.values()) - set(saved)):
+        raise StorageError(f"checkpoint: {_INT8} of {missing[0]} is missing")
+    if [shard.boxes for shard in owners.values()] == [mine.boxes]:
+        return saved[next(iter(names.values()))]
+    whole = torch.empty(mine.fragment.numel)
+    for rank, shard in owners.items():
+        shard.put(Residual.of(saved[names[rank]], shard.numel, "fp32").tensor, whole)
+    return mine.take(whole)
 
 
 def _vector(layout: Layout, i: int, kind: str, named: Mapping[str, Tensor]) -> Tensor:
@@ -178,7 +259,8 @@ def _vector(layout: Layout, i: int, kind: str, named: Mapping[str, Tensor]) -> T
     for box in layout.held[i].boxes:
         name, stored = specs[box.tensor].name, named.get(specs[box.tensor].name)
         expected = tuple(tensors[box.tensor].shape)
-        if stored is None or tuple(stored.shape) != expected or stored.dtype != torch.float32:
+        fits = stored is not None and (stored.dtype == torch.float32 or (kind, stored.dtype) == ("residual", torch.bfloat16))
+        if stored is None or tuple(stored.shape) != expected or not fits:
             found = "is missing" if stored is None else f"{list(stored.shape)} {stored.dtype} does not fit the model's"
             raise StorageError(f"checkpoint: {kind} of {name} {found} ({list(expected)}, fp32)")
         local = local_of(stored)
@@ -238,7 +320,7 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
         raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run.outer_step}")
     share.replica.resume(checkpoint.outer)
     exchange.outer_step = checkpoint.outer.outer_step
-    _load_residuals(share, checkpoint.vectors.get("residual", {}))
+    share.feedback.load(checkpoint.residuals)
     if (estimator := share.estimator) is not None:
         _checked(lambda: estimator.load(checkpoint.vectors, scalars))
     pending = _pending(checkpoint)
@@ -246,11 +328,6 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
         vectors = checkpoint.vectors
         share.sent = SentTensors(sent_from=dict(vectors.get("sent_from", {})), deltas=dict(vectors.get("sent", {})))
     share.run(exchange.restore(pending))
-
-
-def _load_residuals(share: ShareExchange, held: _Vectors) -> None:
-    layout = share.replica.layout
-    share.feedback.load({i: layout.own(i, vector) for i, vector in held.items() if layout.owned[i].numel})
 
 
 def _pending(checkpoint: Checkpoint) -> Pending | None:

@@ -31,6 +31,10 @@ class WorkerConfig:
     # "local": each peer keeps its own buffers. "average": the persistent floating-point buffers are exchanged as one more
     # fragment, in fp32, and become the plain mean of the peers': no penalty, no outer optimizer. Integer buffers stay local.
     buffers: str = "local"
+    # Whether nothing but optimizer.step() writes to the parameters. True: what a lossy codec leaves out of a contribution is
+    # computed when its outcome is known, and until then takes no memory. False: such a write is harmless in every mode, and
+    # "blocking" and "forward" keep a second residual while they wait. ("delayed" and "eager" keep what they need anyway.)
+    only_steps_write: bool = False
 
     def __post_init__(self) -> None:
         check_together(self.sync, self.rounds, self.outer, self.codec)

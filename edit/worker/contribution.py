@@ -12,6 +12,7 @@ from torch import Tensor
 
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
+from edit.errors import LocalProtocolError
 from edit.records import Contribution, EncodedTensor
 from edit.replica.replica import Replica
 from edit.worker.config import WorkerConfig
@@ -27,6 +28,8 @@ class SentTensors:
 
     # The local parameters from which training went on after sending, once it goes on before the outcome.
     sent_from: dict[int, Tensor] = field(default_factory=dict)
+    # Until then: which version of the local parameters it was (`Replica.version`).
+    versions: dict[int, int] = field(default_factory=dict)
     # The pseudo-gradients, where they are needed again (eager).
     deltas: dict[int, Tensor] = field(default_factory=dict)
     # What was sent, to send the same once more (strict).
@@ -58,6 +61,34 @@ class ContributionMaker:
         self._config = config
         self._estimator = estimator
 
+    def delta(self, sent: SentTensors, i: int) -> Tensor:
+        """Return the pseudo-gradient of fragment i once more, as long as theta is what it was computed against.
+
+        Raises LocalProtocolError when the local parameters that it was computed from are gone.
+        """
+        if i in sent.deltas:
+            return sent.deltas[i]
+        if i not in sent.sent_from and self._replica.version(i) != sent.versions[i]:
+            name = self._replica.schema.fragments[i].name
+            raise LocalProtocolError(
+                f"the parameters of {name} changed after optimizer.step() had contributed them; only_steps_write says no"
+            )
+        return self._replica.pseudo_gradient(i, sent.sent_from.get(i))
+
+    def commit_residual(self, sent: SentTensors, i: int) -> None:
+        """Adopt the residual of fragment i: its contribution is merged. Before theta or the local parameters move."""
+        if self._replica.layout.owned[i].numel:
+            self._feedback.commit(i, self._own_delta(sent, i))
+
+    def keep_residuals(self, pending: Pending, sent: SentTensors) -> None:
+        """Compute the residuals that the contribution would leave now: theta is about to move while it stays pending."""
+        for i in pending.missing:
+            if self._replica.layout.owned[i].numel and (delta := self._own_delta(sent, i)) is not None:
+                self._feedback.keep(i, delta)
+
+    def _own_delta(self, sent: SentTensors, i: int) -> Tensor | None:
+        return self._replica.layout.own(i, self.delta(sent, i)) if self._feedback.needs_delta(i) else None
+
     def contribute(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
         """Stage every fragment of a contribution, send it, and put the local parameters where training goes on from.
 
@@ -75,6 +106,8 @@ class ContributionMaker:
                 self._go_on_from_estimate(self._estimator, sent, i, delta)
             elif self._config.sync.overlap:
                 sent.sent_from[i] = self._replica.local_fragment(i)
+            else:
+                self._rely_on_local(sent, i, delta)
 
     def contribute_again(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
         """Make the same contribution from what is left of it in a checkpoint; the local parameters stay.
@@ -84,8 +117,12 @@ class ContributionMaker:
         for i in pending.missing:
             delta = sent.deltas[i] if i in sent.deltas else self._replica.pseudo_gradient(i, sent.sent_from.get(i))
             self._stage(pending, sent, i, delta, send)
-            if self._config.sync.overlap and i not in sent.sent_from:
+            if i in sent.sent_from:
+                continue
+            if self._config.sync.overlap:
                 sent.sent_from[i] = self._replica.local_fragment(i)
+            else:
+                self._rely_on_local(sent, i, delta)
 
     def send_again(self, pending: Pending, sent: SentTensors) -> None:
         """Send the same bytes once more. Raises what `Collective.contribute` raises."""
@@ -97,6 +134,13 @@ class ContributionMaker:
         for i in pending.missing:
             if i not in sent.sent_from:
                 sent.sent_from[i] = self._replica.local_fragment(i)
+
+    def _rely_on_local(self, sent: SentTensors, i: int, delta: Tensor) -> None:
+        """The local parameters stay until the outcome: in every loop, or only if no one else writes to them."""
+        layout = self._replica.layout
+        sent.versions[i] = self._replica.version(i)
+        if not self._config.only_steps_write and layout.owned[i].numel:
+            self._feedback.keep(i, layout.own(i, delta))
 
     def _stage(self, pending: Pending, sent: SentTensors, i: int, delta: Tensor, send: bool) -> None:
         layout = self._replica.layout

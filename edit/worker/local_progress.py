@@ -1,4 +1,4 @@
-"""What a peer keeps of its own when theta moves: local progress, the residual, the inner optimizer's state.
+"""What a peer keeps of its own when theta moves: local progress, the inner optimizer's state.
 
 Each formula of the local parameters, by verdict, mode and mix:
 
@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from edit.codecs.error_feedback import ErrorFeedback
 from edit.config.algorithm import SyncConfig
 from edit.records import Verdict
 from edit.replica.layout import local_of
@@ -25,7 +24,7 @@ from edit.replica.replica import Replica
 from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
 
-__all__ = ["kept", "take_verdict", "unmerged", "unsent"]
+__all__ = ["kept", "scrub", "unmerged", "unsent"]
 
 
 def kept(
@@ -62,21 +61,7 @@ def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors)
     return replica.progress_since(i, sent.sent_from[i]) if i in sent.sent_from else None
 
 
-def take_verdict(i: int, verdict: Verdict | None, replica: Replica, feedback: ErrorFeedback, optimizer: Optimizer) -> None:
-    """Adopt or forget the residual of fragment i, and clean the inner optimizer's state after a contribution with NaN or Inf.
-
-    verdict: None where the contribution is not part of the commit and never will be of another.
-    """
-    if verdict is Verdict.OK:
-        if replica.layout.owned[i].numel:
-            feedback.commit(i)
-        return
-    feedback.rollback(i)
-    if verdict is Verdict.NONFINITE:
-        _scrub(optimizer, replica.parameters(i))
-
-
-def _scrub(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+def scrub(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step."""
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():

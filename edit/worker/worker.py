@@ -257,11 +257,16 @@ class EditWorker:
         with _outside_autograd():
             return joint_state(self._entered)
 
-    def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        """Tensors laid out as the model is, for torch.distributed.checkpoint to load into; kinds: keys of `state_dict`, but for
-        "scalars". Before entering."""
+    def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Tensors laid out as the model is, for torch.distributed.checkpoint to load into. Before entering.
+
+        kinds: keys of `state_dict`, but for "scalars"; those are of the state that will be loaded.
+        """
+        states = separate_states({"scalars": scalars}, len(self._collectives))
         with _outside_autograd():
-            skeletons = [skeleton(replica, kinds) for replica in self._new_replicas()]
+            skeletons = [
+                skeleton(replica, kinds, state["scalars"]) for replica, state in zip(self._new_replicas(), states, strict=True)
+            ]
         return {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
 
     def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import Ranks
-from edit.worker.checkpoint import KINDS
+from edit.worker.checkpoint import KINDS, OF_RANKS
 from peers.training.checkpoint_files import Checkpoints, Saved
 from peers.training.data import Batches
 from peers.training.trainer import Trainer
@@ -38,7 +38,7 @@ class Stateful(Protocol):
     """The part of an EditWorker that a checkpoint uses. State: {"scalars": plain values, SECTION: {parameter name: tensor}}."""
 
     def state_dict(self) -> dict[str, Any]: ...
-    def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]: ...
+    def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]: ...
     def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -100,9 +100,11 @@ class Resumable:
                 case "worker":
                     section, _, name = name.partition("/")
                     if section in KINDS and section not in sections:
-                        sections.update(self.worker.empty_state([section]))
+                        sections.update(self.worker.empty_state([section], saved.scalars["worker"]))
                     if name in sections.get(section, {}):
                         return sections[section][name]
+                    if section in OF_RANKS:
+                        return None  # another rank's
                 case "optimizer":
                     name, _, part = name.rpartition("/")
                     if name in parameters and part in _MOMENTS and size in (parameters[name].shape, torch.Size()):

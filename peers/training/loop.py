@@ -6,6 +6,7 @@ It says what is reported and when the peer is done. Of the carrier it knows `Run
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Training:
         config, place = self._config, self._place
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
-        settings = WorkerConfig.of(config)
+        settings = dataclasses.replace(WorkerConfig.of(config), only_steps_write=True)
         collective = CompositeCollective(self._connection.shares)
         worker = EditWorker(trainer.model, trainer.optimizer, collective, settings, place.ranks, time.monotonic)
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)

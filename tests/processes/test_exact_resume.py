@@ -18,6 +18,7 @@ SETTINGS = small(
         "up": "int8",
         "down": "bf16",
         "up_decay": 0.95,
+        "up_residual": "int8",
         "fragments": {"blocks.*": {"up": "topk:k=9", "down": "e3m0"}, "norm": {"up": "sign", "down": "stat2"}},
     },
     rounds={"start_peers": 2, "quorum": 2, "floor_s": 60.0, "ceiling_s": 60.0},

@@ -83,9 +83,9 @@ def _exchange(replica: Replica, feedback: ErrorFeedback, collective: HubCollecti
     steps = {part.fragment_id: Here(part.payload) for part in outcome.commit.fragments if part.payload is not None}
     after = replica.after(step + 1, steps)
     assert after.digest == outcome.commit.digest
-    replica.move(after, lambda _: None)
     for i in fragments:
-        feedback.commit(i)
+        feedback.commit(i, replica.pseudo_gradient(i))
+    replica.move(after, lambda _: None)
     return after.digest
 
 

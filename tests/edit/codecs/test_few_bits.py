@@ -13,12 +13,11 @@ from torch import Tensor
 from edit import reference
 from edit.codecs import PIECE, codec, decode
 from edit.codecs.blockwise import pack, row_sums, unpack
-from edit.codecs.error_feedback import with_feedback
-from edit.config.codec import CodecSpec
+from edit.codecs.error_feedback import ErrorFeedback
+from edit.config.codec import CodecChoice, CodecSpec
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
-from tests.support.encoded import LOSSY, encode
-from tests.support.layouts import fragment
+from tests.support.encoded import LOSSY, encode, whole_shards
 
 NAIVE: dict[str, Callable[[Tensor], Tensor]] = {
     "int8": lambda x: reference.integers(x, 8, 256),
@@ -51,10 +50,11 @@ def test_each_codec_gives_what_the_naive_one_gives(text: str, numel: int) -> Non
 @pytest.mark.parametrize("text", [text for text in NAIVE if text != "int8"])
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 def test_what_is_sent_with_feedback_is_what_the_naive_rule_sends(text: str, decay: float) -> None:
-    deltas, residual, sent = [normal(600, seed) for seed in range(5)], None, []
+    deltas, sent = [normal(600, seed) for seed in range(5)], []
+    feedback = ErrorFeedback(CodecChoice(CodecSpec.parse(text), decay=decay), whole_shards(600))
     for delta in deltas:
-        encoded, residual = with_feedback(codec(text), delta, residual, fragment((600,)), decay)
-        sent.append(decode(encoded))
+        sent.append(decode(feedback.stage(0, delta)))
+        feedback.commit(0, delta)
     for ours, naive in zip(sent, reference.feedback(deltas, NAIVE[text], decay), strict=True):
         assert (ours - naive).norm() < 1e-3 * naive.norm()
 
@@ -109,9 +109,10 @@ def test_decoded_plus_residual_is_the_input(text: str, seed: int, numel: int, ba
     x = normal(numel, seed)
     if bad:
         x[seed % numel] = math.inf
-    encoded, residual = with_feedback(codec(text), x, None, fragment((numel,)))
-    assert residual is not None
-    decoded = decode(encoded)
+    feedback = ErrorFeedback(text, whole_shards(numel))
+    decoded = decode(feedback.stage(0, x))
+    feedback.commit(0, x)
+    residual = feedback.residuals()[0].vector()
     assert torch.equal((x - decoded).view(torch.int32), residual.view(torch.int32)) or bad
     assert bool(residual.isfinite().all()) is not bad
 

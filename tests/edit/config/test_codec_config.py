@@ -14,6 +14,7 @@ SOME = {
     "up": "topk:k=128",
     "down": "int4",
     "up_decay": 0.95,
+    "up_residual": "bf16",
     "fragments": {
         "*": {"up": "int4"},
         "blocks.1*": {"up": "stat2:range=6", "down": "e3m0"},
@@ -60,6 +61,7 @@ def test_without_a_pattern_every_fragment_has_the_runs_codec() -> None:
         ({"up": "topk:k=" + "0" * 60 + "1"}, "codec.up = 'topk:k=" + "0" * 60 + "1': must have at most 64 characters"),
         ({"up_decay": 1.5}, "codec.up_decay = 1.5: must be between 0 and 1"),
         ({"down_decay": float("nan")}, "codec.down_decay = nan: must be between 0 and 1"),
+        ({"up_residual": "int4"}, "codec.up_residual = 'int4': must be one of fp32, bf16, int8"),
         ({"fragments": {"a": {}}}, "codec.fragments.\"a\" = FragmentCodec(up='', down=''): must choose up, down or both"),
         ({"fragments": {"a": {"up": "zip"}}}, "codec.fragments.\"a\".up = 'zip': must be one of"),
         ({"fragments": {"a": {"top": "int8"}}}, 'codec.fragments."a".top: unknown key; known keys: up, down'),
@@ -82,6 +84,8 @@ HELOCO = {"optimizer": "nesterov", "correct": "heloco"}
     ("mapping", "message"),
     [
         ({"codec": {"up": "fp32", "up_decay": 0.5}}, 'codec.up_decay has no effect with codec.up = "fp32"'),
+        ({"codec": {"up": "fp32", "up_residual": "int8"}}, 'codec.up_residual has no effect with codec.up = "fp32"'),
+        ({"codec": {"up_decay": 0.0, "up_residual": "int8"}}, "codec.up_residual has no effect with codec.up_decay = 0"),
         ({"codec": {"down": "fp32", "down_decay": 1.0}}, 'codec.down_decay has no effect with codec.down = "fp32"'),
         (
             {"codec": SPARSE_DOWN | {"down_decay": 0.95}},

@@ -170,7 +170,7 @@ def test_what_is_saved_is_laid_out_by_parameter_whatever_share_it_is_of() -> Non
     names = {name for name, _ in peer.model.named_parameters()}
     assert names == set(state["outer"]) == set(state["sent_from"])
     assert len(state["scalars"]["shares"]) == 2
-    empty = peer.worker.empty_state(["outer"])
+    empty = peer.worker.empty_state(["outer"], peer.worker.state_dict()["scalars"])
     assert {name: tensor.shape for name, tensor in empty["outer"].items()} == {
         name: parameter.shape for name, parameter in peer.model.named_parameters()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from edit.codecs import decode
+from edit.codecs.residuals import Residual
 from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.fragments.schema import plan_fragments
 from edit.local import LocalRun
 from edit.records import Contribution
 from edit.worker.worker import EditWorker, WorkerConfig
-from tests.support.encoded import SPECS
+from tests.support.encoded import SPECS, encode
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
 from tests.support.trainee import config
 
@@ -78,13 +82,16 @@ def theta_of(run: LocalRun) -> list[str]:
     return [run.state.digest, str(run.state.outer_step)]
 
 
-def trained(run_config: RunConfig, save_after: int = -1, die_after: int = -1) -> tuple[list[float], list[str], list[Tensor]]:
+def trained(
+    run_config: RunConfig, save_after: int = -1, die_after: int = -1, **own: Any
+) -> tuple[list[float], list[str], list[Tensor]]:
     """Losses of both peers, the run's theta and the local parameters; saved and then killed after so many steps of both.
 
-    The steps between saving and dying are made twice: what the first life contributed in them has been merged.
+    The steps between saving and dying are made twice: what the first life contributed in them has been merged. own: what only
+    these peers decide.
     """
     run = LocalRun(run_config, NAMES)
-    worker_config = WorkerConfig.of(run_config)
+    worker_config = dataclasses.replace(WorkerConfig.of(run_config), **own)
     lives = [Life(run, name, worker_config) for name in NAMES]
     losses: dict[tuple[int, int], float] = {}
     saved: list[dict[str, Any]] = []
@@ -139,6 +146,69 @@ def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str,
     assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))
 
 
+def equal(a: tuple[list[float], list[str], list[Tensor]], b: tuple[list[float], list[str], list[Tensor]]) -> bool:
+    return a[:2] == b[:2] and all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_an_interrupted_training_gives_the_same_bits_with_a_compact_residual(kind: str, form: str) -> None:
+    run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
+    whole = trained(run_config)
+    assert equal(whole, trained(run_config, 9, 17))
+    assert not equal(whole, trained(run_of(kind, CodecConfig(up="int4", down="bf16")))), "the form counts"
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+def test_a_residual_that_is_computed_with_the_outcome_has_the_bits_of_one_that_was_kept(kind: str, form: str) -> None:
+    run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
+    assert equal(trained(run_config, 9, 17), trained(run_config, 9, 17, only_steps_write=True))
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("saved_as", ["fp32", "bf16", "int8"])
+def test_a_residual_is_saved_in_its_form_and_loads_into_another(saved_as: str, form: str) -> None:
+    run_config = run_of("blocking", CodecConfig(up="int8", down="bf16", up_residual=saved_as))
+    run, saved = a_life_of(run_config, 9)
+    kind = "residual_int8" if saved_as == "int8" else "residual"
+    tensors = saved["worker"][kind]
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[saved_as]
+    assert {tensor.dtype for tensor in tensors.values()} == {expected}
+    parameters = sum(p.numel() for p in TinyTransformer().parameters())
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert size == parameters * expected.itemsize if saved_as != "int8" else size < 1.1 * parameters
+    worker_config = WorkerConfig.of(run_of("blocking", CodecConfig(up="int8", down="bf16", up_residual=form)))
+    life = Life(run, "a", worker_config, saved)
+    (share,) = life.worker._exchanges
+    before = {i: Residual.of(share_tensor, share.feedback._shards[i].numel, "fp32") for i, share_tensor in residuals_of(saved)}
+    for i, residual in share.feedback.residuals().items():
+        exact = before[i].tensor
+        rounded = exact if form == saved_as else decode(encode(form, exact))
+        assert residual.form == form and torch.equal(residual.vector(), rounded)
+    life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_a_parameter_that_changes_after_its_contribution_is_named_where_only_steps_may_write() -> None:
+    run_config = run_of("blocking")
+    run = LocalRun(run_config, ["a"])
+    life = Life(run, "a", dataclasses.replace(WorkerConfig.of(run_config), only_steps_write=True))
+    for _ in range(EVERY):
+        life.step()
+    with life.worker.outer_parameters():
+        pass
+    life.step()
+    assert life.worker.outer_step == 1, "theta that comes and goes is no change"
+    for _ in range(EVERY - 1):
+        life.step()
+    with torch.no_grad():
+        life.model.head.weight.mul_(2)
+    with pytest.raises(LocalProtocolError, match=r"the parameters of head changed after optimizer\.step"):
+        life.step()
+    assert life.worker.outer_step == 1
+    life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
 @pytest.mark.parametrize("kind", MODES)
 def test_t8_saving_after_every_step_changes_nothing(kind: str) -> None:
     def run(save: bool) -> tuple[list[float], list[str]]:
@@ -176,6 +246,11 @@ def test_what_the_run_has_already_is_not_sent_again(monkeypatch: pytest.MonkeyPa
 
 def a_saved_one(kind: str = "delayed", steps: int = 5) -> tuple[LocalRun, RunConfig, dict[str, Any]]:
     run_config = run_of(kind)
+    run, saved = a_life_of(run_config, steps)
+    return run, run_config, saved
+
+
+def a_life_of(run_config: RunConfig, steps: int) -> tuple[LocalRun, dict[str, Any]]:
     run = LocalRun(run_config, NAMES)
     lives = [Life(run, name, WorkerConfig.of(run_config)) for name in NAMES]
     for _ in range(steps):
@@ -184,7 +259,18 @@ def a_saved_one(kind: str = "delayed", steps: int = 5) -> tuple[LocalRun, RunCon
     saved = lives[0].save()
     for life in lives:
         life.worker.__exit__(KeyboardInterrupt, None, None)
-    return run, run_config, saved
+    return run, saved
+
+
+def residuals_of(saved: dict[str, Any]) -> list[tuple[int, Tensor]]:
+    """By fragment, as `Residual.tensor` has it: what the state has of it, by hand."""
+    names: dict[int, list[str]] = {}
+    for i, fragment in enumerate(plan_fragments(TinyTransformer().named_parameters()).fragments):
+        names[i] = [spec.name for spec in fragment.tensors]
+        names[i].append(f"{fragment.name}.rank0")
+    state = saved["worker"]
+    kept = {**state.get("residual", {}), **state.get("residual_int8", {})}
+    return [(i, torch.cat([kept[name].flatten() for name in those if name in kept])) for i, those in names.items()]
 
 
 def test_what_is_saved_is_laid_out_by_parameter() -> None:
@@ -204,11 +290,11 @@ def test_the_empty_state_has_the_form_of_a_saved_one() -> None:
     run, run_config, saved = a_saved_one()
     model = TinyTransformer()
     worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective("a"), WorkerConfig.of(run_config))
-    empty = worker.empty_state(["outer", "sent_from"])
+    empty = worker.empty_state(["outer", "sent_from"], saved["worker"]["scalars"])
     for kind, tensors in empty.items():
         assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in saved["worker"][kind].items()}
     with pytest.raises(ConfigError, match="no tensors of kind 'theta'"):
-        worker.empty_state(["theta"])
+        worker.empty_state(["theta"], saved["worker"]["scalars"])
 
 
 def damaged(saved: dict[str, Any], how: str) -> dict[str, Any]:

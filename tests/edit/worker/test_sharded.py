@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from edit.codecs import decode
+from edit.codecs.residuals import Residual
+from edit.config.codec import CodecConfig
 from edit.errors import ConfigError, TransportError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
@@ -236,12 +238,13 @@ def test_explicit_forward_prefetch_and_ranks_that_disagree_are_refused(two_ranks
 
 # A checkpoint of one number of ranks, loaded by another.
 
-LOSSY = {"codec": "int8", "mode": "delayed", "delay": 2}
+LOSSY = {"mode": "delayed", "delay": 2}
+CODECS = {form: CodecConfig(up="int8", down="fp32", up_residual=form) for form in ("fp32", "bf16", "int8")}
 
 
-def save(folder: str) -> None:
+def save(folder: str, form: str) -> None:
     """Train and save in the middle of a phase, with a contribution pending."""
-    model, optimizer, _, worker = peer(True, **LOSSY)
+    model, optimizer, _, worker = peer(True, **LOSSY, codec=CODECS[form])
     with pytest.raises(KeyboardInterrupt), worker:
         for step in range(5):
             train_step(model, optimizer, batches(step))
@@ -255,35 +258,36 @@ def save(folder: str) -> None:
         raise KeyboardInterrupt
 
 
-def loaded(folder: str) -> tuple[dict[str, Tensor], str]:
+def loaded(folder: str, form: str) -> tuple[dict[str, Tensor], str]:
     """Every kind of vector, put together at rank 0, and the digest, on this number of ranks."""
     sharded = dist.is_initialized()
-    worker = peer(sharded, **LOSSY)[-1]
+    worker = peer(sharded, **LOSSY, codec=CODECS[form])[-1]
     scalars = json.loads((Path(folder) / "scalars.json").read_text())
-    state: dict[str, Any] = worker.empty_state([kind for kind, fragments in scalars["fragments"].items() if fragments])
+    state: dict[str, Any] = worker.empty_state([kind for kind, parts in scalars["fragments"].items() if parts], scalars)
     dcp.load(state, checkpoint_id=folder, no_dist=not sharded)
     worker.load_state_dict(state | {"scalars": scalars})
     (checkpoint,) = worker._checkpoints
     layout = checkpoint.replica.layout
-    parts = {
-        f"{kind}.{i}": layout.gather(i, part) for kind, fragments in checkpoint.vectors.items() for i, part in fragments.items()
-    }
+    owned = {i: Residual.of(part, layout.owned[i].numel, "fp32").tensor for i, part in checkpoint.residuals.items()}
+    kinds = checkpoint.vectors | {"residual": owned}
+    parts = {f"{kind}.{i}": layout.gather(i, part) for kind, fragments in kinds.items() for i, part in fragments.items()}
     return {name: part for name, part in parts.items() if part is not None}, checkpoint.outer.digest
 
 
-def save_and_load(folder: str) -> tuple[dict[str, Tensor], str]:
-    save(folder)
-    return loaded(folder)
+def save_and_load(folder: str, form: str) -> tuple[dict[str, Tensor], str]:
+    save(folder, form)
+    return loaded(folder, form)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one rank is to load what two have saved
-def test_t18_a_checkpoint_of_two_ranks_loads_on_one_and_three(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", CODECS)
+def test_t18_a_checkpoint_of_two_ranks_loads_on_one_and_three(form: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     seen = []
     for ranks, call in ((2, save_and_load), (3, loaded)):
         (tmp_path / str(ranks)).mkdir()
-        seen += at_every_rank(call, ranks, tmp_path / str(ranks), folder)[:1]
-    one, found = loaded(folder)
+        seen += at_every_rank(call, ranks, tmp_path / str(ranks), folder, form)[:1]
+    one, found = loaded(folder, form)
     assert sorted(one) == sorted(f"{kind}.{i}" for kind in ("outer", "residual", "sent_from") for i in range(5))
     assert all(bool(one[f"residual.{i}"].any()) for i in range(5))
     for other, digest_of_other in seen:

@@ -75,7 +75,7 @@ class FakeWorker:
     def state_dict(self) -> dict[str, Any]:
         return {"outer": self.outer, "residual": self.residual, "scalars": self.scalars}
 
-    def empty_state(self, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         return {kind: {name: torch.zeros_like(tensor) for name, tensor in getattr(self, kind).items()} for kind in kinds}
 
     def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
