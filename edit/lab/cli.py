@@ -137,6 +137,10 @@ _Repeat = Annotated[int, typer.Option(min=1, help="Exchanges that count, after o
 _Label = Annotated[str, typer.Option(help="Text beside the figures.")]
 _Results = Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file, FILE.svg.")]
+_Folder = Annotated[
+    Path | None, typer.Option(help="Folder of the other systems' environments.", show_default="edit/rivals in the cache folder")
+]
+_TorchIndex = Annotated[str, typer.Option(help="A further index for pip, for a torch without CUDA.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table.")]
 
 
@@ -179,6 +183,9 @@ def codecs(
         list[str] | None, typer.Option("--codec", help="A codec with its options. Repeatable.", show_default="all")
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of each job; the best counts.")] = 7,
+    rivals: Annotated[bool, typer.Option("--rivals", help="Also hivemind's compressors, installed as by `rivals`.")] = False,
+    folder: _Folder = None,
+    torch_index: _TorchIndex = "",
     label: _Label = "",
     results: _Results = None,
     plot: _Plot = None,
@@ -186,15 +193,63 @@ def codecs(
 ) -> None:
     """Measure the codecs on one core: GB/s of fp32 to encode, to decode and add, to measure a norm, beside a plain copy.
 
-    Example: edit-lab bench codecs --repeat 40 --plot codecs.svg
+    Example: edit-lab bench codecs --repeat 40 --rivals --plot codecs.svg
     """
     from rich.console import Console
 
     from edit.lab.bench.codecs import CODECS, CodecOptions
     from edit.lab.bench.command import Outputs, run_codecs  # needs torch; --help answers without it
+    from edit.lab.bench.rivals.environments import cache_folder
 
-    options = CodecOptions(numel=numel, repeat=repeat, codecs=codecs or CODECS, label=label)
+    options = CodecOptions(
+        numel=numel,
+        repeat=repeat,
+        codecs=codecs or CODECS,
+        label=label,
+        rivals=(folder or cache_folder()) if rivals else None,
+        torch_index=torch_index,
+    )
     run_codecs(options, Outputs(results=results, plot=plot, as_json=as_json), Console(stderr=True))
+
+
+@bench.command()
+def rivals(
+    parameters: _Parameters = 50_331_648,
+    peers: _Peers = None,
+    repeat: _Repeat = 5,
+    only: Annotated[list[str] | None, typer.Option(help="Only systems whose name contains this text. Repeatable.")] = None,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds that one exchange of a system may take.")] = 120.0,
+    folder: _Folder = None,
+    torch_index: _TorchIndex = "",
+    label: _Label = "",
+    results: _Results = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure one exchange with this project, gloo, torchft, hivemind and Flower in one run.
+
+    The other systems are installed by pip, with its own configuration, into environments of their own (1.5 GB) when they are
+    measured for the first time. A system that cannot be installed or fails is a row with its error.
+
+    Example: edit-lab bench rivals --peers 4 --plot rivals.svg
+    """
+    from rich.console import Console
+
+    from edit.lab.bench.command import Outputs, run_rivals  # needs torch; --help answers without it
+    from edit.lab.bench.rivals.contest import RivalOptions
+    from edit.lab.bench.rivals.environments import cache_folder
+
+    options = RivalOptions(
+        parameters=parameters,
+        peers=peers or [2, 4],
+        folder=folder or cache_folder(),
+        repeat=repeat,
+        limit_s=limit,
+        torch_index=torch_index,
+        only=only or (),
+        label=label,
+    )
+    run_rivals(options, Outputs(results=results, plot=plot, as_json=as_json), Console(stderr=True))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ exchange_peer  a peer of it
 raw_stream     the raw gRPC
 codecs         the speed of every codec, beside a plain copy
 links          throughput over long fat links, and heartbeats over slow ones
+rivals/        other systems, in environments of their own
 results        rows with their circumstances, as lines of JSON and tables
 measured_run   a coordinator and peers as processes, and the same peers without any exchange
 """

@@ -2,15 +2,18 @@
 
 Seconds are CPU time of this process, and the jobs take turns, so that a busy machine disturbs little and all alike; each figure
 is the best of its repetitions. decode_add is what the coordinator does for each contribution: decode, scale, add to a sum;
-measure decodes for a norm.
+measure decodes for a norm. hivemind's compressors are measured in the same way, in an environment of their own.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,9 @@ from edit.codecs import codec, codec_names
 from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.lab.bench.results import Row, circumstances, figure_note, results_table
+from edit.lab.bench.rivals.environments import HIVEMIND, Environments, foreign_python
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
+from edit.lab.processes import Supervisor
 from edit.merging.merge import measure
 from edit.records import EncodedTensor
 
@@ -31,6 +36,7 @@ CODECS = (*codec_names(), "topk:k=128")
 OPERATIONS = ("encode", "decode_add", "measure")
 _BYTES_PER_ELEMENT = 4
 _COPY = ("copy", "copy")
+_RIVALS_WITHIN_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,8 @@ class CodecOptions:
     repeat: int = 7
     codecs: Sequence[str] = CODECS
     label: str = ""
+    rivals: Path | None = None  # folder of the environments: measure hivemind's compressors, too
+    torch_index: str = ""
 
 
 def measure_codecs(options: CodecOptions) -> list[Row]:
@@ -51,12 +59,28 @@ def measure_codecs(options: CodecOptions) -> list[Row]:
     begins = circumstances(options.label)
     flat = torch.randn(options.numel, generator=torch.Generator().manual_seed(0))
     seconds = best_seconds(_jobs(flat, options.codecs), options.repeat)
-    copy_s = seconds[_COPY]
-    bits = {name: 8 * codec(name).encoded_size(options.numel) / options.numel for name in options.codecs}
-    own = {name: {operation: seconds[name, operation] for operation in OPERATIONS} for name in options.codecs}
-    return [
-        row_of(begins, "edit", name, bits[name], own[name], copy_s, options.numel, options.repeat) for name in options.codecs
-    ]
+    rows = []
+    for name in options.codecs:
+        bits = 8 * codec(name).encoded_size(options.numel) / options.numel
+        own = {operation: seconds[name, operation] for operation in OPERATIONS}
+        rows.append(row_of(begins, "edit", name, bits, own, seconds[_COPY], options))
+    return rows + (_rivals(options, options.rivals, begins) if options.rivals else [])
+
+
+def _rivals(options: CodecOptions, folder: Path, begins: Mapping[str, Any]) -> list[Row]:
+    """Return one row for each of hivemind's compressors. Raises ChildDied when hivemind cannot be installed or fails."""
+    script = Path(__file__).parent / "rivals" / "hivemind_compressors.py"
+    with tempfile.TemporaryDirectory(prefix="edit-bench-") as scratch, Supervisor(Path(scratch)) as supervisor:
+        python = foreign_python(Environments(folder, supervisor, options.torch_index).python(HIVEMIND))
+        said = supervisor.call({"hivemind": (*python, str(script), str(options.numel), str(options.repeat))}, _RIVALS_WITHIN_S)
+    rows: list[Row] = []
+    for found in (json.loads(line) for line in said["hivemind"].splitlines() if line.startswith("{")):
+        if "error" in found:
+            rows.append({**begins, "numel": options.numel, "system": "hivemind", **found})
+            continue
+        seconds = {operation: found[operation] for operation in ("encode", "decode_add")}
+        rows.append(row_of(begins, "hivemind", found["codec"], found["bits"], seconds, found["copy"], options))
+    return rows
 
 
 def _jobs(flat: Tensor, names: Sequence[str]) -> dict[tuple[str, str], Callable[[], object]]:
@@ -92,15 +116,14 @@ def row_of(
     bits: float,
     seconds: Mapping[str, float],
     copy_s: float,
-    numel: int,
-    repeat: int,
+    options: CodecOptions,
 ) -> Row:
     """Return the row of one codec. seconds: by operation; copy_s: of a plain copy in the same process."""
-    gigabytes = _BYTES_PER_ELEMENT * numel / 1e9
+    gigabytes = _BYTES_PER_ELEMENT * options.numel / 1e9
     return {
         **begins,
-        "numel": numel,
-        "repeat": repeat,
+        "numel": options.numel,
+        "repeat": options.repeat,
         "system": system,
         "codec": name,
         "bits_per_element": round(bits, 4),

@@ -14,10 +14,12 @@ from edit.lab.bench import codecs, exchange
 from edit.lab.bench.codecs import CodecOptions
 from edit.lab.bench.exchange import ExchangeOptions
 from edit.lab.bench.results import Row, append_lines, print_table, write_picture
+from edit.lab.bench.rivals import contest
+from edit.lab.bench.rivals.contest import RivalOptions
 from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 
-__all__ = ["Outputs", "run_codecs", "run_exchange"]
+__all__ = ["Outputs", "run_codecs", "run_exchange", "run_rivals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +48,25 @@ def run_codecs(options: CodecOptions, outputs: Outputs, console: Console) -> Non
     """Measure codecs. console: for the progress. Raises ConfigError."""
     _checked(outputs)
     console.print(f"{len(options.codecs)} codecs, {options.repeat} times", highlight=False)
-    rows = codecs.measure_codecs(options)
+    with terminated_as_interrupt():
+        rows = codecs.measure_codecs(options)
     _append(outputs, rows)
     _show(rows, outputs, codecs.table, codecs.picture)
+
+
+def run_rivals(options: RivalOptions, outputs: Outputs, console: Console) -> None:
+    """Measure this project and other systems; installs what is missing. console: for the progress. Raises ConfigError."""
+
+    def progress(row: Row) -> None:
+        found = f"failed: {row['error']}" if "error" in row else f"{row['round_s']} s, {row['cpu_s']} CPU s"
+        console.print(f"{row['system']}, {row['peers']} peers: {found}", highlight=False, markup=False)
+        _append(outputs, [row])
+
+    _checked(outputs)
+    console.print(f"other systems are installed in {options.folder}, once", highlight=False, markup=False)
+    with terminated_as_interrupt():
+        rows = contest.measure_rivals(options, progress)
+    _show(rows, outputs, contest.table, contest.picture)
 
 
 def _checked(outputs: Outputs) -> None:

@@ -92,16 +92,21 @@ class Turns:
                 self._wait(listener, f"{name} has not connected")
                 self._calls[name] = _Call(listener.accept()[0])
         pids = {name: self._supervisor.pid(name) for name in (*beside, *self._listeners)}
+        self._all_ready()
         return [self._turn(pids) for _ in range(repeat + 1)][1:]
 
-    def _turn(self, pids: Mapping[str, int]) -> Timing:
+    def _all_ready(self) -> None:
         for name in self._calls:
             self._hear(name, "is not ready")
+
+    def _turn(self, pids: Mapping[str, int]) -> Timing:
+        """Let all exchange, and wait until all are ready again: until then they may look at what they have, and fail."""
         before = {name: _cpu_s(pid) for name, pid in pids.items()}
         for call in self._calls.values():
             call.say("go")
         ends = {name: json.loads(self._hear(name, "has not exchanged")) for name in self._calls}
         after = {name: _cpu_s(pid) for name, pid in pids.items()}
+        self._all_ready()
         results = {name: end["result"] for name, end in ends.items() if "result" in end}
         if len(set(results.values())) > 1:
             raise RemoteProtocolError(f"different results: {results}")

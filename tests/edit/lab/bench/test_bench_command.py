@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from edit.errors import ConfigError
 from edit.lab.bench import codecs, exchange
-from edit.lab.bench.codecs import row_of
+from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.cli import app
@@ -46,8 +46,8 @@ def exchange_row(codec: str, peers: int, size: int, wall_s: float) -> dict[str, 
 EXCHANGES = [exchange_row("int8", 4, 51118080, 1.02), exchange_row("fp32", 2, 201326592, 0.72)]
 SECONDS = {"encode": 0.1, "decode_add": 0.05, "measure": 0.04}
 CODECS = [
-    row_of(BEGINS, "edit", "int8", 8.125, SECONDS, 0.02, 10**8, 7),
-    row_of(BEGINS, "hivemind", "uniform8", 8.0, {"encode": 2.0, "decode_add": 1.0}, 0.025, 10**8, 7),
+    row_of(BEGINS, "edit", "int8", 8.125, SECONDS, 0.02, CodecOptions(numel=10**8)),
+    row_of(BEGINS, "hivemind", "uniform8", 8.0, {"encode": 2.0, "decode_add": 1.0}, 0.025, CodecOptions(numel=10**8)),
     {**BEGINS, "numel": 10**8, "system": "hivemind", "codec": "blockwise8", "error": "no bitsandbytes"},
 ]
 

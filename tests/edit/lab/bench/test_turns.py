@@ -64,14 +64,22 @@ def test_different_results_are_an_error(tmp_path: Path) -> None:
         two.measure(1)
 
 
-@pytest.mark.parametrize("body", ["sys.exit('out of luck')", "lines.readline(); sys.exit('out of luck')"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "sys.exit('out of luck')",
+        "lines.readline(); sys.exit('out of luck')",
+        "lines.readline(); say(ended(0), 'ready'); lines.readline(); say(ended(0)); sys.exit('out of luck')",
+    ],
+    ids=["before", "while", "after the last exchange"],
+)
 def test_a_process_that_fails_ends_the_measurement_with_its_last_words(tmp_path: Path, body: str) -> None:
     with turns(tmp_path, body) as one, pytest.raises(ChildDied, match="out of luck"):
         one.measure(1)
 
 
 def test_a_process_that_hangs_ends_the_measurement(tmp_path: Path) -> None:
-    hangs = "say(ended(0), 'ready') if lines.readline() else None\nlines.readline(); time.sleep(600)"
+    hangs = "lines.readline(); say(ended(0), 'ready'); lines.readline(); time.sleep(600)"
     with (
         turns(tmp_path, hangs, limit_s=2.0) as one,
         pytest.raises(ChildDied, match=r"process-0 has not exchanged after 2 s$"),
