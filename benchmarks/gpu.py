@@ -9,7 +9,8 @@
   second, beside a plain copy; `encode` with its copy to pinned memory, beside that copy alone; whether the bytes are the CPU's.
 - training: a GPT of 1.0e9 parameters, bf16, outer parameters (fp32) in pinned memory; one peer in this process, a coordinator
   in another, gRPC over loopback. Tokens per second with an exchange every `--every` steps, blocking, delayed and streaming,
-  beside the same steps without, before and after; memory of the GPU and pinned memory at their peaks.
+  beside the same steps without, before and after; seconds of a round that the loop spends in the worker's hooks, where nothing
+  new is queued for the GPU; the GPU's memory at its peak, and pinned memory.
 - profile: the calls that make the host wait for the GPU, in steps outside of exchanges, with a worker and without. The part
   fails when a worker adds one.
 - paths: every mode with fp32 and bf16 parameters, every codec: outer parameters and local ones after each step, to the bit
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -222,6 +223,40 @@ def settings(sizes: Sizes, mode: str) -> dict[str, Any]:
     }
 
 
+class Stopwatch:
+    """Adds up the seconds inside `running`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what is inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+@contextmanager
+def around_hooks(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Call the hooks of workers that are entered inside each within a context of its own."""
+
+    def within(call: Callable[..., None]) -> Callable[..., None]:
+        @wraps(call)
+        def called(*arguments: Any) -> None:
+            with context():
+                call(*arguments)
+
+        return called
+
+    with ExitStack() as patched:
+        for name in HOOKS:
+            patched.enter_context(mock.patch.object(EditWorker, name, within(getattr(EditWorker, name))))
+        yield
+
+
 @contextmanager
 def exchanging(sizes: Sizes, mode: str, device: torch.device) -> Iterator[tuple[Loop, EditWorker]]:
     """A loop with a worker that is connected to a coordinator in another process."""
@@ -256,14 +291,21 @@ def training(sizes: Sizes, device: torch.device, modes: Sequence[str]) -> list[R
     rows = [without_exchange(sizes, device)]
     for mode in modes:
         peaks(device, reset=True)
-        with exchanging(sizes, mode, device) as (loop, worker):
+        hooks = Stopwatch()
+        with around_hooks(hooks.running), exchanging(sizes, mode, device) as (loop, worker):
             # The first exchange pays for new memory. A contribution is under way when the time begins, and one when it ends.
             loop.steps(2 * sizes.every)
-            began = worker.outer_step
+            began, before = worker.outer_step, hooks.seconds
             speed = loop.tokens_per_s(sizes.rounds * sizes.every)
-            commits = worker.outer_step - began
             rows.append(
-                {"mode": mode, "tokens_per_s": speed, "commits": commits, "parameters": loop.parameters, **peaks(device)}
+                {
+                    "mode": mode,
+                    "tokens_per_s": speed,
+                    "hooks_s_per_round": (hooks.seconds - before) / sizes.rounds,
+                    "commits": worker.outer_step - began,
+                    "parameters": loop.parameters,
+                    **peaks(device),
+                }
             )
         del loop, worker
     rows.append(without_exchange(sizes, device))
@@ -277,7 +319,8 @@ def without_exchange(sizes: Sizes, device: torch.device) -> Row:
     loop = Loop(sizes, device)
     loop.steps(min(3, sizes.every))
     speed = loop.tokens_per_s(sizes.every)
-    return {"mode": "alone", "tokens_per_s": speed, "commits": 0, "parameters": loop.parameters, **peaks(device)}
+    counted = {"mode": "alone", "tokens_per_s": speed, "hooks_s_per_round": 0.0, "commits": 0, "parameters": loop.parameters}
+    return {**counted, **peaks(device)}
 
 
 # ---- profile -----------------------------------------------------------------------------------------------------------------
@@ -328,23 +371,14 @@ def marked() -> Iterator[None]:
         with record_function(COPIES), beside(transfers):
             yield
 
-    def hook(call: Callable[..., None]) -> Callable[..., None]:
-        @wraps(call)
-        def named(*arguments: Any) -> None:
-            with record_function(HOOK):
-                call(*arguments)
-
-        return named
-
-    with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(Transfers, "beside", copies))
-        for name in HOOKS:
-            patched.enter_context(mock.patch.object(EditWorker, name, hook(getattr(EditWorker, name))))
+    with mock.patch.object(Transfers, "beside", copies), around_hooks(partial(record_function, HOOK)):
         yield
 
 
 def profiled(sizes: Sizes, device: torch.device, mode: str = "delayed") -> Row:
     """The host's waits in one round with an exchange, and in as many steps without a worker."""
+    # Few steps: each is thousands of events.
+    sizes = replace(sizes, every=min(sizes.every, 10))
     loop = Loop(sizes, device)
     loop.steps(3)
     alone = host_waits(partial(loop.steps, sizes.every), device)

@@ -55,7 +55,7 @@ def test_codecs_and_the_paths_of_every_mode(
 def test_training_counts_whole_exchanges_with_a_real_coordinator(gpu: ModuleType) -> None:
     before, delayed, after = gpu.training(gpu.TINY, CPU, ["delayed"])
     assert before["mode"] == after["mode"] == "alone"
-    assert delayed["commits"] == gpu.TINY.rounds and delayed["tokens_per_s"] > 0
+    assert delayed["commits"] == gpu.TINY.rounds and delayed["tokens_per_s"] > 0 and delayed["hooks_s_per_round"] > 0
 
 
 def test_the_profile_of_a_round_with_an_exchange(gpu: ModuleType) -> None:
