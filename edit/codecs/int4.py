@@ -3,7 +3,8 @@
 Layout: a plane of fp32 scales, one per block; a plane of the integers plus 8, two per byte (`edit.codecs.blockwise.pack`).
 4.125 bits each. The scale is fp32, as int8's: with bf16 it would be 4.0625 bits, and a scale that is rounded down would cut off
 the largest element.
-scale = absmax / 7, value = round to even of x / scale, so |x - decoded| <= scale / 2 (and a few fp32 roundings).
+scale = absmax / 7, value = round to even of x / scale, so |x - decoded| <= scale / 2 (and a few fp32 roundings); x / scale is
+computed as x ((1 / absmax) 7), each step rounded to fp32.
 A block with absmax below 2**-100 becomes zero. A block with a NaN or Inf has scale NaN and so decodes to NaN throughout.
 """
 
@@ -37,7 +38,7 @@ class BlockInt4(Blockwise):
         """Quantise; see the module's docstring."""
         scales = planes[0].view(torch.float32).view(-1)
         work = absmax(blocks, scales)
-        torch.mul(blocks, (_LARGEST / scales).unsqueeze(1), out=work)
+        torch.mul(blocks, scales.reciprocal().mul_(_LARGEST).unsqueeze(1), out=work)
         codes = work.round_().add_(_ZERO).to(torch.uint8)
         if (lost := divide_scales(scales, _LARGEST)) is not None:
             codes.masked_fill_(lost, _ZERO)  # what stands there came from 0 * Inf or NaN

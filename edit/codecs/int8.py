@@ -1,7 +1,8 @@
 """int8: blocks of 256 elements, each a symmetric integer in -127..127 times one fp32 scale per block.
 
 Layout: a plane of little-endian fp32 scales, one per block; a plane of int8 values. 8.125 bits each.
-scale = absmax / 127, value = round to even of x / scale, so |x - decoded| <= scale / 2 (and a few fp32 roundings).
+scale = absmax / 127, value = round to even of x / scale, so |x - decoded| <= scale / 2 (and a few fp32 roundings); x / scale is
+computed as x ((1 / absmax) 127), each step rounded to fp32.
 A block with absmax below 2**-100 becomes zero. A block with a NaN or Inf has scale NaN and so decodes to NaN throughout.
 """
 
@@ -38,7 +39,7 @@ class BlockInt8(Blockwise):
         """Quantise; see the module's docstring."""
         scales, values = planes[0].view(torch.float32).view(-1), planes[1].view(torch.int8)
         work = absmax(blocks, scales)
-        torch.mul(blocks, (_LARGEST / scales).unsqueeze(1), out=work)
+        torch.mul(blocks, scales.reciprocal().mul_(_LARGEST).unsqueeze(1), out=work)
         values.copy_(work.round_())
         if (lost := divide_scales(scales, _LARGEST)) is not None:
             values.masked_fill_(lost, 0)  # what stands there came from 0 * Inf or NaN
