@@ -7,57 +7,27 @@ A real coordinator and a real peer with mutual TLS, and `edit.lab.link` between 
 100 MB of contribution up, of update and of snapshot down, in 12 fragments, at 1 Gbit/s and 0, 20, 100 and 200 ms of round-trip
 time; the first repetition, on new connections, stands beside the median of the others. Heartbeats: at 10 Mbit/s, a
 contribution goes up and snapshots come down while a heartbeat is said four times a second. HTTP/2 sees the delay, TCP does
-not. One line of JSON for each link is appended to benchmarks/results/links.jsonl.
+not. This is `edit-lab bench links`; one line of JSON for each link is appended to
+benchmarks/results/links.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
-import json
-import os
-import platform
-import statistics
 from pathlib import Path
 
-import grpc
+from rich.console import Console
 
-from edit.lab.bench.links import Delays, LinkRates, heartbeat_delays, link_rates
-from edit.lab.link import LinkShape
+from edit.command_line import run_command
+from edit.lab.bench.command import Outputs, run_links
+from edit.lab.bench.links import PARTS, LinkOptions
 
 RESULTS = Path(__file__).parent / "results" / "links.jsonl"
-QUEUE_BYTES = 256 << 10
-
-
-def shape(mbit: float, rtt_s: float, queue_bytes: int) -> LinkShape:
-    """Equally fast in both directions."""
-    return LinkShape(up_bits_per_s=1e6 * mbit, down_bits_per_s=1e6 * mbit, latency_s=rtt_s / 2, queue_bytes=queue_bytes)
-
-
-def line(rates: LinkRates) -> str:
-    """One row of the table."""
-    cells = [f"{statistics.median(raw[1:] or raw):6.0f}" for raw in (rates.raw_up, rates.raw_down)]
-    for what in ("contribution", "update", "snapshot"):
-        values = getattr(rates, what)
-        cells.append(f"{values[0]:6.0f} {statistics.median(values[1:] or values):6.0f} {100 * rates.share(what):4.0f} %")
-    return f"{1e3 * rates.rtt_s:6.0f}  " + "  ".join(cells)
-
-
-def beats(delays: Delays) -> str:
-    """One line."""
-    rtt = f"{delays.mbit:g} Mbit/s, {1e3 * delays.rtt_s:g} ms, queue of {delays.queue_bytes >> 10} KiB"
-    busy, idle = sorted(delays.busy_s), sorted(delays.idle_s)
-    return (
-        f"{rtt}: idle median {statistics.median(idle):.3f} s; busy median {statistics.median(busy):.3f} s, largest "
-        f"{busy[-1]:.3f} s of {len(busy)}; {delays.up_mbit:.1f} Mbit/s up, {delays.down_mbit:.1f} down"
-    )
 
 
 def main() -> None:
-    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("throughput", "heartbeats"), default=["throughput", "heartbeats"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--mbit", type=float, default=1000.0, help="of the fat links")
     parser.add_argument("--rtts", nargs="+", type=float, default=[0.0, 0.02, 0.1, 0.2], help="seconds")
     parser.add_argument("--megabytes", type=float, default=100.0)
@@ -68,36 +38,20 @@ def main() -> None:
     parser.add_argument("--queues", nargs="+", type=int, default=[64, 256, 1024], help="KiB, in front of the slow link")
     parser.add_argument("--label", default="", help="written beside the figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "label": options.label,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, grpc {grpc.__version__}",
-    }
-
-    def record(figures: LinkRates | Delays) -> None:
-        with options.out.open("a", encoding="utf-8") as file:
-            load = round(os.getloadavg()[0], 2)
-            file.write(json.dumps({**facts, "load": load, **dataclasses.asdict(figures)}) + "\n")
-
-    if "throughput" in options.parts:
-        print(f"{options.mbit:g} Mbit/s, {options.megabytes:g} MB; Mbit/s on new connections, then, and its share of raw TCP")
-        print(f"{'RTT ms':>6}  {'raw up':>6}  {'down':>6}  {'contribution':>20}  {'update':>20}  {'snapshot':>20}")
-        for rtt_s in options.rtts:
-            rates = link_rates(
-                shape(options.mbit, rtt_s, QUEUE_BYTES),
-                payload_bytes=int(1e6 * options.megabytes),
-                fragments=options.fragments,
-                repeats=options.repeats,
-            )
-            print(line(rates), flush=True)
-            record(rates)
-    if "heartbeats" in options.parts:
-        for rtt_s in options.slow_rtts:
-            for queue in options.queues:
-                delays = heartbeat_delays(shape(options.slow_mbit, rtt_s, queue << 10))
-                print(beats(delays), flush=True)
-                record(delays)
+    given = parser.parse_args()
+    options = LinkOptions(
+        parts=given.parts,
+        mbit=given.mbit,
+        rtts_s=given.rtts,
+        payload_bytes=int(1e6 * given.megabytes),
+        fragments=given.fragments,
+        repeats=given.repeats,
+        slow_mbit=given.slow_mbit,
+        slow_rtts_s=given.slow_rtts,
+        queues_kib=given.queues,
+        label=given.label,
+    )
+    run_command("links", lambda: run_links(options, Outputs(results=given.out), Console(stderr=True)))
 
 
 if __name__ == "__main__":

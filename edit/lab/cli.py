@@ -213,6 +213,57 @@ def codecs(
 
 
 @bench.command()
+def links(
+    parts: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="throughput or heartbeats. Repeatable.", show_default="both"),
+    ] = None,
+    mbit: Annotated[float, typer.Option(min=0.1, help="Rate of the fat link, Mbit/s.")] = 1000.0,
+    rtts: Annotated[
+        list[float] | None,
+        typer.Option("--rtt", min=0.0, help="Its round-trip time, seconds. Repeatable.", show_default="0, 0.02, 0.1, 0.2"),
+    ] = None,
+    megabytes: Annotated[float, typer.Option(min=0.1, help="Size of a contribution, an update, a snapshot.")] = 100.0,
+    repeat: Annotated[int, typer.Option(min=2, help="How often each is measured; the first is on new connections.")] = 4,
+    slow_mbit: Annotated[float, typer.Option(min=0.1, help="Rate of the slow link, for heartbeats.")] = 10.0,
+    slow_rtts: Annotated[
+        list[float] | None,
+        typer.Option("--slow-rtt", min=0.0, help="Its round-trip time, seconds. Repeatable.", show_default="0.02, 0.1"),
+    ] = None,
+    label: _Label = "",
+    results: _Results = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure contributions, updates and snapshots over long links beside raw TCP, and heartbeats while data fills a slow link.
+
+    A coordinator, a peer and a link that delays are processes on loopback, with mutual TLS. --plot draws the throughput; the
+    heartbeats when only they are measured.
+
+    Example: edit-lab bench links --part throughput --rtt 0.1 --plot links.svg
+    """
+    from rich.console import Console
+
+    from edit.errors import ConfigError
+    from edit.lab.bench.command import Outputs, run_links  # needs torch; --help answers without it
+    from edit.lab.bench.links import PARTS, LinkOptions
+
+    if wrong := [part for part in parts or () if part not in PARTS]:
+        raise ConfigError(f"--part {wrong[0]}: known are {', '.join(PARTS)}")
+    options = LinkOptions(
+        parts=parts or PARTS,
+        mbit=mbit,
+        rtts_s=rtts or [0.0, 0.02, 0.1, 0.2],
+        payload_bytes=int(1e6 * megabytes),
+        repeats=repeat,
+        slow_mbit=slow_mbit,
+        slow_rtts_s=slow_rtts or [0.02, 0.1],
+        label=label,
+    )
+    run_links(options, Outputs(results=results, plot=plot, as_json=as_json), Console(stderr=True))
+
+
+@bench.command()
 def rivals(
     parameters: _Parameters = 50_331_648,
     peers: _Peers = None,

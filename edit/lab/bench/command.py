@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from edit.errors import ConfigError
-from edit.lab.bench import codecs, exchange
+from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions
 from edit.lab.bench.exchange import ExchangeOptions
+from edit.lab.bench.links import LinkOptions
 from edit.lab.bench.results import Row, append_lines, print_table, write_picture
 from edit.lab.bench.rivals import contest
 from edit.lab.bench.rivals.contest import RivalOptions
 from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 
-__all__ = ["Outputs", "run_codecs", "run_exchange", "run_rivals"]
+__all__ = ["Outputs", "run_codecs", "run_exchange", "run_links", "run_rivals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,19 @@ def run_codecs(options: CodecOptions, outputs: Outputs, console: Console) -> Non
     _show(rows, outputs, codecs.table, codecs.picture)
 
 
+def run_links(options: LinkOptions, outputs: Outputs, console: Console) -> None:
+    """Measure links. console: for the progress. Raises ConfigError, TransportError, ChildDied."""
+
+    def progress(row: Row) -> None:
+        console.print(f"{row['mbit']:g} Mbit/s, {1e3 * row['rtt_s']:g} ms: measured", highlight=False)
+        _append(outputs, [row])
+
+    _checked(outputs)
+    with terminated_as_interrupt():
+        rows = links.measure_links(options, progress)
+    _show(rows, outputs, links.table, links.picture)
+
+
 def run_rivals(options: RivalOptions, outputs: Outputs, console: Console) -> None:
     """Measure this project and other systems; installs what is missing. console: for the progress. Raises ConfigError."""
 
@@ -81,7 +94,10 @@ def _append(outputs: Outputs, rows: Sequence[Row]) -> None:
 
 
 def _show(
-    rows: Sequence[Row], outputs: Outputs, table: Callable[[Sequence[Row]], Table], picture: Callable[[Sequence[Row]], str]
+    rows: Sequence[Row],
+    outputs: Outputs,
+    table: Callable[[Sequence[Row]], RenderableType],
+    picture: Callable[[Sequence[Row]], str],
 ) -> None:
     if outputs.plot is not None:
         write_picture(outputs.plot, picture(rows))

@@ -8,6 +8,7 @@ throughout. The proxy delays what HTTP/2 sees, and not TCP: see `edit.lab.link`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing as mp
 import socket
 import statistics
@@ -22,12 +23,16 @@ from typing import Any
 
 import grpc
 import torch
+from rich.console import Group
+from rich.table import Table
 
 from edit.codecs import codec
 from edit.errors import TransportError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Shard
+from edit.lab import charts
 from edit.lab.bench.measured_run import MeasuredRun
+from edit.lab.bench.results import Row, circumstances, figure_note, results_table
 from edit.lab.joining import enrol, lead_through
 from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
@@ -42,13 +47,26 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic
 from peers.identity.peer_folder import PeerFolder
 
-__all__ = ["Delays", "LinkRates", "heartbeat_delays", "link_rates"]
+__all__ = [
+    "PARTS",
+    "Delays",
+    "LinkOptions",
+    "LinkRates",
+    "heartbeat_delays",
+    "link_rates",
+    "measure_links",
+    "picture",
+    "table",
+]
+
+PARTS = ("throughput", "heartbeats")
 
 _CODEC = "fp32"
 _CHUNK = 1 << 18
 _BEAT_S = 0.25  # between two heartbeats that are timed
 _LOOK_S = 0.01  # how often the coordinator is asked what it has heard
 _WITHIN_S = 600.0
+_QUEUE_BYTES = 256 << 10  # in front of a fat link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,3 +389,144 @@ def _receive(connection: socket.socket, count: int) -> None:
         if not (data := connection.recv(min(count, _CHUNK))):
             raise EOFError
         count -= len(data)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """What is measured: throughput for each round-trip time, heartbeats over a slow link for each of its own and each queue."""
+
+    parts: Sequence[str] = PARTS
+    mbit: float = 1000.0
+    rtts_s: Sequence[float] = (0.0, 0.02, 0.1, 0.2)
+    payload_bytes: int = 100_000_000
+    fragments: int = 12
+    repeats: int = 4
+    slow_mbit: float = 10.0
+    slow_rtts_s: Sequence[float] = (0.02, 0.1)
+    queues_kib: Sequence[int] = (64, 256, 1024)
+    label: str = ""
+
+
+def measure_links(options: LinkOptions, each: Callable[[Row], None]) -> list[Row]:
+    """Return one row for each link. each: is called with every row as soon as it is measured. Raises as `link_rates`."""
+    rows: list[Row] = []
+    for begins, figures in _figures(options):
+        rows.append({**begins, **dataclasses.asdict(figures)})
+        each(rows[-1])
+    return rows
+
+
+def _figures(options: LinkOptions) -> Iterator[tuple[dict[str, Any], LinkRates | Delays]]:
+    if "throughput" in options.parts:
+        for rtt_s in options.rtts_s:
+            begins = circumstances(options.label)
+            shape = _shape(options.mbit, rtt_s, _QUEUE_BYTES)
+            size, fragments, repeats = options.payload_bytes, options.fragments, options.repeats
+            yield begins, link_rates(shape, payload_bytes=size, fragments=fragments, repeats=repeats)
+    if "heartbeats" in options.parts:
+        for rtt_s in options.slow_rtts_s:
+            for queue_kib in options.queues_kib:
+                begins = circumstances(options.label)
+                yield begins, heartbeat_delays(_shape(options.slow_mbit, rtt_s, queue_kib << 10))
+
+
+def _shape(mbit: float, rtt_s: float, queue_bytes: int) -> LinkShape:
+    """Return a link that is equally fast in both directions."""
+    return LinkShape(up_bits_per_s=1e6 * mbit, down_bits_per_s=1e6 * mbit, latency_s=rtt_s / 2, queue_bytes=queue_bytes)
+
+
+# ---- for people --------------------------------------------------------------------------------------------------------------
+
+_WHAT = ("contribution", "update", "snapshot")
+_BUSY = "Busy: while a contribution goes up and snapshots come down."
+_NOTE = "Mutual TLS. HTTP/2 sees the link's delay, TCP does not."
+
+
+def table(rows: Sequence[Row]) -> Group:
+    """Return the rows as a table of throughput and one of heartbeats."""
+    fat, slow = _split(rows)
+    tables = [_rates_table(fat)] if fat else []
+    return Group(*tables, *([_delays_table(slow)] if slow else []))
+
+
+def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    return [row for row in rows if "raw_up" in row], [row for row in rows if "busy_s" in row]
+
+
+def _rates_table(rows: Sequence[Row]) -> Table:
+    head = ("\nRTT ms", "raw\nup", "\ndown", *(text for what in _WHAT for text in (f"{what}\nfirst", "\nthen", "\nof raw")))
+    body = [
+        (
+            f"{1e3 * row['rtt_s']:g}",
+            *(f"{_steady(row[raw]):.0f}" for raw in ("raw_up", "raw_down")),
+            *(
+                text
+                for what in _WHAT
+                for text in (f"{row[what][0]:.0f}", f"{_steady(row[what]):.0f}", f"{_of_raw(row, what):.0%}")
+            ),
+        )
+        for row in rows
+    ]
+    size = f"{rows[0]['payload_bytes'] / 1e6:.4g} MB at {rows[0]['mbit']:g} Mbit/s"
+    note = f"Mbit/s; first: on new connections; then: median of the others. {_NOTE} {figure_note(rows[0])}"
+    return results_table(f"Long links: {size}", head, body, note)
+
+
+def _of_raw(row: Row, what: str) -> float:
+    return _steady(row[what]) / _steady(row["raw_up" if what == "contribution" else "raw_down"])
+
+
+def _delays_table(rows: Sequence[Row]) -> Table:
+    head = ("RTT ms", "queue KiB", "idle: median s", "busy: median s", "largest s", "Mbit/s up", "down")
+    body = [
+        (
+            f"{1e3 * row['rtt_s']:g}",
+            str(row["queue_bytes"] >> 10),
+            *(f"{statistics.median(row[state]):.3f}" for state in ("idle_s", "busy_s")),
+            f"{max(row['busy_s']):.3f}",
+            *(f"{row[way]:.1f}" for way in ("up_mbit", "down_mbit")),
+        )
+        for row in rows
+    ]
+    note = f"{_BUSY} {_NOTE} {figure_note(rows[0])}"
+    return results_table(f"How late heartbeats are over {rows[0]['mbit']:g} Mbit/s", head, body, note)
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """Return the throughput as an SVG file; the heartbeats where there is no throughput."""
+    fat, slow = _split(rows)
+    if not fat:
+        return _delays_picture(slow)
+    groups = [charts.Group(f"{1e3 * row['rtt_s']:g} ms", _rates_bars(row)) for row in fat]
+    key = {"s0": "contribution up", "s5": "update down", "s3": "snapshot down", "lone": "raw TCP over the same link"}
+    title = f"{fat[0]['payload_bytes'] / 1e6:.4g} MB over {fat[0]['mbit']:g} Mbit/s, by round-trip time"
+    notes = (f"Medians without the first, on connections that have measured the link. {_NOTE}", figure_note(fat[0]))
+    return charts.bars_picture(title, notes, groups, "Mbit/s", key)
+
+
+def _rates_bars(row: Row) -> list[charts.PartedBar]:
+    named = {"raw TCP up": ("raw_up", "lone"), "contribution": ("contribution", "s0"), "raw TCP down": ("raw_down", "lone")}
+    named |= {"update": ("update", "s5"), "snapshot": ("snapshot", "s3")}
+    return [
+        charts.PartedBar(name, [charts.Part(rate, style, f"{rate:.0f} Mbit/s")], f"{rate:.0f}")
+        for name, (key, style) in named.items()
+        for rate in (_steady(row[key]),)
+    ]
+
+
+def _delays_picture(rows: Sequence[Row]) -> str:
+    groups = []
+    for row in rows:
+        bars = []
+        for name, style, delays in (("idle", "lone", row["idle_s"]), ("busy", "s0", row["busy_s"])):
+            middle, largest = statistics.median(delays), max(delays)
+            parts = [charts.Part(middle, style, f"median {middle:.3f} s")]
+            bars.append(charts.PartedBar(name, parts, f"{middle:.3f}, largest {largest:.3f}", largest))
+        groups.append(charts.Group(f"{1e3 * row['rtt_s']:g} ms, queue of {row['queue_bytes'] >> 10} KiB", bars))
+    key = {"s0": "busy, median", "lone": "idle, median"}
+    title = f"How late heartbeats are over {rows[0]['mbit']:g} Mbit/s"
+    notes = (f"{_BUSY} {_NOTE}", figure_note(rows[0]))
+    return charts.bars_picture(title, notes, groups, "seconds", key, at="the largest")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from edit.durable_files import write_atomic
@@ -92,7 +92,7 @@ def results_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
     return table
 
 
-def print_table(table: Table) -> None:
+def print_table(table: RenderableType) -> None:
     """Print to stdout; where that is no terminal, as wide as the table is."""
     wide = None if Console().is_terminal else 200
     Console(width=wide).print(table)

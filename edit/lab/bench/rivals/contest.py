@@ -1,7 +1,7 @@
 """`edit-lab bench rivals`: one exchange of the same number of parameters with this project and with other systems, in one run.
 
 Every system has as many peers, each a process of its own on loopback, and must leave the right mean at all of them. What
-differs is said in the table: only this project encrypts, authenticates, judges each contribution and writes a journal. A system
+differs is said in the table: only this project authenticates members, judges each contribution and writes a journal. A system
 that cannot be installed or fails is a row with its error.
 """
 
@@ -51,7 +51,7 @@ RIVALS = (
     *(
         Rival(
             name=f"hivemind 1.1.12 {compression}",
-            how="group found before",
+            how="libp2p with TLS; group found before",
             needs=HIVEMIND,
             script="hivemind_averager.py",
             arguments=(compression,),
@@ -194,7 +194,7 @@ def picture(rows: Sequence[Row]) -> str:
     for peers in sorted({row["peers"] for row in rows}):
         of_these = sorted((row for row in rows if row["peers"] == peers), key=lambda row: row.get("round_s", float("inf")))
         groups.append(Group(f"{peers} peers", [_bar(row) for row in of_these]))
-    key = {"s0": "this project: mutual TLS, penalty, journal", "lone": "other systems: plaintext"}
+    key = {"s0": "this project: mutual TLS, penalty, journal", "lone": "other systems"}
     notes = (_NOTE, figure_note(rows[0]))
     return bars_picture(_title(rows), notes, groups, "seconds", key, at="CPU seconds", log=True)
 

@@ -36,10 +36,10 @@ clientapp = "bench_app:client"
 """
 
 
-def values(rank: float, parameters: int) -> ArrayRecord:
-    """Return what a client trains: a pattern, multiplied by its rank."""
-    pattern = ((np.arange(parameters // FRAGMENTS) % 251 - 125) * 1e-5 * rank).astype(np.float32)
-    return ArrayRecord([pattern] * FRAGMENTS)
+def values(rank: float, parameters: int, turn: int) -> ArrayRecord:
+    """Return what a client trains: other values in each round and fragment, because Flower sends equal bytes only once."""
+    pattern = np.arange(parameters // FRAGMENTS, dtype=np.float32)
+    return ArrayRecord([(pattern + fragment) * np.float32(1e-9 * rank * turn) for fragment in range(FRAGMENTS)])
 
 
 class Turns(FedAvg):
@@ -47,7 +47,7 @@ class Turns(FedAvg):
 
     def __init__(self, peers: int, parameters: int, port: int) -> None:
         super().__init__(fraction_evaluate=0.0, min_train_nodes=peers, min_available_nodes=peers)
-        self.peers, self.mean = peers, values((peers + 1) / 2, parameters).to_numpy_ndarrays()[0]
+        self.peers, self.parameters = peers, parameters
         self.lines = socket.create_connection(("127.0.0.1", port)).makefile("rw")
         self.began = 0.0
 
@@ -66,7 +66,8 @@ class Turns(FedAvg):
         print(json.dumps({"began": self.began, "ended": time.monotonic()}), file=self.lines, flush=True)
         if len(received) != self.peers or merged[0] is None:
             sys.exit(f"{len(received)} replies: {[reply.error for reply in received if reply.has_error()]}")
-        if not all(np.allclose(array, self.mean) for array in merged[0].to_numpy_ndarrays()):
+        mean = values((self.peers + 1) / 2, self.parameters, server_round).to_numpy_ndarrays()
+        if not all(map(np.allclose, merged[0].to_numpy_ndarrays(), mean)):
             sys.exit("a wrong mean")
         return merged
 
@@ -78,13 +79,14 @@ client = ClientApp()
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
     peers, parameters, port = (int(os.environ[f"BENCH_{name}"]) for name in ("PEERS", "PARAMETERS", "PORT"))
-    Turns(peers, parameters, port).start(grid, values(0, parameters), num_rounds=1_000_000)
+    Turns(peers, parameters, port).start(grid, values(1, parameters, 1), num_rounds=1_000_000)
 
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
     rank, parameters = int(context.node_config["rank"]), int(os.environ["BENCH_PARAMETERS"])
-    content = RecordDict({"arrays": values(rank, parameters), "metrics": MetricRecord({"num-examples": 1})})
+    turn = int(message.content["config"]["server-round"])
+    content = RecordDict({"arrays": values(rank, parameters, turn), "metrics": MetricRecord({"num-examples": 1})})
     return Message(content=content, reply_to=message)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from edit.errors import ConfigError
-from edit.lab.bench import codecs, exchange
+from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
@@ -64,6 +64,30 @@ def test_the_table_of_codecs_says_what_failed() -> None:
     assert ["int8", "8.125", "4.00", "(0.20)", "8.00", "(0.40)", "10.00", "(0.50)"] in lines
     assert ["hivemind", "uniform8", "8", "0.20", "(0.01)", "0.40", "(0.03)"] in lines
     assert ["hivemind", "blockwise8", "failed:", "no", "bitsandbytes"] in lines
+
+
+RATES = {"mbit": 1000.0, "rtt_s": 0.1, "payload_bytes": 10**8, "fragments": 12, "raw_up": [500.0, 900.0], "raw_down": [950.0]}
+RATES |= {"contribution": [300.0, 800.0, 820.0], "update": [400.0, 760.0], "snapshot": [350.0, 700.0]}
+DELAYS = {"mbit": 10.0, "rtt_s": 0.02, "queue_bytes": 65536, "idle_s": [0.02, 0.03, 0.04], "busy_s": [0.1, 0.2, 0.7]}
+DELAYS |= {"up_mbit": 9.4, "down_mbit": 9.1}
+LINKS = [{**BEGINS, **RATES}, {**BEGINS, **DELAYS}]
+
+
+def test_the_tables_of_links_leave_out_the_first_repetition() -> None:
+    lines = [line.split() for line in text_of(links.table(LINKS)).splitlines()]
+    assert ["100", "900", "950", "300", "810", "90%", "400", "760", "80%", "350", "700", "74%"] in lines
+    assert ["20", "64", "0.030", "0.200", "0.700", "9.4", "9.1"] in lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "title", "bars"), [(LINKS, "100 MB over 1000 Mbit/s", 5), (LINKS[1:], "How late heartbeats", 2)]
+)
+def test_the_picture_of_links_shows_heartbeats_when_there_is_nothing_else(
+    rows: list[dict[str, Any]], title: str, bars: int
+) -> None:
+    picture = ElementTree.fromstring(links.picture(rows))
+    assert (picture.findtext(f"{SVG}title") or "").startswith(title)
+    assert len(picture.findall(f".//{SVG}rect/{SVG}title")) == bars
 
 
 def test_the_picture_of_exchanges_is_an_svg_with_a_bar_for_every_part() -> None:
@@ -120,6 +144,7 @@ def test_codecs_are_measured_and_printed_as_json() -> None:
         (["codecs", "--codec", "int9"], "unknown codec 'int9'"),
         (["exchange", "--codec", "int9"], "unknown codec 'int9'"),
         (["exchange", "--plot", "exchange.png"], "its name must end in .svg"),
+        (["links", "--part", "latency"], "--part latency: known are throughput, heartbeats"),
         (["codecs", "--numel", "4096", "--repeat", "1", "--codec", "fp32", "--results", "/dev/null/rows"], "cannot write"),
     ],
 )
