@@ -1,0 +1,828 @@
+"""The council's machine at one member: who leads, what is committed, who votes, who owns which part.
+
+`handle(event, now)` returns the effects that the shell carries out, in order: what must be on disk comes before the messages
+that say so. The machine is Raft (Ongaro and Ousterhout 2014, with the trial vote and joint lists of Ongaro's thesis) whose log
+is one entry: a version of the whole record. A member is FOLLOWER, TRIAL, CANDIDATE or LEADER.
+
+Invariants
+
+I1  One digest per (lineage, part, outer step): rules 12 and 13.
+I2  What the record names, a quorum holds on disk: rules 10 and 13.
+I3  A part's state moves as a whole, and on a committed record only: rule 15.
+I4  One grant makes at most one update to an outer step, and grants only grow: rules 11 and 12.
+I5  An outer step never goes back within a lineage: rules 5 and 13.
+I6  A vote, an accepted record and a held update are on disk before they are said: rules 3, 5 and 12.
+I7  Nothing waits without a bound: what had no effect is said again each again_s (a fifth of a lease) or heartbeat.
+
+Rules
+
+Who counts
+ 1. A message counts when its sender is a member of the newest record here, in that life, or one of its voters. The shell says
+    who the sender is. Everybody else gets nothing; but a Hello lets a peer in (rule 9) unless it was evicted. A member that
+    has no record takes the first that it gets, and only ever one of its own run. What another lineage says does not count.
+    A term may be FAR ahead of the one here, not more: a member that lies cannot use up the numbers.
+ 2. A quorum is more than half of the voters, or exactly half with the oldest among them; while the voters change, of both
+    lists. So of two members the older goes on alone.
+
+Elections
+ 3. A voter that has not heard a leader for 1 to 1.5 leases, or whose connection to the leader broke 0.02 to 0.22 s ago, asks
+    for a trial vote; a quorum of these lets it take the next term, vote for itself, on disk, and ask for votes. Whoever hears
+    a leader refuses a trial and ignores the other. Else a vote is given once per term, on disk first, to a candidate whose
+    stamp is at least the one here. A refusal carries the refuser's term, so that a candidate that is behind learns it.
+ 4. The winner stamps its record with the term as a new version, and so commits whatever it had accepted before.
+
+Versions
+ 5. Append of a term at least as late as the one here makes a follower. A record with a newer stamp is written to disk, then
+    Accepted. Hello from a member with an older stamp is answered by News: a record that was accepted anywhere may be taken
+    anywhere if its stamp is newer, but that is no acceptance. While no leader is heard, it may be from a peer of the run that
+    is not known here but in that record: all voters may have changed while this member was away.
+ 6. One version is on its way at a time. It is committed when a quorum has accepted it, in its own term. What is asked for
+    meanwhile is gathered in the next one. The leader tells everybody at once, and again at each heartbeat.
+ 7. A leader that hears no quorum for two leases follows. So does one that hears of a later term, or is no voter any more.
+ 8. lease_s in force is the configured one, or 8 times the median round trip if that is more: the leader's own measurement
+    for all, in the record, and each member's for itself where it is longer. With latencies above the configured lease nothing
+    could ever be agreed.
+
+Members and voters
+ 9. Hello makes a peer a member, without a vote. A member that has all parts becomes a voter, as long as there are fewer than
+    7. A life that is over (a larger incarnation came) and a voter that was silent for forget_s vote no more. Evict and Leave
+    remove a member. A smaller incarnation is refused.
+10. The list of voters changes in two versions: the first has both lists (rule 2), the second only the new. It changes only
+    when nothing is on its way, and when a live quorum of the new list holds what the record names of all parts (I2).
+
+Owners
+11. A part whose owner, or a verifier of it, was silent for a lease, or whose connection broke, goes to the live voter with the
+    fewest parts that is up to date on it, with the next grant. A new leader gives the one that it replaces no fresh lease. The
+    owner may Release a grant; it does so when it was restarted, because the engine before may have offered something. A
+    verifier may Release what it disputes; then others get the part, if there are others. Where loads differ by two or more,
+    one part moves to a voter that has been live for 5 leases.
+12. An owner's update is held when its grant, its outer step and its base are those of the record and the state here; it
+    replaces only what was held for an older grant. When it is on disk the leader hears of it: Accepted says what is held. See
+    `edit.council.parts`.
+13. An update becomes the outer step when its grant is the record's, its outer step the next, its base the record's digest, and
+    when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed.
+14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed.
+15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
+    that is not the record's is damage, mended by a snapshot; never an assertion.
+
+role       event                       condition                                  effects                           next
+---------  --------------------------  -----------------------------------------  --------------------------------  ---------
+FOLLOWER   lease over, or connection   is a voter that may lead (rule 3)          Ask (trial)                       TRIAL
+           to the leader broke
+TRIAL      Vote                        quorum granted                             Save (term + 1, own vote), Ask    CANDIDATE
+CANDIDATE  Vote                        quorum granted                             Save (record, new stamp), Append  LEADER
+TRI, CAN   no quorum in time                                                      Ask (trial)                       TRIAL
+any        Vote                        refused with a later term                  Save (term)                       FOLLOWER
+any        Ask                         hears a leader                             trial: Vote (refused)             same
+any        Ask (trial)                                                            Vote                              same
+any        Ask                         later term                                 Save (term, vote), Vote           FOLLOWER
+any        Append                      an older term                              Accepted (with the later term)    same
+any        Append                      term at least as late                      Save if newer, Accepted           FOLLOWER
+any        Append                      its committed is the stamp here            Committed                         FOLLOWER
+LEADER     Accepted                    a later term                               Save (term)                       FOLLOWER
+LEADER     Accepted                    quorum has this stamp                      Committed, Append                 LEADER
+LEADER     any                         nothing on its way, something to change    Save (record), Append             LEADER
+LEADER     heartbeat_s is over         a quorum was heard in two leases           Append                            LEADER
+LEADER     Tick                        no quorum was heard in two leases          Noticed                           FOLLOWER
+any        Hello                       member with an older stamp                 News                              same
+LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14                     a part of the next version        LEADER
+           SetPhase, Release, Ended
+any        Offered                     rule 12                                    Hold, else Refused                same
+any        Held                                                                   Accepted to the leader            same
+owner      Made                        its grant is served                        Hold, SendOffer (again each       same
+                                                                                  again_s)
+LEADER     Accepted                    a quorum holds the next update (rule 13)   a part of the next version        LEADER
+any        Committed                   a part is ahead                            Adopt, else Fetch                 same
+any        Committed                   owner changed                              Cease, Serve                      same
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import median_low
+from typing import Any
+
+from blake3 import blake3
+
+from edit.council.events import (
+    Accepted,
+    Append,
+    Applied,
+    Ask,
+    Committed,
+    Connected,
+    Disconnected,
+    Disputed,
+    Effect,
+    Ended,
+    Event,
+    Evict,
+    Failed,
+    Held,
+    Hello,
+    Leave,
+    LeaveAsked,
+    Made,
+    Message,
+    News,
+    Noticed,
+    Offered,
+    Received,
+    Refused,
+    Release,
+    Save,
+    Send,
+    SetPhase,
+    Tick,
+    Vote,
+)
+from edit.council.parts import Parts
+from edit.council.record import (
+    MOST_LEASE_S,
+    MOST_MEMBERS,
+    MOST_VOTERS,
+    Member,
+    Part,
+    PartState,
+    Phase,
+    Record,
+    Saved,
+    Stamp,
+    Update,
+    check_seconds,
+    incarnation_of,
+    is_quorum,
+    name_of,
+    peer_of,
+)
+
+__all__ = ["Council", "Role", "Timing"]
+
+FAR = 2**20  # terms that a message may be ahead
+ROUND_TRIPS = 8  # a lease is at least so many median round trips
+SAMPLES = 8  # of which the shortest counts, per peer
+STEADY_LEASES = 5  # a voter that was live for so long may get parts of others
+NOBODY = Stamp(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How fast a council notices. Seconds."""
+
+    heartbeat_s: float = 0.25
+    lease_s: float = 1.0  # the shortest; see rule 8
+    forget_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_seconds("lease_s", self.lease_s, MOST_LEASE_S)
+        check_seconds("heartbeat_s", self.heartbeat_s, self.lease_s / 2)
+        check_seconds("forget_s", self.forget_s, 1e9)
+
+
+class Role(Enum):
+    """See the table."""
+
+    FOLLOWER = "follower"
+    TRIAL = "trial"
+    CANDIDATE = "candidate"
+    LEADER = "leader"
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What a leader knows of a peer."""
+
+    name: str = ""  # whose the rest is
+    at: float = -math.inf  # when it was heard last
+    since: float = math.inf  # since when it has been live without a break
+    broken: bool = False  # its connection broke after that
+    stamp: Stamp = NOBODY  # of its record
+    states: tuple[PartState, ...] = ()  # what it says it has on disk; it lies at most about itself
+
+
+class Council:
+    """The machine of one member.
+
+    Args:
+        peer_id: this member.
+        member: where it is; its incarnation is that of `saved`.
+        saved: what is on disk. `Saved(incarnation=...)` for a member that joins.
+        states: what is on disk of each part, in order; empty for a member that joins.
+        timing: equal at all members.
+        now: seconds of a monotonic clock, as in each `handle`.
+    """
+
+    def __init__(
+        self, peer_id: str, member: Member, saved: Saved, states: Sequence[PartState], timing: Timing, now: float
+    ) -> None:
+        self._peer_id, self._me, self._member = peer_id, name_of(peer_id, saved.incarnation), member
+        self._saved, self._timing, self._now = saved, timing, now
+        self._effects: list[Effect] = []
+        self._round_trips: dict[str, list[float]] = {}  # seconds, by peer_id, the last SAMPLES
+        self._electors, self._measured_lease_s, self._lease_s = frozenset[str](), 0.0, 0.0
+        self._note_record()
+        self._connected = set[str]()
+        self._parts = Parts(self._me, states, self._connected, self._effects.append, self._tell_leader, self._say_states)
+
+        self.role = Role.FOLLOWER
+        self._committed: Record | None = None  # the newest known to be
+        self._leader = ""  # the last that was heard, a peer_id
+        self._leader_at = -math.inf  # when
+        self._draws = 0
+        self._election_at = now + self._lease_s * (1 + self._draw() / 2)
+        self._hello_at = now
+        self._leaving = False
+        self._votes = set[str]()  # a candidate's, by name
+
+        # a leader's:
+        self._draft: Record | None = None  # what the next version changes, with the stamp of the present one
+        self._accepted = set[str]()  # names that have the present version on disk
+        self._heard: dict[str, _Heard] = {}  # by peer_id
+        self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
+        self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
+        self._former = frozenset[str]()  # peers that the version before had, and this one has not
+        self._beat_at = math.inf
+
+    # -- questions ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> Record | None:
+        """The newest record on disk, committed or not."""
+        return self._saved.record
+
+    @property
+    def committed(self) -> Record | None:
+        """The newest record that is known to be committed."""
+        return self._committed
+
+    @property
+    def leader(self) -> str:
+        """The peer_id of the leader that is heard now, or ''."""
+        if self.role is Role.LEADER:
+            return self._peer_id
+        return self._leader if self._hears_leader else ""
+
+    @property
+    def term(self) -> int:
+        """The term it is in."""
+        return self._saved.term
+
+    @property
+    def states(self) -> tuple[PartState, ...]:
+        """What this member has on disk of each part."""
+        return self._parts.states
+
+    @property
+    def live(self) -> frozenset[str]:
+        """The peers that this leader hears, with itself; empty at others."""
+        return (
+            frozenset(peer_id for peer_id in self._heard if self._is_live(peer_id)) if self.role is Role.LEADER else frozenset()
+        )
+
+    @property
+    def lease_s(self) -> float:
+        """The lease in force (rule 8)."""
+        return self._lease_s
+
+    def why_refused(self, sender: str, update: Update) -> str:
+        """Return why an update that an owner begins to send would not be held, or '' (rule 12)."""
+        return self._parts.why_refused(sender, update, self.record) if self._knows(sender) else "not a member"
+
+    def next_wakeup(self) -> float:
+        """Return when a Tick can change something; inf: only other events can."""
+        times = [self._parts.next_wakeup]
+        if self._wants_hello:
+            times.append(self._hello_at)
+        if self.role is Role.LEADER:
+            times += [self._beat_at, *(heard.at + self._lease_s for heard in self._heard.values() if self._is_fresh(heard))]
+        elif self._may_stand:
+            times.append(self._election_at)
+        elif self._hears_leader:
+            times.append(self._leader_at + self._lease_s)
+        return min(times)
+
+    # -- events ------------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what to do, in this order. Raises LocalProtocolError for answers that nobody asked for."""
+        self._now = max(now, self._now)
+        match event:
+            case Received(sender, message):
+                self._receive(sender, message)
+            case Connected(peer_id):
+                self._connected.add(peer_id)
+                self._hello_at = self._now
+            case Disconnected(peer_id):
+                self._disconnected(peer_id)
+            case Offered(sender, update):
+                if self._knows(sender):
+                    self._parts.offered(sender, update, self.record)
+            case Made(update):
+                self._parts.made(update, self.record)
+            case Held():
+                self._parts.held(event)
+            case Applied():
+                self._parts.applied(event)
+            case Failed():
+                self._parts.failed(event)
+            case Ended():
+                self._parts.ended(event)
+            case Disputed(part, grant, reason):
+                self._parts.dispute(Release(part, grant, reason))
+            case Evict() | SetPhase():
+                self._order(event)
+            case LeaveAsked():
+                self._leaving = True
+                self._hello_at = self._now
+            case Tick():
+                pass
+        self._advance()
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    def _receive(self, sender: str, message: Message) -> None:
+        """Rule 1."""
+        record = self.record
+        if isinstance(message, Hello):
+            self._hello(sender, message)
+        elif record is None:
+            if isinstance(message, (Append, News)):
+                self._take_first(sender, message)
+        elif isinstance(message, News):
+            if self._is_newer(message.record) and self._may_learn(sender, message.record):
+                self._follow_term(message.record.term)
+                self._save(record=message.record)
+        elif self._knows(sender):
+            match message:
+                case Append() if message.stamp.lineage == record.lineage and self._is_near(message.stamp.term):
+                    self._append(sender, message)
+                case Ask() if message.stamp.lineage == record.lineage and self._is_near(message.term):
+                    self._ask(sender, message)
+                case Vote() if self._is_near(message.term):
+                    self._vote(sender, message)
+                case Accepted() if message.stamp.lineage == record.lineage and self._is_near(message.term):
+                    self._accept(sender, message)
+                case Release() | Ended() | Leave() if self.role is Role.LEADER:
+                    self._serve_member(sender, message)
+                case _:
+                    pass
+
+    def _may_learn(self, sender: str, record: Record) -> bool:
+        """Rule 5: whom to believe, when the voters may have changed while this member was away."""
+        mine = self.record
+        assert mine is not None
+        stranger = not mine.knows(sender) and not self._hears_leader and peer_of(sender) not in mine.evicted
+        return (mine.knows(sender) or stranger) and record.knows(sender) and record.knows(self._me)
+
+    def _take_first(self, sender: str, message: Append | News) -> None:
+        record = message.record
+        if record is None or self._me not in record.names:
+            return
+        self._follow_term(record.term)
+        self._save(record=record)
+        if isinstance(message, Append):
+            self._append(sender, message)
+
+    def _disconnected(self, peer_id: str) -> None:
+        self._connected.discard(peer_id)
+        if peer_id in self._heard:
+            self._heard[peer_id].broken = True
+        if peer_id == self._leader and self._hears_leader:
+            self._leader_at = -math.inf
+            self._election_at = min(self._election_at, self._now + 0.02 + 0.2 * self._draw())
+
+    def _advance(self) -> None:
+        """What time, and the event before, make due."""
+        if self.role is Role.LEADER:
+            self._lead()
+        elif self._may_stand and self._now >= self._election_at:
+            self._stand()
+        again_s = self._lease_s / 5
+        self._parts.advance(self._now, again_s)
+        if self.role is Role.LEADER:
+            self._lead()  # what the parts told their leader, who is here
+        if self._wants_hello and self._now >= self._hello_at:
+            self._hello_at = self._now + again_s
+            self._say_hello()
+
+    # -- elections (rules 3 and 4) -----------------------------------------------------------------------------------------
+
+    def _stand(self) -> None:
+        """Ask for a trial vote."""
+        self.role, self._votes = Role.TRIAL, {self._me}
+        self._ask_all(self.term + 1)
+        if self._agreed(self._votes):
+            self._elect()
+
+    def _elect(self) -> None:
+        """The trial was won: take the next term."""
+        self.role, self._votes = Role.CANDIDATE, {self._me}
+        self._save(term=self.term + 1, vote=self._me)  # I6
+        self._ask_all(self.term)
+        if self._agreed(self._votes):
+            self._win()
+
+    def _ask_all(self, term: int) -> None:
+        self._election_at = self._now + self._lease_s * (1 + self._draw() / 2)
+        ask = Ask(term, self._stamp, self.role is Role.TRIAL, self._now)
+        self._emit_each(self._electors - {self._peer_id}, ask)
+
+    def _win(self) -> None:
+        record = self._saved.record
+        assert record is not None
+        replaced = self._replaced()
+        self.role, self._leader, self._draft = Role.LEADER, self._peer_id, None
+        self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
+        self._moved, self._ended, self._former = {}, {}, frozenset()
+        self._publish(record)
+
+    def _replaced(self) -> str:
+        """Return the leader that this one replaces, or '' if it votes for this one, and so is there."""
+        return self._leader if self._leader not in {peer_of(name) for name in self._votes} else ""
+
+    def _ask(self, sender: str, ask: Ask) -> None:
+        hears, peer_id = self._hears_leader, peer_of(sender)
+        if ask.trial:
+            granted = not hears and ask.term > self.term and self._may_follow(ask.stamp)
+            self._effects.append(Send(peer_id, Vote(ask.term if granted else self.term, granted, True, ask.sent)))
+        elif not hears:
+            granted = self._grants(sender, ask)
+            if ask.term > self.term or granted:
+                vote = sender if granted else ""
+                self.role = Role.FOLLOWER
+                self._save(term=ask.term, vote=vote)  # I6
+            if granted:
+                self._election_at = self._now + self._lease_s * (1 + self._draw() / 2)
+            self._effects.append(Send(peer_id, Vote(self.term, granted, False, ask.sent)))
+
+    def _grants(self, sender: str, ask: Ask) -> bool:
+        """Whether a vote is given: one per term, and to nobody who may lack what is committed."""
+        vote = "" if ask.term > self.term else self._saved.vote
+        return ask.term >= self.term and vote in ("", sender) and self._may_follow(ask.stamp)
+
+    def _may_follow(self, stamp: Stamp) -> bool:
+        return stamp >= self._stamp
+
+    def _vote(self, sender: str, vote: Vote) -> None:
+        self._measure(sender, vote.echo)
+        if not vote.granted and vote.term > self.term:
+            self._follow_term(vote.term)
+            self._election_at = min(self._election_at, self._now + 0.02 + 0.2 * self._draw())
+        elif vote.granted and vote.trial and self.role is Role.TRIAL and vote.term == self.term + 1:
+            self._votes.add(sender)
+            if self._agreed(self._votes):
+                self._elect()
+        elif vote.granted and not vote.trial and self.role is Role.CANDIDATE and vote.term == self.term:
+            self._votes.add(sender)
+            if self._agreed(self._votes):
+                self._win()
+
+    # -- a follower (rules 5 and 9) ----------------------------------------------------------------------------------------
+
+    def _append(self, sender: str, append: Append) -> None:
+        peer_id = peer_of(sender)
+        if self._is_current(append.stamp.term):
+            if self.role is Role.LEADER and append.stamp.term == self.term:
+                self._effects.append(Noticed(f"{peer_id} leads in term {self.term}, too: it lies"))
+                return
+            self.role, self._leader, self._leader_at = Role.FOLLOWER, peer_id, self._now
+            self._election_at = self._now + self._lease_s * (1 + self._draw() / 2)
+            self._note_committed(append.committed)
+            newer = append.record is not None and self._is_newer(append.record)
+            if newer or append.stamp.term > self.term:
+                record = append.record if newer else self.record
+                vote = self._saved.vote if append.stamp.term == self.term else ""
+                self._save(term=append.stamp.term, vote=vote, record=record)  # I6
+            self._note_committed(append.committed)
+        self._say_states(peer_id, append.sent)
+
+    def _is_current(self, term: int) -> bool:
+        return term >= self.term
+
+    def _say_states(self, to: str = "", echo: float = -math.inf) -> None:
+        """Tell the leader, or whoever says so, what is on disk. At the leader itself nothing has to be said."""
+        to = to or (self._leader if self._hears_leader else "")
+        if to and to != self._peer_id:
+            self._effects.append(Send(to, Accepted(self.term, self._stamp, self._parts.states, echo)))
+
+    def _is_newer(self, record: Record) -> bool:
+        """Whether this version may replace the one on disk (I5)."""
+        mine = self.record
+        assert mine is not None
+        return (record.run_id, record.lineage, len(record.parts)) == (mine.run_id, mine.lineage, len(mine.parts)) and (
+            record.stamp > mine.stamp and self._is_near(record.term)
+        )
+
+    def _note_committed(self, stamp: Stamp) -> None:
+        record = self.record
+        if record is not None and record.stamp == stamp:
+            self._commit(record)
+
+    def _commit(self, record: Record) -> None:
+        if self._committed is None or record.stamp > self._committed.stamp:
+            self._committed = record
+            self._effects.append(Committed(record))
+            self._parts.commit(record)
+
+    def _say_hello(self) -> None:
+        if self._leaving:
+            self._tell_leader(Leave())
+            return
+        known = self.record.members.keys() | self._electors if self.record is not None else self._connected
+        self._emit_each({*known, *self._connected} - {self._peer_id}, Hello(self._stamp, self._member))
+
+    # -- a leader: versions (rules 6, 7 and 8) -----------------------------------------------------------------------------
+
+    def _lead(self) -> None:
+        """Step down, publish what there is to change, say that it leads."""
+        while self.role is Role.LEADER:
+            heard = {name for name in self._names if self._heard_within(peer_of(name), 2 * self._lease_s)}
+            if not self._agreed(heard | {self._me}):
+                self._effects.append(Noticed("no quorum was heard for two leases"))
+                self._step_down()
+                return
+            if self._committed is not self.record:
+                break
+            record = self._next_version()
+            if record == self.record:
+                break
+            self._publish(record)
+        if self.role is Role.LEADER and self._now >= self._beat_at:
+            self._broadcast()
+
+    def _publish(self, record: Record) -> None:
+        """Make the next version, of this term."""
+        before, self._draft = self.record, None
+        assert before is not None
+        record = replace(record, term=self.term, version=before.version + 1)
+        self._former = frozenset((*before.members, *map(peer_of, before.electors)))
+        self._accepted = {self._me}
+        self._save(record=record)
+        self._broadcast()
+        self._check_committed()
+
+    def _check_committed(self) -> None:
+        """Commit the present version once a quorum has it on disk. It is of this term: older ones are committed by it."""
+        record = self.record
+        assert record is not None
+        if self._committed is not record and record.agreed(self._accepted):
+            self._commit(record)
+            self._broadcast()
+            if self._me not in record.electors:
+                self._step_down()
+
+    def _broadcast(self) -> None:
+        record, committed = self.record, self._committed
+        assert record is not None
+        self._beat_at = self._now + max(self._timing.heartbeat_s, self._lease_s / 8)
+        sent = committed.stamp if committed is not None else NOBODY
+        for peer_id in sorted({*record.members, *self._electors, *self._former} - {self._peer_id}):
+            known = self._heard.get(peer_id)
+            has_it = known is not None and known.stamp == record.stamp
+            self._effects.append(Send(peer_id, Append(record.stamp, sent, None if has_it else record, self._now)))
+
+    def _accept(self, sender: str, accepted: Accepted) -> None:
+        peer_id, record = peer_of(sender), self.record
+        assert record is not None
+        self._follow_term(accepted.term)
+        if self.role is not Role.LEADER or accepted.term < self.term:
+            return
+        self._measure(sender, accepted.echo)
+        heard = self._heard.get(peer_id)
+        if heard is None or heard.name not in ("", sender):
+            heard = self._heard[peer_id] = _Heard()  # what its life before had is lost
+        if not self._is_fresh(heard):
+            heard.since = self._now
+        heard.name, heard.at, heard.broken, heard.stamp = sender, self._now, False, accepted.stamp
+        if len(accepted.states) == len(record.parts):
+            heard.states = accepted.states
+        if accepted.stamp == record.stamp:
+            self._accepted.add(sender)
+            self._check_committed()
+
+    def _step_down(self) -> None:
+        self.role, self._draft = Role.FOLLOWER, None
+        self._leader_at = -math.inf
+        self._election_at = self._now + self._lease_s * (1 + self._draw() / 2)
+
+    def _follow_term(self, term: int) -> None:
+        """Give up whatever it is in an earlier term."""
+        if term > self.term:
+            if self.role is Role.LEADER:
+                self._step_down()
+            self.role = Role.FOLLOWER
+            self._save(term=term, vote="")
+
+    # -- a leader: what the next version changes ---------------------------------------------------------------------------
+
+    def _next_version(self) -> Record:
+        """Return what should be agreed on, with the present stamp: nothing else is on its way."""
+        record = self._draft or self.record
+        assert record is not None
+        record = self._with_steps(record)
+        live = {peer_of(name) for name in record.voters if name in record.names and self._is_live(peer_of(name))}
+        fit = [
+            {p for p in live if self._has(p, i, part) and record.leads(name_of(p, record.members[p].incarnation))}
+            for i, part in enumerate(record.parts)
+        ]
+        changed = record.assigned(live, fit, self._moved)
+        self._moved = {i: avoid for i, avoid in self._moved.items() if not fit[i]}  # later, when somebody can take it
+        if changed is record:
+            steady = {p for p in live if self._now - self._heard_of(p).since > STEADY_LEASES * self._lease_s}
+            changed = record.balanced([able & steady for able in fit])
+        changed = self._with_lease(self._with_voters(changed))
+        if self._ended and self._ended == {i: part.grant for i, part in enumerate(changed.parts)}:
+            self._ended, changed = {}, replace(changed, phase=Phase.FINISHED)
+        return changed
+
+    def _with_voters(self, record: Record) -> Record:
+        """Rules 9 and 10."""
+        if record.before:
+            return replace(record, before=())
+        names, forget_s = record.names, max(self._timing.forget_s, 2 * self._lease_s)
+        kept = [name for name in record.voters if name in names and self._heard_within(peer_of(name), forget_s)]
+        up_to_date = {n for n in names if self._is_live(peer_of(n)) and self._has_all(peer_of(n), record)}
+        learners = sorted(up_to_date.difference(kept), key=lambda name: (self._heard_of(peer_of(name)).since, name))
+        voters = (*kept, *learners)[:MOST_VOTERS]
+        if voters == record.voters or not is_quorum(voters, up_to_date):
+            return record
+        return replace(record, voters=voters, before=record.voters)
+
+    def _with_lease(self, record: Record) -> Record:
+        wanted = self._measured_lease_s
+        close = 0.5 * record.lease_s <= wanted <= 1.25 * record.lease_s  # not a version for each small change
+        return record if close and wanted >= self._timing.lease_s else replace(record, lease_s=wanted)
+
+    def _with_steps(self, record: Record) -> Record:
+        """Rule 13: I1, I2 and I5 hold when an update becomes the outer step."""
+        if record.phase is Phase.FINISHED:
+            return record
+        for i, part in enumerate(record.parts):
+            holders: dict[Update, set[str]] = {}
+            for heard in map(self._heard_of, self._electors):
+                held = heard.states[i].held if i < len(heard.states) else None
+                if held is not None and held.part == i and held.continues(part) and heard.states[i].digest == held.base:
+                    holders.setdefault(held, set()).add(heard.name)
+            for update, names in holders.items():
+                if self._is_held(names, part, record):
+                    tokens = max(part.tokens, update.tokens)
+                    step = replace(part, outer_step=update.outer_step, digest=update.digest, update=update.id, tokens=tokens)
+                    record = record.with_part(i, step)
+        return record
+
+    def _is_held(self, names: set[str], part: Part, record: Record) -> bool:
+        """Whether enough members have an update on disk (I2)."""
+        return record.agreed(names) and {peer_of(name) for name in names}.issuperset(part.verifiers)
+
+    def _serve_member(self, sender: str, message: Release | Ended | Leave) -> None:
+        """Take what a member asks its leader for, or drop it: it asks again."""
+        record, peer_id = self._draft or self.record, peer_of(sender)
+        assert record is not None
+        if isinstance(message, Leave):
+            if len(record.members) > 1:
+                self._draft = replace(record, members=_without(record.members, peer_id))
+            return
+        if message.part >= len(record.parts) or message.grant != record.parts[message.part].grant:  # I4
+            return
+        part = record.parts[message.part]
+        if isinstance(message, Release) and peer_id in (part.owner, *part.verifiers):
+            self._moved[message.part] = set() if peer_id == part.owner else {part.owner, peer_id}
+            self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
+        elif isinstance(message, Ended) and peer_id == part.owner:
+            self._ended[message.part] = message.grant
+
+    def _hello(self, sender: str, hello: Hello) -> None:
+        """Rules 1, 5 and 9."""
+        record, peer_id = self._draft or self.record, peer_of(sender)
+        if record is None or peer_id in record.evicted or hello.member.incarnation != incarnation_of(sender):
+            return
+        if hello.stamp.lineage not in (0, record.lineage):
+            self._effects.append(Noticed(f"{peer_id} is of lineage {hello.stamp.lineage}, not {record.lineage}: it joins anew"))
+            return
+        if self.record is not None and self.record.knows(sender) and NOBODY < hello.stamp < self.record.stamp:
+            self._effects.append(Send(peer_id, News(self.record)))
+        if self.role is not Role.LEADER:
+            return
+        known = record.members.get(peer_id)
+        if known is not None and hello.member.incarnation < known.incarnation:
+            self._effects.append(Noticed(f"{peer_id} came with an older folder than before"))
+        elif hello.member != known and (known is not None or len(record.members) < MOST_MEMBERS):
+            self._draft = replace(record, members={**record.members, peer_id: hello.member})
+
+    def _order(self, order: Evict | SetPhase) -> None:
+        record = self._draft or self.record
+        if self.role is not Role.LEADER or record is None:
+            self._effects.append(Refused(f"ask the leader, {self.leader}" if self.leader else "there is no leader now"))
+        elif isinstance(order, SetPhase):
+            self._ended = {}
+            self._draft = replace(record, phase=order.phase)
+        elif order.peer_id not in record.members or len(record.members) == 1:
+            self._effects.append(Refused(f"{order.peer_id} is not a member, or the only one"))
+        else:
+            evicted = {**record.evicted, order.peer_id: order.reason}
+            self._draft = replace(record, members=_without(record.members, order.peer_id), evicted=evicted)
+
+    # -- what is known of others -------------------------------------------------------------------------------------------
+
+    def _heard_of(self, peer_id: str) -> _Heard:
+        if peer_id == self._peer_id:
+            return _Heard(self._me, self._now, -math.inf, False, self._stamp, self._parts.states)
+        return self._heard.get(peer_id) or _Heard()
+
+    def _heard_within(self, peer_id: str, seconds: float) -> bool:
+        return self._heard_of(peer_id).at > self._now - seconds
+
+    def _is_fresh(self, heard: _Heard) -> bool:
+        return not heard.broken and heard.at + self._lease_s > self._now
+
+    def _is_live(self, peer_id: str) -> bool:
+        return self._is_fresh(self._heard_of(peer_id))
+
+    def _has(self, peer_id: str, i: int, part: Part) -> bool:
+        states = self._heard_of(peer_id).states
+        return i < len(states) and states[i].has(part)
+
+    def _has_all(self, peer_id: str, record: Record) -> bool:
+        return all(self._has(peer_id, i, part) for i, part in enumerate(record.parts))
+
+    def _measure(self, sender: str, echo: float) -> None:
+        """Note a round trip. What a peer says of when it was asked is bounded, and the median of all peers counts."""
+        round_trip = self._now - echo
+        if 0 <= round_trip <= MOST_LEASE_S:
+            self._round_trips[peer_of(sender)] = [*self._round_trips.get(peer_of(sender), [])[1 - SAMPLES :], round_trip]
+            self._note_lease()
+
+    def _note_lease(self) -> None:
+        """Rule 8."""
+        shortest = [min(samples) for peer_id, samples in self._round_trips.items() if peer_id in self._electors]
+        measured = ROUND_TRIPS * median_low(shortest) if shortest else 0.0
+        self._measured_lease_s = min(max(self._timing.lease_s, measured), MOST_LEASE_S)
+        self._lease_s = max(self.record.lease_s if self.record is not None else 0.0, self._measured_lease_s)
+
+    # -- what is known of itself -------------------------------------------------------------------------------------------
+
+    @property
+    def _hears_leader(self) -> bool:
+        return self.role is Role.LEADER or self._leader_at + self._lease_s > self._now
+
+    @property
+    def _may_stand(self) -> bool:
+        record = self.record
+        return record is not None and self._me in record.electors and record.leads(self._me)
+
+    @property
+    def _wants_hello(self) -> bool:
+        if self._leaving:
+            return self.record is not None and self.record.knows(self._me)
+        settled = self._committed is not None and self._committed.members.get(self._peer_id) == self._member
+        return not (settled and self._hears_leader)
+
+    @property
+    def _stamp(self) -> Stamp:
+        return self.record.stamp if self.record is not None else NOBODY
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return self.record.electors if self.record is not None else frozenset()
+
+    def _agreed(self, names: set[str]) -> bool:
+        return self.record is not None and self.record.agreed(names)
+
+    def _knows(self, sender: str) -> bool:
+        return self.record is not None and self.record.knows(sender)
+
+    def _is_near(self, term: int) -> bool:
+        return term <= self.term + FAR
+
+    def _save(self, **changes: Any) -> None:
+        self._saved = replace(self._saved, **changes)
+        self._effects.append(Save(self._saved))
+        if "record" in changes:
+            self._note_record()
+
+    def _note_record(self) -> None:
+        """Work out what follows from the record."""
+        self._electors = frozenset(map(peer_of, self.record.electors)) if self.record is not None else frozenset()
+        self._note_lease()
+
+    def _tell_leader(self, message: Message) -> None:
+        if self.role is Role.LEADER:
+            self._receive(self._me, message)
+        elif self._leader and self._hears_leader:
+            self._effects.append(Send(self._leader, message))
+
+    def _emit_each(self, peer_ids: set[str] | frozenset[str], message: Message) -> None:
+        self._effects += [Send(peer_id, message) for peer_id in sorted(peer_ids)]
+
+    def _draw(self) -> float:
+        """Return a number from 0 to 1 that differs between members and from call to call, and is the same in each replay."""
+        self._draws += 1
+        return int.from_bytes(blake3(f"{self._me} {self.term} {self._draws}".encode()).digest(4)) / 2**32
+
+
+def _without(members: Mapping[str, Member], peer_id: str) -> Mapping[str, Member]:
+    return {key: member for key, member in members.items() if key != peer_id}

@@ -1,0 +1,265 @@
+"""What one member has of each part: it holds the updates of owners, adopts what the record names, fetches what it lacks; and,
+where it is the owner, offers the updates of its engines.
+
+A part's state moves on a committed record only (I3). An update is held beside the state, at most one: that of the newest grant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+from edit.council.events import (
+    Adopt,
+    Applied,
+    Cease,
+    Effect,
+    Ended,
+    Failed,
+    Fetch,
+    Held,
+    Hold,
+    Message,
+    Noticed,
+    Refused,
+    Release,
+    SendOffer,
+    Serve,
+)
+from edit.council.record import Part, PartState, Phase, Record, Update, peer_of
+from edit.errors import LocalProtocolError
+
+__all__ = ["Parts"]
+
+
+@dataclass(slots=True)
+class _Part:
+    state: PartState
+    staging: Hold | None = None  # under way
+    moving: Adopt | Fetch | None = None  # under way
+    sources: int = 0  # how many were tried for this outer step
+    own: Update | None = None  # an engine here made it
+    served: int | None = None  # the grant that an engine here serves
+    to_release: Release | None = None  # said to the leader until the grant is another
+    ended: Ended | None = None  # likewise, until the run is finished
+
+
+class Parts:
+    """All parts, at one member.
+
+    Args:
+        me: this member's name.
+        states: what its disk has; empty when it was not let in yet.
+        connected: the peers that it has a connection to; kept by the machine.
+        emit: takes each effect.
+        tell_leader: sends a message to the leader, who may be this member.
+        say_states: tells the leader what is on disk.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        states: Sequence[PartState],
+        connected: Set[str],
+        emit: Callable[[Effect], None],
+        tell_leader: Callable[[Message], None],
+        say_states: Callable[[], None],
+    ) -> None:
+        self._me, self._peer_id = me, peer_of(me)
+        self._connected, self._emit, self._tell_leader, self._say_states = connected, emit, tell_leader, say_states
+        self._parts = [_Part(state) for state in states]
+        self._record: Record | None = None  # the newest that is committed
+        self._again_at = math.inf
+
+    @property
+    def states(self) -> tuple[PartState, ...]:
+        """What is on disk of each part."""
+        return tuple(part.state for part in self._parts)
+
+    @property
+    def next_wakeup(self) -> float:
+        """When `advance` says something again; inf: never."""
+        return self._again_at
+
+    # -- what the record says ----------------------------------------------------------------------------------------------
+
+    def commit(self, record: Record) -> None:
+        """Follow a newly committed record."""
+        first, self._record = self._record is None, record
+        self._parts += [_Part(PartState()) for _ in record.parts[len(self._parts) :]]
+        for i, (mine, part) in enumerate(zip(self._parts, record.parts, strict=True)):
+            if mine.own is not None and not mine.own.continues(part):
+                mine.own = None
+            if mine.to_release is not None and mine.to_release.grant != part.grant:
+                mine.to_release = None
+            if mine.ended is not None and mine.ended.grant != part.grant:
+                mine.ended = None
+            if first and part.owner == self._peer_id:
+                # I4: an engine before this process may have offered an update under this grant; this one makes another
+                mine.to_release = Release(i, part.grant, "the owner was restarted")
+                self._tell_leader(mine.to_release)
+            self._follow(i, part)
+
+    def _follow(self, i: int, part: Part) -> None:
+        """Go where the committed record is (I3), and serve the part if it is this member's."""
+        mine = self._parts[i]
+        if mine.served is not None and (part.owner != self._peer_id or part.grant != mine.served):
+            self._emit(Cease(i, mine.served))
+            mine.served = None
+        if mine.moving is not None:
+            return
+        state = mine.state
+        if state.outer_step == part.outer_step and state.digest == part.digest:
+            if part.owner == self._peer_id and mine.served is None and mine.to_release is None:
+                mine.served = part.grant
+                self._emit(Serve(i, part.grant, part.outer_step))
+        elif state.outer_step > part.outer_step:
+            return  # the news is old (I5)
+        elif state.leads_to(part):
+            mine.moving = Adopt(i, part.outer_step, part.update, part.digest)
+            self._emit(mine.moving)
+        elif mine.staging is None or mine.staging.update.id != part.update:
+            self._fetch(i, part)
+
+    def _fetch(self, i: int, part: Part) -> None:
+        """Get what is missing from the owner, else from the others in turn."""
+        mine, record = self._parts[i], self._record
+        assert record is not None
+        peers = [part.owner, *sorted(record.members.keys() - {part.owner})]
+        sources = [peer_id for peer_id in peers if peer_id in self._connected and peer_id != self._peer_id]
+        if not sources:
+            return  # again when `advance` is called
+        damaged = mine.state.outer_step == part.outer_step and bool(mine.state.digest)
+        if damaged and not mine.sources:
+            self._emit(Noticed(f"part {i} is damaged: outer step {part.outer_step} is {part.digest[:12]}, here it is another"))
+        source = sources[mine.sources % len(sources)]
+        mine.sources += 1
+        mine.moving = Fetch(i, part.outer_step, part.update, part.digest, source, damaged)
+        self._emit(mine.moving)
+
+    # -- what the shell did ------------------------------------------------------------------------------------------------
+
+    def applied(self, event: Applied) -> None:
+        """An Adopt or Fetch was carried out."""
+        mine = self._parts[event.part]
+        if mine.moving is None:
+            raise LocalProtocolError(f"part {event.part} was applied, but nobody asked for that")
+        mine.moving, mine.sources = None, 0
+        mine.state = PartState(event.outer_step, event.digest)
+        self._follow(event.part, self._committed_part(event.part))
+
+    def failed(self, event: Failed) -> None:
+        """A Hold, Adopt or Fetch came to nothing."""
+        mine = self._parts[event.part]
+        if isinstance(event.work, Hold):
+            mine.staging = None
+            if mine.own == event.work.update:
+                mine.own, mine.to_release = None, Release(event.part, event.work.update.grant, event.reason)
+                self._tell_leader(mine.to_release)
+            return
+        mine.moving = None
+        if isinstance(event.work, Adopt):  # what is held is of no use
+            mine.state = PartState(mine.state.outer_step, mine.state.digest)
+
+    def held(self, event: Held) -> None:
+        """A Hold was carried out. If the part went on meanwhile, it is of no use."""
+        update = event.update
+        mine = self._parts[update.part]
+        hold, mine.staging = mine.staging, None
+        if hold is None or hold.update != update:
+            raise LocalProtocolError(f"part {update.part} holds {update.id[:12]}, but nobody asked for that")
+        if (update.outer_step, update.base) == (mine.state.outer_step + 1, mine.state.digest):
+            mine.state = PartState(mine.state.outer_step, mine.state.digest, update)
+            self._say_states()  # I6: it is on disk
+        if self._record is not None:
+            self._follow(update.part, self._record.parts[update.part])
+
+    # -- a member: updates of owners ---------------------------------------------------------------------------------------
+
+    def why_refused(self, sender: str, update: Update, record: Record | None) -> str:
+        """Return why this update is not held, or ''. record: the newest that is on disk."""
+        if record is None or update.part >= min(len(record.parts), len(self._parts)):
+            return "there is no such part"
+        part, mine = record.parts[update.part], self._parts[update.part]
+        if peer_of(sender) != part.owner or update.grant != part.grant:  # I4
+            return f"part {update.part} is {part.owner}'s, with grant {part.grant}"
+        if (update.outer_step, update.base) != (mine.state.outer_step + 1, mine.state.digest):
+            return f"part {update.part} is at outer step {mine.state.outer_step} here, or differs"
+        decided = part.outer_step >= update.outer_step and update.id != part.update
+        if decided or isinstance(mine.moving, Adopt):
+            return f"outer step {update.outer_step} of part {update.part} is decided"
+        if mine.staging is not None and mine.staging.update != update:
+            return f"another update of part {update.part} is being written"
+        if mine.state.held is not None and mine.state.held != update and mine.state.held.grant >= update.grant:
+            return f"part {update.part} holds another update of grant {mine.state.held.grant}"
+        return ""
+
+    def offered(self, sender: str, update: Update, record: Record | None) -> None:
+        """Hold an owner's update, unless there is a reason not to."""
+        reason = self.why_refused(sender, update, record)
+        if reason:
+            self._emit(Refused(reason))
+            return
+        mine = self._parts[update.part]
+        if mine.staging is None and mine.state.held != update:
+            mine.staging = Hold(update)
+            self._emit(mine.staging)
+
+    # -- an owner ----------------------------------------------------------------------------------------------------------
+
+    def made(self, update: Update, record: Record | None) -> None:
+        """Offer what an engine here made, to every member. One grant makes one update to an outer step (I4)."""
+        reason = self.why_refused(self._me, update, record)
+        mine = self._parts[update.part] if not reason else None
+        if mine is None or mine.served != update.grant or mine.own is not None:
+            self._emit(Refused(reason or f"grant {update.grant} of part {update.part} is not served, or has made an update"))
+            return
+        mine.own, mine.staging = update, Hold(update)
+        self._emit(mine.staging)
+        self._emit(SendOffer(update))
+
+    def ended(self, event: Ended) -> None:
+        """An engine here is done with its part."""
+        self._parts[event.part].ended = event
+        self._tell_leader(event)
+
+    def dispute(self, release: Release) -> None:
+        """The owner's update is not what this verifier computed."""
+        self._parts[release.part].to_release = release
+        self._tell_leader(release)
+
+    # -- time --------------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float, again_s: float) -> None:
+        """Say again what had no effect yet, once per again_s (I7). Called after each event."""
+        if now >= self._again_at:
+            self._again_at = math.inf
+            for i in range(len(self._parts)):
+                self._again(i)
+        if self._again_at == math.inf and any(map(self._pending, range(len(self._parts)))):
+            self._again_at = now + again_s
+
+    def _pending(self, i: int) -> bool:
+        """Whether this part waits for somebody else."""
+        if self._record is None:
+            return False
+        mine, part = self._parts[i], self._record.parts[i]
+        behind = mine.moving is None and mine.state.outer_step <= part.outer_step and mine.state.digest != part.digest
+        ends = mine.ended is not None and self._record.phase is not Phase.FINISHED
+        return behind or ends or mine.own is not None or mine.to_release is not None
+
+    def _again(self, i: int) -> None:
+        mine, record = self._parts[i], self._record
+        assert record is not None
+        self._follow(i, record.parts[i])
+        if mine.own is not None:
+            self._emit(SendOffer(mine.own))
+        if mine.to_release is not None:
+            self._tell_leader(mine.to_release)
+        if mine.ended is not None and record.phase is not Phase.FINISHED:
+            self._tell_leader(mine.ended)
+
+    def _committed_part(self, i: int) -> Part:
+        assert self._record is not None
+        return self._record.parts[i]
