@@ -1,12 +1,17 @@
-"""Peak memory of the coordinator process with 2, 8 and 32 peers: it must not grow with their number beyond the buffer.
+"""Peak memory of the coordinator process with 2, 8 and 32 peers, in bytes per parameter above one that has served nothing.
 
-    python benchmarks/coordinator_memory.py  # 20M parameters, int8 contributions, a buffer of 64 MB: about 3 minutes
+    python benchmarks/coordinator_memory.py  # 20M parameters, int8 both ways, a buffer of 64 MB: about 6 minutes
 
 A real coordinator process; the peers' sides run in this process (their memory is not measured). All contributions of a
 round are sent before the last one completes it, so 32 peers have 640 MB on their way into a 64 MB buffer. The peak is what
-the operating system says of the coordinator process (VmHWM), read from `edit-coordinator status`. The limit
-beside it: the first row's peak plus the buffer; what the model itself needs (outer state, its successors while a round
-commits, kept updates) is in every row alike. Appends to benchmarks/results/coordinator_memory.jsonl.
+the operating system says of the coordinator process (VmHWM), which is reset before each of three phases:
+
+    joined      the first round: all peers have just read the first parameters, which stay in memory for a minute (4 bytes)
+    rounds      rounds a minute later
+    checkpoint  a round, and the checkpoint after it
+
+From each the contributions are subtracted that are in memory at most: the buffer, or all there are when they are fewer bytes.
+Appends to benchmarks/results/coordinator_memory.jsonl.
 """
 
 from __future__ import annotations
@@ -34,13 +39,15 @@ from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Committed, Contribution
 from editpb.identity import Identity
+from editpb.snapshot_cache import KEPT_S
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
 
 RESULTS = Path(__file__).parent / "results" / "coordinator_memory.jsonl"
 FRAGMENTS = 8
-ROUNDS = 3
+ROUNDS = 3  # in a row, each
+CHECKPOINT = 1 + ROUNDS + 1  # the first outer step with a checkpoint
 MB = 1e6
 
 
@@ -57,7 +64,8 @@ def model(parameters: int) -> Schema:
 def new_run(path: Path, peers: int, buffer_bytes: int) -> StateFolder:
     toml = (
         f'name = "memory"\n[model]\nname = "entry:mine"\n[sync]\nevery = 1\nouter_steps = 1000\n[rounds]\nquorum = {peers}\n'
-        f"[storage]\nbuffer_bytes = {buffer_bytes}\n"
+        f'[codec]\nup = "int8"\ndown = "int8"\n[storage]\nbuffer_bytes = {buffer_bytes}\n'
+        f"keep_updates = 1\ncheckpoint_every = {CHECKPOINT}\n"
         '[membership]\nheartbeat_s = 5.0\nlease_s = 120.0\n[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'
     )
     folder = StateFolder.create(path, toml)
@@ -71,14 +79,21 @@ def new_run(path: Path, peers: int, buffer_bytes: int) -> StateFolder:
     return folder
 
 
-def status(folder: StateFolder) -> dict[str, object]:
-    command = [sys.executable, "-m", "aggregator", "status", "--json", "--state", str(folder.path)]
-    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+def memory(pid: int, name: str) -> int:
+    """Return VmHWM, VmRSS, ... of a process, bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def exchange(folder: StateFolder, schema: Schema, peers: int) -> None:
+def from_now_on(pid: int) -> None:
+    """Let the peak begin again with what is in memory now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int) -> dict[str, int]:
+    """Run the rounds; return the peak of each phase, bytes."""
     address = json.loads(folder.addresses.read_text())["listen"]
-    generator = torch.Generator().manual_seed(0)
+    generator, peaks = torch.Generator().manual_seed(0), {}
     with IoThread() as io:
         collectives = []
         for i in range(peers):
@@ -87,8 +102,9 @@ def exchange(folder: StateFolder, schema: Schema, peers: int) -> None:
             channels = Channels([address], grpc.ssl_channel_credentials(*(file.read_bytes() for file in files)))
             collectives.append(HubCollective(io, channels, Identity(folder.run_id, "peer", name)))
         for collective in collectives:
-            snapshot = collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
-        for step in range(snapshot.outer_step, snapshot.outer_step + ROUNDS):
+            collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
+
+        def round_(step: int) -> None:
             deltas = [torch.empty(f.numel).normal_(0, 1e-3, generator=generator) for f in schema.fragments]
             payloads = [codec("int8").encode(delta, f) for delta, f in zip(deltas, schema.fragments, strict=True)]
             for collective in collectives:
@@ -98,12 +114,23 @@ def exchange(folder: StateFolder, schema: Schema, peers: int) -> None:
                     )
             for collective in collectives:
                 assert isinstance(collective.outcome(step, block=True), Committed)
+
+        for phase, steps in (("joined", [0]), ("rounds", range(1, 1 + ROUNDS)), ("checkpoint", [1 + ROUNDS])):
+            if phase == "rounds":
+                time.sleep(KEPT_S + 1)
+            from_now_on(pid)
+            for step in steps:
+                round_(step)
+            while phase == "checkpoint" and not any((folder.path / "outer").glob(f"step-*{CHECKPOINT}.safetensors")):
+                time.sleep(0.05)
+            peaks[phase] = memory(pid, "VmHWM")
         for collective in collectives:
             collective.close("measured")
+    return peaks
 
 
-def peak(peers: int, parameters: int, buffer_bytes: int) -> tuple[float, float]:
-    """(peak of a coordinator that has served nothing, peak after the rounds), bytes."""
+def peak(peers: int, parameters: int, buffer_bytes: int) -> tuple[int, dict[str, int]]:
+    """(memory of a coordinator that has served nothing, peak of each phase), bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = new_run(Path(scratch) / "run", peers, buffer_bytes)
         serving = subprocess.Popen(
@@ -112,9 +139,8 @@ def peak(peers: int, parameters: int, buffer_bytes: int) -> tuple[float, float]:
         try:
             assert serving.stderr is not None
             next(line for line in serving.stderr if " serving " in line)
-            idle = float(str(status(folder)["peak_memory_bytes"]))
-            exchange(folder, model(parameters), peers)
-            return idle, float(str(status(folder)["peak_memory_bytes"]))
+            idle = memory(serving.pid, "VmRSS")
+            return idle, exchange(folder, model(parameters), peers, serving.pid)
         finally:
             serving.send_signal(signal.SIGTERM)
             serving.communicate(timeout=120)
@@ -125,25 +151,30 @@ def main() -> None:
     arguments.add_argument("--parameters", type=float, default=20e6)
     arguments.add_argument("--peers", nargs="+", type=int, default=[2, 8, 32])
     arguments.add_argument("--buffer-mb", type=int, default=64)
+    arguments.add_argument("--label", default="")
     options = arguments.parse_args()
-    numel = model(int(options.parameters)).numel
-    print(f"{numel:,} parameters; contributions of {numel / MB:.0f} MB; buffer {options.buffer_mb} MB")
-    print(f"{'peers':>5} {'offered MB':>11} {'idle MB':>8} {'peak MB':>8} {'limit MB':>9}")
-    first: float | None = None
+    schema, phases = model(int(options.parameters)), ("joined", "rounds", "checkpoint")
+    numel, size = schema.numel, sum(codec("int8").encoded_size(fragment.numel) for fragment in schema.fragments)
+    print(f"{numel:,} parameters; contributions of {size / MB:.0f} MB; buffer {options.buffer_mb} MB")
+    print("bytes per parameter above an idle coordinator, less the contributions in memory")
+    print(f"{'peers':>5} {'idle MB':>8} {'contrib. MB':>12}" + "".join(f"{phase:>12}" for phase in phases))
     for peers in options.peers:
-        idle, highest = peak(peers, numel, options.buffer_mb << 20)
-        first = highest if first is None else first
-        limit = first + (options.buffer_mb << 20)
-        print(f"{peers:5} {peers * numel / MB:11.0f} {idle / MB:8.0f} {highest / MB:8.0f} {limit / MB:9.0f}", flush=True)
+        held = min(peers * size, options.buffer_mb << 20)
+        idle, peaks = peak(peers, numel, options.buffer_mb << 20)
+        bytes_each = {phase: (peaks[phase] - idle - held) / numel for phase in phases}
+        columns = "".join(f"{bytes_each[phase]:12.1f}" for phase in phases)
+        print(f"{peers:5} {idle / MB:8.0f} {held / MB:12.0f}{columns}", flush=True)
         row = {
             "date": datetime.date.today().isoformat(),
+            "label": options.label,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
             "parameters": numel,
             "peers": peers,
             "buffer_mb": options.buffer_mb,
             "idle_mb": round(idle / MB),
-            "peak_mb": round(highest / MB),
-            "limit_mb": round(limit / MB),
+            "contributions_mb": round(held / MB),
+            "peak_mb": {phase: round(peaks[phase] / MB) for phase in phases},
+            "bytes_per_parameter": {phase: round(each, 2) for phase, each in bytes_each.items()},
         }
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,10 @@ def read_private(path: Path) -> bytes:
         return file.read()
 
 
-def check_format(file: object, found: object, version: int) -> None:
-    """Raise FormatError, one line that names the file and both formats, unless `found` is what this software reads."""
-    if found != version:
+def check_format(file: object, found: object, version: int, older: Collection[int] = ()) -> None:
+    """Raise FormatError, one line that names the file and both formats, unless `found` is what this software reads.
+
+    older: formats that it reads besides the one that it writes.
+    """
+    if found != version and found not in older:
         raise FormatError(f"{file}: format {found}, this software reads format {version}")

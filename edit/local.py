@@ -23,7 +23,7 @@ from edit.merging.injection import Injection, check_content, check_order, check_
 from edit.merging.merge import Measured, ShardPayload, measure
 from edit.merging.mergers import Admission, admission, screen
 from edit.merging.norms import whole_norm
-from edit.merging.outer_state import OuterState, Staged
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import (
     Aborted,
     Commit,
@@ -88,7 +88,7 @@ class _Contribution:
 class _Round:
     """What the open round has reduced so far."""
 
-    staged: list[Staged] = field(default_factory=list)
+    records: list[MergeRecord] = field(default_factory=list)
     merged: set[str] = field(default_factory=set)  # the peers in it
     tokens: int = 0
 
@@ -353,14 +353,14 @@ class LocalRun:
         measured = [one.fragments[fragment_id].measured(peer_id, state.outer_step - one.outer_step) for peer_id, one in held]
         screened = screen(self._policy, state.schema.fragments[fragment_id], measured)
         merged = screened.and_rejected(state.reduce(fragment_id, screened.admitted))
-        self._round.staged.append(state.stage(merged, self._injection))
+        self._round.records.append(state.record(merged))
         self._round.merged.update(effect.peers)
         if fragment_id == 0:
             self._round.tokens = sum(one.tokens for one in screened.admitted)
         return events.Reduced(effect.round_id, fragment_id)
 
     def _commit(self, effect: events.Commit) -> events.CommitSucceeded:
-        self._commits.append(self.state.commit(effect.round_id, effect.reason, self._round.staged))
+        self._commits.append(self.state.commit(effect.round_id, effect.reason, self._round.records, self._injection))
         self._injection = None
         return events.CommitSucceeded(effect.round_id, self._round.tokens)
 

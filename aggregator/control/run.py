@@ -19,7 +19,7 @@ from aggregator.control.founding import Founding, Transfer
 from aggregator.control.pace_advice import PaceAdvice, impossible
 from aggregator.control.schemas import Schemas, builtin_schema
 from aggregator.control.views import founded_view, founding_view
-from aggregator.data.published import CommittedState, PublishedState
+from aggregator.data.published import PublishedState
 from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Resources
 from aggregator.run_feed import (
@@ -128,12 +128,14 @@ class Run:
             self.attendances.tick()
             if self._rounds is None:
                 self.founding.tick()
+            else:
+                self._rounds.published.tick()
             self._tell_rounds(events.Tick())
 
     def _adopt(self, outer: OuterState) -> None:
         """Take the run's parameters: rounds may begin, as far as the operator's orders of an earlier process let them."""
         resources = self._resources
-        published = PublishedState(CommittedState.of(outer), resources.store, resources.background, self.clock.monotonic)
+        published = PublishedState(outer, resources.store, resources.background, self.clock.monotonic)
         self._rounds = RoundRunner(outer, self.config, resources, published, first_round_id=self._first_round_id)
         if resources.orders.paused:
             self._rounds.feed(events.Pause())

@@ -33,10 +33,9 @@ CHUNK_BYTES = 1 << 18  # of a snapshot: as much as a reader that reads nothing h
 
 @dataclass(frozen=True, slots=True)
 class CommittedState:
-    """The outer parameters as last committed."""
+    """What is said of the outer parameters as last committed."""
 
     manifest: SnapshotManifest
-    theta: tuple[Tensor, ...]
     injected: Injected | None  # what of a run above is in theta
 
     @classmethod
@@ -45,24 +44,27 @@ class CommittedState:
         manifest = SnapshotManifest(
             outer_step=outer.outer_step, digest=outer.digest, schema=outer.schema, fragment_hash=outer.fragment_hashes
         )
-        return cls(manifest, tuple(outer.theta), outer.injected)
+        return cls(manifest, outer.injected)
 
 
 class PublishedState:
     """What a founded run shows to everybody.
 
-    The outer state itself changes in the worker thread. What is shown is replaced in one go, on the event loop, so nobody sees
-    the outer step of one commit with the digest of another.
+    The outer state itself changes in the worker thread, between `begin` and `show` or `undo`. What is shown is replaced in one
+    go, on the event loop, so nobody sees the outer step of one commit with the digest of another, or theta while it changes.
 
     Args:
-        committed: the state to begin with.
+        outer: the outer state; no commit of it is under way.
         store: has the published updates.
         now: the clock, in monotonic seconds.
     """
 
-    def __init__(self, committed: CommittedState, store: Store, background: Background, now: Callable[[], float]) -> None:
-        self._committed, self._store, self._background, self._now = committed, store, background, now
+    def __init__(self, outer: OuterState, store: Store, background: Background, now: Callable[[], float]) -> None:
+        self._outer, self._store, self._background, self._now = outer, store, background, now
+        self._committed = CommittedState.of(outer)
         self._snapshots = SnapshotCache()
+        self._at_rest = asyncio.Event()
+        self._at_rest.set()
 
     @property
     def schema(self) -> Schema:
@@ -89,9 +91,22 @@ class PublishedState:
         """The smallest outer step that an update is kept TO; 0 when none is."""
         return self._store.oldest_update
 
+    def tick(self) -> None:
+        """Keep the snapshots no longer that nobody has read lately: they take memory, and a commit copies what they hold."""
+        self._snapshots.forget_unread(self._now())
+
+    def begin(self) -> None:
+        """A commit is about to change theta: nobody is given it until then."""
+        self._at_rest.clear()
+
+    def undo(self) -> None:
+        """The commit came to nothing before it changed anything."""
+        self._at_rest.set()
+
     def show(self, committed: CommittedState) -> None:
-        """Show this from now on. Its commit is on disk."""
+        """Show this from now on. Its commit is on disk, and theta has changed."""
         self._committed = committed
+        self._at_rest.set()
 
     def update(self, outer_step: int) -> Commit:
         """Return the published update TO `outer_step`. Raises GoneError when it is not kept (any more)."""
@@ -118,21 +133,26 @@ class PublishedState:
             async with room:
                 yield fragment.fragment_id, await self._background.in_worker(codec(payload.codec).cut, payload, shard)
 
-    def describe_snapshot(self) -> SnapshotManifest:
+    async def describe_snapshot(self) -> SnapshotManifest:
         """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls.
 
-        While as many past ones are kept as may be, this is the newest of them, as long as the kept updates lead from there to
-        now: so slow readers of a run with fast commits share a snapshot. Otherwise the oldest is forgotten.
+        Waits for the end of a commit that is being applied. While as many past ones are kept as may be, this is the newest of
+        them, as long as the kept updates lead from there to now: so slow readers of a run with fast commits share a snapshot.
+        Otherwise the oldest is forgotten.
         """
-        now = self._now()
-        if (manifest := self._snapshots.known(self.outer_step, now)) is not None:
-            return manifest
-        kept = self._snapshots.steps
-        if len(kept) >= MAX_PAST:
-            if 0 < self.oldest_update <= kept[-1] + 1 and (shared := self._snapshots.known(kept[-1], now)) is not None:
+        while True:
+            now = self._now()
+            if (manifest := self._snapshots.known(self.outer_step, now)) is not None:
+                return manifest
+            kept = self._snapshots.steps
+            full = len(kept) >= MAX_PAST
+            if full and 0 < self.oldest_update <= kept[-1] + 1 and (shared := self._snapshots.known(kept[-1], now)) is not None:
                 return shared
-            self._snapshots.forget(kept[0])
-        return self._snapshots.put(self._committed.manifest, self._committed.theta, now)
+            if self._at_rest.is_set():
+                if full:
+                    self._snapshots.forget(kept[0])
+                return self._snapshots.put(self._committed.manifest, tuple(self._outer.theta), now)
+            await self._at_rest.wait()
 
     def snapshot_chunks(self, wanted: SnapshotRequest) -> Iterator[pb.Chunk]:
         """Return the chunks of one fragment of a described snapshot, or of the boxes of it that are wanted: flat fp32.

@@ -3,8 +3,8 @@
     header of a shard   offer     the round machine takes it, or refuses it
     its bytes           receive   checked and buffered; the machine hears how far the contribution is
     the last of them    arrived   measured; with the last shard of a fragment the machine hears that the fragment is in
-    effect Reduce       _reduce   admitted, merged, begun to be written to the journal, staged
-    effect Commit       _commit   the commit in the journal, durable; then applied in memory; then published
+    effect Reduce       _reduce   admitted, merged, encoded, begun to be written to the journal
+    effect Commit       _commit   the commit in the journal, durable; then applied in memory, in place; then published
     effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
 
 The journal comes before memory, and memory before publishing. Everything runs on the event loop, except what is given to
@@ -42,7 +42,7 @@ from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
-from edit.merging.outer_state import OuterState, Staged
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
@@ -60,7 +60,7 @@ class _Round:
     """What belongs to the open round. A new round gets a new object, so late results of an old one change nothing."""
 
     round_id: int
-    staged: dict[int, Staged] = field(default_factory=dict)  # by fragment_id
+    records: dict[int, MergeRecord] = field(default_factory=dict)  # by fragment_id; taken out when they are committed
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
     bytes_in: int = 0  # that arrived while it was open
     commit: Commit | None = None
@@ -238,14 +238,14 @@ class RoundRunner:
             measured = self._bounded(claimed)
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
-            staged, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
+            record, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
             await asyncio.wrap_future(written)
         except Exception as error:
             self._fail(effect.round_id, error)
             return
         tokens = {one.peer_id: one.tokens for one in measured}
-        current.staged[fragment_id] = staged
-        current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in staged.merged.verdicts if v.weight > 0)
+        current.records[fragment_id] = record
+        current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in record.verdicts if v.weight > 0)
         self.feed(events.Reduced(effect.round_id, fragment_id))
 
     def _bounded(self, claimed: Sequence[Measured]) -> list[Measured]:
@@ -260,15 +260,13 @@ class RoundRunner:
 
     def _merge(
         self, effect: events.Reduce, measured: Sequence[Measured], injection: Injection | None
-    ) -> tuple[Staged, Future[None]]:
-        """In the worker thread: admit, reduce, begin to write, stage. Changes nothing but the journal."""
+    ) -> tuple[MergeRecord, Future[None]]:
+        """Merge one fragment and begin to write it. Changes nothing but the journal."""
         outer, fragment_id = self.outer, effect.fragment_id
         screened = screen(self._policy, outer.schema.fragments[fragment_id], measured)
         self._refuse_too_few(effect, screened)
-        merged = screened.and_rejected(outer.reduce(fragment_id, screened.admitted))
-        written = self._store.begin_fragment(effect.round_id, outer.outer_step + 1, merged, injection)
-        staged = outer.stage(merged, injection)
-        return replace(staged, merged=replace(merged, merged=None)), written  # it is in the step, and soon on disk: free it
+        record = outer.record(screened.and_rejected(outer.reduce(fragment_id, screened.admitted)))
+        return record, self._store.begin_fragment(effect.round_id, record, injection)
 
     def _refuse_too_few(self, effect: events.Reduce, screened: Screened) -> None:
         """Raise RefusedError when the policy has left fewer contributions than the quorum."""
@@ -291,21 +289,22 @@ class RoundRunner:
 
         def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
             nonlocal on_disk
-            digest = outer.digest_after(staged)
-            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, digest)
+            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest)
             on_disk = True
-            commit = outer.commit(effect.round_id, effect.reason, staged)
-            self._store.publish(commit)
+            commit = outer.commit(effect.round_id, effect.reason, records, injection)
+            self._store.applied(commit)
             return commit, CommittedState.of(outer)
 
         try:
-            staged = [current.staged[i] for i in sorted(current.staged)]
-            tokens = self._tokens(current)
-            brings = current.injection.brings if current.injection is not None else None
+            records, current.records = list(current.records.values()), {}
+            tokens, injection = self._tokens(current), current.injection
+            brings = injection.brings if injection is not None else None
+            self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
         except Exception as error:
             if on_disk:
                 raise
+            self.published.undo()
             self._fail(effect.round_id, error)
             return
         current.commit = commit

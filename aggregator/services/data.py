@@ -140,7 +140,7 @@ class DataService:
         async with abort_on_error(context):
             identity = self._authorizer.authorize(context, "peer", "region", "observer", "operator")
             self._run.check_run_id(request.run_id)
-            manifest = self._run.rounds.published.describe_snapshot()
+            manifest = await self._run.rounds.published.describe_snapshot()
             donors = donors_of(manifest, self._run.attendances.membership.members.values(), identity.peer_id)
             return snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
         raise AssertionError("unreachable: abort raises")

@@ -1,6 +1,6 @@
 """Checkpoints of the outer state: written whole or not at all, verified when read, with the journal segments that follow them.
 
-    FOLDER/step-00000020.safetensors   fp32 tensors; in the metadata of safetensors: format, JSON metadata, BLAKE3 over both
+    FOLDER/step-00000020.safetensors   tensors; in the metadata of safetensors: format, JSON metadata, BLAKE3 over both
     FOLDER/step-00000020.journal       the journal segment with the commits after step 20
     FOLDER/step-00000020.updates       the last published updates, the one to step 20 included
 
@@ -28,7 +28,9 @@ from edit.plain_text import parse_json
 
 __all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
 
-FORMAT = 3  # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts
+# 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts; 4: residuals in bf16, int8
+FORMAT = 4
+OLDER = (3,)  # that can be read
 Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 
@@ -87,7 +89,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             written = file.metadata() or {}
             text = written["edit"]
-            check_format(path, int(written.get("format", "1")), FORMAT)
+            check_format(path, int(written.get("format", "1")), FORMAT, OLDER)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         if written["blake3"] != _checksum(tensors, text):
             raise StorageError(f"{path}: damaged (wrong checksum)")

@@ -8,13 +8,15 @@
    that was never committed.
 4. A bad record with a good one after it is not torn, it is damaged: StorageError.
 5. A round that is given up leaves no trace: its records are cut off when the next round writes.
+6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
+   own, which becomes durable with the next commit: it may be missing after the last one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,22 @@ from aggregator.storage.journal_records import (
     Record,
     body_of,
     fragment_header,
+    fragment_of,
     frame,
     good_record_after,
-    merged_of,
     records,
 )
 from edit.durable_files import check_format, sync
 from edit.errors import LocalProtocolError, StorageError
 from edit.merging.injection import Injected, Injection
-from edit.merging.merge import Merged
+from edit.merging.outer_state import MergeRecord
 
 __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "replay", "replay_segments"]
 
-FORMAT = 3  # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts
+# 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts; 4: what was merged is
+# encoded, and a commit names the digest before it
+FORMAT = 4
+OLDER = (3,)  # formats that can be replayed, but not added to
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,11 @@ class CommittedRound:
     round_id: int
     outer_step: int  # the one that it advanced the run TO
     reason: str
-    fragments: tuple[Merged, ...]  # by fragment_id
+    fragments: tuple[MergeRecord, ...]  # by fragment_id
     tokens: int  # merged so far, in all
-    digest: str = ""  # of the outer parameters after it; empty in a journal that an older version wrote
+    base: str = ""  # digest of the outer parameters before it; empty until format 3
+    digest: str = ""  # of those after it; empty when it is not known
+    residual_form: str = ""  # in which the residuals of then were kept; empty: as configured
     injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
 
 
@@ -71,7 +78,7 @@ class Disk:
 
 
 class Journal:
-    """One segment, open for appending by one thread. Make it with `create` or `open`."""
+    """One segment, open for appending by one thread. Make it with `create` or `open`; an older `format` is not added to."""
 
     def __init__(self, path: Path, descriptor: int, disk: Disk, survey: _Survey) -> None:
         self.path = path
@@ -79,6 +86,7 @@ class Journal:
         self._descriptor = descriptor
         self._disk = disk
         self._outer_step = survey.outer_step
+        self.format = survey.format
         self._committed = survey.end  # the file up to here is on disk
         self._end = survey.end  # the file up to here is whole
         self._torn = False  # bytes behind _end could not be cut off
@@ -94,7 +102,7 @@ class Journal:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except OSError as error:
             raise StorageError(f"{path}: cannot be created ({error.strerror})") from error
-        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None))
+        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None, FORMAT))
         try:
             journal._begin(base_outer_step)
         except StorageError:
@@ -130,17 +138,17 @@ class Journal:
         """Bytes of whole records."""
         return self._end
 
-    def append_fragment(self, round_id: int, outer_step: int, merged: Merged, injection: Injection | None = None) -> None:
-        """Write one merged fragment, and what is injected with it, of the round that advances TO `outer_step`. Not yet durable.
+    def append_fragment(self, round_id: int, record: MergeRecord, injection: Injection | None = None) -> None:
+        """Write one merged fragment of a round, and what is injected with it. Not yet durable.
 
         Raises StorageError: the file ends with the last whole record again, the next append works when the disk does.
         """
-        self._check_step(outer_step)
+        self._check_step(record.outer_step + 1)
         if round_id != self._round_id:
             self._give_up_round()
-        self._append(fragment_header(round_id, outer_step, merged, injection), body_of(merged, injection))
+        self._append(fragment_header(round_id, record, injection), *body_of(record, injection))
         self._round_id = round_id
-        self._fragments.add(merged.fragment_id)
+        self._fragments.add(record.fragment_id)
 
     def append_commit(
         self,
@@ -149,22 +157,29 @@ class Journal:
         reason: str,
         tokens: int = 0,
         injected: Injected | None = None,
-        digest: str = "",
+        base: str = "",
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
-        digest: of the outer parameters after it; a replay must give the same. Raises StorageError.
+        base: digest of the outer parameters before it; a replay must come to the same. Raises StorageError.
         """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
             raise LocalProtocolError(f"journal: commit of round {round_id} without its fragments")
         header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
-        header["digest"] = digest
+        header["base"] = base
         header["injected"] = injected.to_json() if injected is not None else None
-        self._append({**header, "fragments": sorted(self._fragments)}, b"")
+        self._append({**header, "fragments": sorted(self._fragments)})
         self._make_durable()
         self._outer_step, self._round_id = outer_step, 0
         self._fragments.clear()
+
+    def append_digest(self, outer_step: int, digest: str) -> None:
+        """Write the digest after the last commit, which was to `outer_step`. Not yet durable. Raises StorageError."""
+        if outer_step != self._outer_step or self._fragments:
+            raise LocalProtocolError(f"journal: the digest of outer step {outer_step} after {self._outer_step}")
+        self._append({"kind": "digest", "outer_step": outer_step, "digest": digest})
+        self._committed = self._end
 
     def close(self) -> None:
         """Close the file."""
@@ -173,7 +188,7 @@ class Journal:
             self._descriptor = -1
 
     def _begin(self, base_outer_step: int) -> None:
-        self._append({"kind": "segment", "format": FORMAT, "base_outer_step": base_outer_step}, b"")
+        self._append({"kind": "segment", "format": FORMAT, "base_outer_step": base_outer_step})
         self._make_durable()
         try:
             sync(self.path.parent, self._disk.fsync)
@@ -184,10 +199,10 @@ class Journal:
         if outer_step != self._outer_step + 1:
             raise LocalProtocolError(f"journal: outer step {outer_step} after {self._outer_step}")
 
-    def _append(self, header: Mapping[str, object], body: Buffer) -> None:
+    def _append(self, header: Mapping[str, object], *body: Buffer) -> None:
         self._mend()
         try:
-            for part in frame(header, body):
+            for part in frame(header, *body):
                 rest = memoryview(part).cast("B")
                 while rest:
                     rest = rest[self._disk.write(self._descriptor, rest) :]
@@ -234,35 +249,46 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
 
     Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
     """
-    end = _survey(path, base_outer_step).end  # damage is found before anything is applied
-    pending: dict[int, tuple[Merged, Tensor | None]] = {}
+    survey = _survey(path, base_outer_step)  # damage is found before anything is applied
+    end, residual_form = survey.end, "" if survey.format == FORMAT else "fp32"
+    pending: dict[int, tuple[MergeRecord, Tensor | None]] = {}
     round_id, replaces = 0, False
+    committed: CommittedRound | None = None  # its digest may follow
     for record in records(path) if end else ():
         header = record.header
+        if committed is not None:
+            yield committed if header["kind"] != "digest" else replace(committed, digest=str(header["digest"]))
+            committed = None
         if header["kind"] == "fragment":
             pending, round_id = (pending if header["round_id"] == round_id else {}), header["round_id"]
-            merged, injected = merged_of(path, record)
-            pending[merged.fragment_id] = merged, injected
+            fragment, injected = fragment_of(path, record)
+            pending[fragment.fragment_id] = fragment, injected
             replaces = header["replaces"]
         elif header["kind"] == "commit":
-            yield _committed(path, record, [pending[fragment_id] for fragment_id in sorted(pending)], replaces)
+            fragments = [pending[fragment_id] for fragment_id in sorted(pending)]
+            committed = replace(_committed(path, record, fragments, replaces), residual_form=residual_form)
             pending = {}
         if record.end >= end:
-            return
+            break
+    if committed is not None:
+        yield committed
 
 
-def _committed(path: Path, record: Record, fragments: Sequence[tuple[Merged, Tensor | None]], replaces: bool) -> CommittedRound:
+def _committed(
+    path: Path, record: Record, fragments: Sequence[tuple[MergeRecord, Tensor | None]], replaces: bool
+) -> CommittedRound:
     header = record.header
     try:
         brings = Injected.from_json(header["injected"])
-        injected = {merged.fragment_id: vector for merged, vector in fragments if vector is not None}
+        injected = {fragment.fragment_id: vector for fragment, vector in fragments if vector is not None}
         injection = Injection(brings=brings, base=None, replaces=replaces, fragments=injected) if brings is not None else None
         return CommittedRound(
             round_id=header["round_id"],
             outer_step=header["outer_step"],
             reason=header["reason"],
-            fragments=tuple(merged for merged, _ in fragments),
+            fragments=tuple(fragment for fragment, _ in fragments),
             tokens=header["tokens"],
+            base=str(header.get("base", "")),
             digest=str(header.get("digest", "")),
             injection=injection,
         )
@@ -295,17 +321,18 @@ class _Survey:
     end: int  # of the last commit, or of the first record when there is none
     outer_step: int  # after the last commit
     cut: Cut | None  # what lies behind it
+    format: int
 
 
 def _survey(path: Path, base_outer_step: int) -> _Survey:
     """Read a whole segment. Raises StorageError for damage, FormatError."""
-    end, outer_step, round_id, fragments = 0, base_outer_step, 0, set[int]()
+    end, outer_step, round_id, fragments, version = 0, base_outer_step, 0, set[int](), FORMAT
     reason = "the last round was not committed"
     try:
         for record in records(path):
             header = record.header
             if record.offset == 0:
-                _check_base(path, header, base_outer_step)
+                version = _check_base(path, header, base_outer_step)
                 end = record.end
             elif header["kind"] == "fragment":
                 fragments = (fragments if header["round_id"] == round_id else set()) | {header["fragment_id"]}
@@ -313,6 +340,10 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
             elif header["kind"] == "commit":
                 _check_commit(path, record, outer_step, round_id, fragments)
                 end, outer_step, fragments = record.end, header["outer_step"], set()
+            elif header["kind"] == "digest":
+                if header["outer_step"] != outer_step or record.offset != end:
+                    raise StorageError(f"{path}: damaged at byte {record.offset} (a digest that follows no commit of its step)")
+                end = record.end
     except BadRecord as bad:
         if good_record_after(path, bad.offset):
             raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad}); restore it from a copy") from None
@@ -320,15 +351,17 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
     except (KeyError, TypeError) as error:
         raise StorageError(f"{path}: not a journal ({error!r})") from error
     size = path.stat().st_size
-    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None)
+    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None, version)
 
 
-def _check_base(path: Path, header: Mapping[str, Any], base_outer_step: int) -> None:
+def _check_base(path: Path, header: Mapping[str, Any], base_outer_step: int) -> int:
+    """Return the segment's format. Raises StorageError, FormatError."""
     if header["kind"] != "segment":
         raise StorageError(f"{path}: not a journal")
-    check_format(path, header["format"], FORMAT)
+    check_format(path, header["format"], FORMAT, OLDER)
     if header["base_outer_step"] != base_outer_step:
         raise StorageError(f"{path}: follows outer step {header['base_outer_step']}, not {base_outer_step}")
+    return int(header["format"])
 
 
 def _check_commit(path: Path, record: Record, outer_step: int, round_id: int, fragments: set[int]) -> None:

@@ -2,8 +2,9 @@
 
     magic b"EdJ1" | u32 length of the JSON header | u64 length of the body | u32 crc32 of all but itself | header | body
 
-All numbers are little-endian. The body of a fragment is its merged pseudo-gradient, raw fp32, followed by what was injected
-with it, if anything was.
+All numbers are little-endian. The body of a fragment is its merged pseudo-gradient, encoded; then what that leaves out, as it
+is stored (`edit.codecs.residuals`), if it is kept; then what was injected with it, raw fp32, if anything was. Until format 3
+the merged pseudo-gradient is raw fp32 and leaves nothing out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import math
 import mmap
 import os
 import struct
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edit.codecs import codec
+from edit.codecs.residuals import Residual
 from edit.durable_files import check_format
-from edit.errors import LocalProtocolError, StorageError
+from edit.errors import EditError, StorageError
 from edit.merging.injection import Injection
-from edit.merging.merge import Merged
+from edit.merging.outer_state import MergeRecord
 from edit.merging.penalty import NormStatistics
 from edit.plain_text import parse_json
-from edit.records import PeerVerdict, Verdict
+from edit.records import EncodedTensor, PeerVerdict, Verdict
 
 __all__ = [
     "BadRecord",
@@ -38,9 +40,9 @@ __all__ = [
     "Record",
     "body_of",
     "fragment_header",
+    "fragment_of",
     "frame",
     "good_record_after",
-    "merged_of",
     "number",
     "records",
     "verdicts_from",
@@ -134,51 +136,84 @@ def good_record_after(path: Path, offset: int) -> bool:
     return False
 
 
-def frame(header: Mapping[str, object], body: Buffer) -> tuple[bytes, Buffer]:
-    """Return one record, in two pieces, so that a large body is not copied."""
+def frame(header: Mapping[str, object], *body: Buffer) -> list[Buffer]:
+    """Return one record piece by piece, so that a large body is not copied."""
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    start = struct.pack("<4sIQ", MAGIC, len(text), len(body))
-    crc = zlib.crc32(body, zlib.crc32(text, zlib.crc32(start)))
-    return start + struct.pack("<I", crc) + text, body
+    start = struct.pack("<4sIQ", MAGIC, len(text), sum(memoryview(part).nbytes for part in body))
+    crc = zlib.crc32(text, zlib.crc32(start))
+    for part in body:
+        crc = zlib.crc32(part, crc)
+    return [start + struct.pack("<I", crc) + text, *body]
 
 
-def fragment_header(round_id: int, outer_step: int, merged: Merged, injection: Injection | None) -> dict[str, object]:
+def fragment_header(round_id: int, record: MergeRecord, injection: Injection | None) -> dict[str, object]:
     """Return the JSON part of a merged fragment; floats survive to the bit."""
+    payload, residual = record.payload, record.residual
     return {
         "kind": "fragment",
         "round_id": round_id,
-        "outer_step": outer_step,
-        "fragment_id": merged.fragment_id,
-        "rollback": merged.merged is None,
-        "injected": injection is not None and merged.fragment_id in injection.fragments,
+        "outer_step": record.outer_step + 1,
+        "fragment_id": record.fragment_id,
+        "encoded": [payload.codec, payload.numel] if payload is not None else None,
+        "residual": residual.form if residual is not None else None,
+        "injected": injection is not None and record.fragment_id in injection.fragments,
         "replaces": injection is not None and injection.replaces,
-        "verdicts": verdicts_written(merged.verdicts),
-        "statistics": {peer_id: statistics.to_json() for peer_id, statistics in merged.statistics.items()},
-        "merged_norm": number(merged.merged_norm),
-        "clip": number(merged.clip),
+        "verdicts": verdicts_written(record.verdicts),
+        "statistics": {peer_id: statistics.to_json() for peer_id, statistics in record.statistics.items()},
+        "merged_norm": number(record.merged_norm),
+        "clip": number(record.clip),
     }
 
 
-def merged_of(path: Path, record: Record) -> tuple[Merged, Tensor | None]:
+def body_of(record: MergeRecord, injection: Injection | None) -> list[Buffer]:
+    """Return the raw part of a merged fragment, piece by piece, nothing of it copied."""
+    injected = injection.fragments.get(record.fragment_id) if injection is not None else None
+    vectors = [record.residual.tensor if record.residual is not None else None, injected]
+    whole: list[Buffer] = [
+        vector.detach().contiguous().view(torch.uint8).numpy().data for vector in vectors if vector is not None
+    ]
+    return [record.payload.data, *whole] if record.payload is not None else whole
+
+
+def fragment_of(path: Path, record: Record) -> tuple[MergeRecord, Tensor | None]:
     """Return the merged fragment in a record and what was injected with it, to the bit. Raises StorageError."""
     try:
-        return _merged(record)
-    except (KeyError, TypeError, ValueError) as error:
+        return _fragment(record)
+    except (KeyError, TypeError, ValueError, EditError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a fragment ({error!r})") from error
 
 
-def _merged(record: Record) -> tuple[Merged, Tensor | None]:
-    header = record.header
-    vectors = _vectors(record.body, (not header["rollback"]) + header["injected"])
-    merged = Merged(
+def _fragment(record: Record) -> tuple[MergeRecord, Tensor | None]:
+    header, rest = record.header, memoryview(record.body)
+    payload, residual, injected = None, None, None
+    if "rollback" in header:  # until format 3
+        vectors = (not header["rollback"]) + header["injected"]
+        encoded = None if header["rollback"] else ["fp32", len(rest) // 4 // vectors]
+    else:
+        encoded = header["encoded"]
+    if encoded is not None:
+        name, numel = str(encoded[0]), int(encoded[1])
+        size = codec(name).encoded_size(numel)
+        payload, rest = EncodedTensor(name, numel, rest[:size]), rest[size:]
+        if (form := header.get("residual")) is not None:
+            kept = Residual(numel, form)
+            kept.tensor.view(torch.uint8).numpy().data[:] = rest[: kept.nbytes]
+            residual, rest = kept, rest[kept.nbytes :]
+    if header["injected"]:
+        injected, rest = torch.frombuffer(rest, dtype=torch.float32), rest[len(rest) :]
+    if len(rest):
+        raise ValueError(f"{len(rest)} bytes are left over")
+    fragment = MergeRecord(
+        outer_step=header["outer_step"] - 1,
         fragment_id=header["fragment_id"],
-        merged=None if header["rollback"] else next(vectors),
+        payload=payload,
+        residual=residual,
         verdicts=verdicts_from(header["verdicts"]),
         statistics={peer_id: NormStatistics.from_json(written) for peer_id, written in header["statistics"].items()},
         merged_norm=float(header["merged_norm"]),
         clip=float(header["clip"]),
     )
-    return merged, next(vectors, None)
+    return fragment, injected
 
 
 def verdicts_written(verdicts: Iterable[PeerVerdict]) -> list[list[object]]:
@@ -197,22 +232,3 @@ def verdicts_from(written: Iterable[Any]) -> tuple[PeerVerdict, ...]:
 def number(value: float) -> float | str:
     """Return a float as a JSON value; NaN and infinity, which JSON lacks, as text."""
     return value if math.isfinite(value) else str(value)
-
-
-def _vectors(body: bytearray, count: int) -> Iterator[Tensor]:
-    """Yield the equally long vectors in the body of a fragment; they share its memory."""
-    if count == 0:
-        return
-    vector = torch.frombuffer(body, dtype=torch.float32)
-    yield from vector.view(count, -1)
-
-
-def body_of(merged: Merged, injection: Injection | None) -> Buffer:
-    """Return the raw part of a merged fragment: fp32; empty for a rollback. Copied only when something was injected with it."""
-    injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
-    vectors = [vector for vector in (merged.merged, injected) if vector is not None]
-    if sys.byteorder != "little" or any(vector.dtype is not torch.float32 or vector.dim() != 1 for vector in vectors):
-        raise LocalProtocolError("journal: a merged fragment must be one flat fp32 tensor of a little-endian machine")
-    if not vectors:
-        return b""
-    return (torch.cat(vectors) if len(vectors) > 1 else vectors[0]).detach().contiguous().numpy().view("uint8").data

@@ -19,15 +19,14 @@ from typing import NamedTuple
 
 from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
-from aggregator.storage.journal import CommittedRound, Disk, Journal, replay_segments
+from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay_segments
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
-from edit.merging.merge import Merged
-from edit.merging.outer_state import OuterState
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import MOST_TOKENS, Commit
 
 __all__ = ["Store", "load_outer"]
@@ -79,19 +78,15 @@ class Store:
                     path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
             raise
 
-    def begin_fragment(
-        self, round_id: int, outer_step: int, merged: Merged, injection: Injection | None = None
-    ) -> Future[None]:
-        """Begin to write one merged fragment of the round that advances TO `outer_step`.
+    def begin_fragment(self, round_id: int, record: MergeRecord, injection: Injection | None = None) -> Future[None]:
+        """Begin to write one merged fragment of a round.
 
         Waits until the fragment before is written, so that no more than one is kept in memory for it. A commit must wait for
         the futures of all its fragments, which may raise StorageError.
         """
         if self._writing is not None:
             wait([self._writing])
-        self._writing = self._writer.submit(
-            lambda: self._open_journal().append_fragment(round_id, outer_step, merged, injection)
-        )
+        self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, record, injection))
         return self._writing
 
     def append_commit(
@@ -101,20 +96,31 @@ class Store:
         reason: str,
         tokens: int = 0,
         injected: Injected | None = None,
-        digest: str = "",
+        base: str = "",
     ) -> None:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
         Args:
             tokens: merged with it; the sum stays at MOST_TOKENS.
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
-            digest: of the outer parameters after it, which a recovery must come to, too.
+            base: digest of the outer parameters before it, which a recovery must come to, too.
         """
         total = min(self.tokens + tokens, MOST_TOKENS)
         self._writer.submit(
-            lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, digest)
+            lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, base)
         ).result()
         self.tokens = total
+
+    def applied(self, commit: Commit) -> None:
+        """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same."""
+        self.publish(commit)
+        self._writer.submit(self._note_digest, commit.outer_step, commit.digest)
+
+    def _note_digest(self, outer_step: int, digest: str) -> None:
+        try:
+            self._open_journal().append_digest(outer_step, digest)
+        except StorageError as error:
+            _log.warning("%s; the journal lacks the digest of outer step %d", error, outer_step)
 
     def checkpoint(self, outer: OuterState) -> None:
         """Write the whole state and begin a new journal segment. Raises StorageError; the journal goes on.
@@ -191,7 +197,12 @@ class Store:
         journal = Journal.open(segment, base, self._disk)
         if journal.cut is not None:
             _log.warning("%s: cut off %d bytes: %s", segment, journal.cut.cut_bytes, journal.cut.reason)
-        return journal
+        if journal.format == FORMAT:
+            return journal
+        journal.close()
+        if journal.outer_step == base:  # it has no commit
+            segment.unlink()
+        return Journal.create(checkpoint.segment_of(self._folder, journal.outer_step), journal.outer_step, self._disk)
 
 
 def load_outer(folder: StateFolder) -> OuterState:
@@ -230,6 +241,7 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
     for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
         commits.append(_apply(outer, committed))
         tokens = committed.tokens
+    outer.residual_form = config.codec.down_residual
     base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
     return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS))
 
@@ -237,15 +249,23 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
     """Replay one journalled round through the same code that committed it."""
     try:
-        staged = [outer.stage(merged, committed.injection) for merged in committed.fragments]
-        if committed.digest and (digest := outer.digest_after(staged)) != committed.digest:
-            raise ConfigError(
-                f"outer step {committed.outer_step} was committed with digest {committed.digest[:12]}, and with the settings "
-                f"of now it has {digest[:12]}: set [outer], [codec] and [codec.fragments] of run.toml back, start and stop the "
-                "coordinator (SIGTERM), and then change them"
-            )
-        return outer.commit(committed.round_id, committed.reason, staged)
+        outer.residual_form = committed.residual_form or outer.config.codec.down_residual
+        if committed.base:
+            _check_digest(committed.outer_step - 1, committed.base, outer.digest)
+        commit = outer.commit(committed.round_id, committed.reason, list(committed.fragments), committed.injection)
+        if committed.digest:
+            _check_digest(committed.outer_step, committed.digest, commit.digest)
+        return commit
     except ConfigError:
         raise
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error
+
+
+def _check_digest(outer_step: int, then: str, now: str) -> None:
+    if now != then:
+        raise ConfigError(
+            f"outer step {outer_step} was committed with digest {then[:12]}, and with the settings of now it has {now[:12]}: "
+            "set [outer], [codec] and [codec.fragments] of run.toml back, start and stop the coordinator (SIGTERM), and then "
+            "change them"
+        )

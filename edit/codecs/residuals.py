@@ -45,16 +45,18 @@ class Residual:
         self._data = torch.zeros(_size(numel, form), dtype=_DTYPES[form])
 
     @classmethod
-    def of(cls, tensor: Tensor, numel: int, form: str) -> Residual:
+    def of(cls, tensor: Tensor, numel: int, form: str | None = None) -> Residual:
         """Return a residual in `form` with what `tensor`, that of another one, holds: to the bit in its own form, else rounded.
+
+        form: None is the tensor's own.
 
         Raises StorageError when it is not the tensor of a residual of `numel` elements.
         """
         stored = next((one for one, dtype in _DTYPES.items() if dtype == tensor.dtype), None)
         if stored is None or tuple(tensor.shape) != (_size(numel, stored),):
             raise StorageError(f"{list(tensor.shape)} {tensor.dtype} is not the residual of {numel} elements")
-        residual = cls(numel, form)
-        if stored == form:
+        residual = cls(numel, form or stored)
+        if stored == residual.form:
             residual._data.copy_(tensor)
             return residual
         source = cls.__new__(cls)
@@ -62,6 +64,10 @@ class Residual:
         for part, piece in source.pieces():
             residual.write(part, piece)
         return residual
+
+    def copy(self) -> Residual:
+        """Return one that can be written without this one."""
+        return Residual.of(self._data, self.numel)
 
     @property
     def tensor(self) -> Tensor:

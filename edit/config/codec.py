@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 MAX_SPEC_CHARS = 64  # of a spec's text
+# Those of `record`. The others would starve the outer momentum of small elements: few bits, or fp16's range.
+RECORDS = ("fp32", "bf16", "int8", "int4", "e3m0")
 RESIDUAL_FORMS = ("fp32", "bf16", "int8")  # how a residual can be stored, see `edit.codecs.residuals`
 
 
@@ -163,6 +165,11 @@ class CodecConfig:
     # How a peer stores its residual, what its contributions left out: "fp32" to the bit, "bf16" or "int8" in 2 bytes or about
     # 1 byte for each parameter instead of 4.
     up_residual: str = "fp32"
+    # Of what a round's contributions were merged to: journalled like this, and given to the outer optimizer as it is decoded
+    # again. "": fp32 where the update is fp32, else bf16. One with scales keeps what it left out and adds it to the next.
+    record: str = ""
+    # How the aggregator keeps what `down` and `record` left out: fp32, bf16 or int8 (`edit.codecs.residuals`).
+    down_residual: str = "int8"
     # Other codecs for some fragments, by a pattern of their names ("embedding*"; `fnmatch`); the longest that matches counts.
     fragments: Mapping[str, FragmentCodec] = field(default_factory=dict)
 
@@ -179,6 +186,10 @@ class CodecConfig:
             for direction in ("up", "down"):
                 if text := getattr(chosen, direction):
                     _check_spec(f"{name}.{direction}", text)
+        one_of("codec.down_residual", self.down_residual, RESIDUAL_FORMS)
+        if self.record:
+            _check_spec("codec.record", self.record)
+            one_of("codec.record", self.record.partition(":")[0], RECORDS)
         if "topk" in self.downlink.names:
             rule = (
                 "must be 1 with topk in codec.down or codec.fragments: most of an outer step is in the residual, and the outer "
@@ -194,7 +205,12 @@ class CodecConfig:
     @property
     def downlink(self) -> CodecChoice:
         """How updates are encoded."""
-        return self._choice("down", self.down_decay, "fp32")
+        return self._choice("down", self.down_decay, self.down_residual)
+
+    def record_of(self, fragment_name: str) -> CodecSpec:
+        """Return how what is merged of the fragment of this name is recorded."""
+        lossless = self.downlink.of_fragment(fragment_name).name == "fp32"
+        return CodecSpec.parse(self.record or ("fp32" if lossless else "bf16"))
 
     def _choice(self, direction: str, decay: float, residual: str) -> CodecChoice:
         others = [(pattern, getattr(chosen, direction)) for pattern, chosen in sorted(self.fragments.items())]

@@ -316,7 +316,12 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]
     yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
     for direction, choice in (("up", config.codec.uplink), ("down", config.codec.downlink)):
         lossless = f'codec.{direction} = "fp32", which leaves nothing out'
-        yield choice.names == {"fp32"}, "codec", {f"{direction}_decay", f"{direction}_residual"}, lossless
-        yield choice.decay == 0, "codec", {f"{direction}_residual"}, f"codec.{direction}_decay = 0"
+        yield choice.names == {"fp32"}, "codec", {f"{direction}_decay"}, lossless
+    up, down = config.codec.uplink, config.codec.downlink
+    yield up.names == {"fp32"}, "codec", {"up_residual"}, 'codec.up = "fp32", which leaves nothing out'
+    yield up.decay == 0, "codec", {"up_residual"}, "codec.up_decay = 0"
+    if config.codec.record in ("", "fp32", "bf16"):  # they leave nothing that is kept
+        yield down.names == {"fp32"}, "codec", {"down_residual"}, 'codec.down = "fp32", which leaves nothing out'
+        yield down.decay == 0, "codec", {"down_residual"}, "codec.down_decay = 0"
     of_builtin = {"layers", "heads", "width"}
     yield not config.model.name.startswith("builtin:"), "model", of_builtin, f'model.name = "{config.model.name}"'

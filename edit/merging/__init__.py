@@ -10,5 +10,5 @@ functions and values: sans-IO, no clock, no randomness. Must not know rounds, ca
     mergers           the seams: Admission before a merge, Merger
     outer_optimizers  the step from the merged pseudo-gradient: SGD, Nesterov, delayed Nesterov, Adam, Yogi
     injection         what a regional aggregator brings down from the run above
-    outer_state       reduce -> stage -> commit
+    outer_state       reduce -> record -> commit
 """

@@ -1,7 +1,7 @@
 """What a regional aggregator brings down from the run above: a change of the outer parameters, applied with a commit below.
 
 The run below takes each outer step of the run above once, in order, and only when the change was computed for what is in the
-outer parameters (`check_order`). The change enters through `OuterState.stage`, beside the outer optimizer.
+outer parameters (`check_order`). The change enters through `OuterState.commit`, beside the outer optimizer.
 """
 
 from __future__ import annotations

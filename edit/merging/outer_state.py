@@ -1,24 +1,31 @@
-"""The outer state of a run: theta, the outer optimizer's state, the downlink's residual and the norm statistics, per fragment.
+"""The outer state of a run: theta, the outer optimizer's state, the residuals and the norm statistics, per fragment.
 
-It changes in one way only: reduce (pure) -> stage (pure) -> commit (all due fragments at once). Tensors are replaced, never
-written into, so a reader of old ones is not disturbed. The same Merged values and injections in the same order give the same
-bits, which is what a journal replays.
+It changes in one way only: reduce (pure) -> record (pure) -> commit, which applies the records of all due fragments in place.
+What is recorded is what the outer optimizer is given: D' = decode(encode(D + what the records before left out)). So the same
+records and injections in the same order give the same bits, which is what a journal replays.
+
+A step that is not finite leaves its fragment as it was. Where the largest magnitudes before it prove that nothing can overflow,
+the step is made in place; else on copies, which take the fragment's place if all is well. Both give the same bits.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from edit.codecs.base import parts
+from edit.codecs import PIECE, codec
+from edit.codecs.base import new_buffer, parts
 from edit.codecs.error_feedback import codec_of
-from edit.codecs.residuals import owing
+from edit.codecs.residuals import Residual, owing
+from edit.config.codec import CodecChoice
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
@@ -30,49 +37,71 @@ from edit.merging.merge import Measured, Merged, MergeRule
 from edit.merging.mergers import merger
 from edit.merging.outer_optimizers import Slots, initial_slots, outer_step
 from edit.merging.penalty import NormStatistics
-from edit.records import Commit, EncodedTensor, FragmentCommit
+from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 
-__all__ = ["FragmentState", "OuterState", "Staged"]
+__all__ = ["MergeRecord", "OuterState"]
 
-# Of one part of a fragment: the step that theta is to take, and the optimizer's state after it; None: that does not change.
-_Step = Callable[[slice], tuple[Tensor, Slots | None]]
+# With lr at most _MAX_LR, eps at least _MIN_EPS and no magnitude above _SAFE, a step stays below 1e16, and its square, which
+# some codecs take, within fp32.
+_SAFE = 2.0**20
+_MAX_LR = 1e3
+_MIN_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class FragmentState:
-    """One fragment of the outer state."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRecord:
+    """One fragment of one round, merged, as the journal keeps it: with the outer state before, it determines the one after."""
+
+    # The run advances from this outer step.
+    outer_step: int
+    fragment_id: int
+    # Encoded: D after the clip, plus what the records before left out. None is a rollback.
+    payload: EncodedTensor | None
+    # What this one leaves out, once it is applied; None: nothing.
+    residual: Residual | None
+    # One per contributor, in peer_id order.
+    verdicts: tuple[PeerVerdict, ...]
+    # After this round, of its contributors only.
+    statistics: Mapping[str, NormStatistics]
+    # ||D|| before the clip, and the clip's factor.
+    merged_norm: float
+    clip: float
+    # The largest magnitude in the decoded payload; None: not measured yet.
+    largest: float | None = None
+
+
+@dataclass(slots=True)
+class _Fragment:
+    """One fragment of the outer state. A commit writes into it."""
 
     # The outer parameters: flat fp32, shape [numel].
     theta: Tensor
     # `edit.fragments.digest.fragment_hash` of theta.
     theta_hash: bytes
     # The outer optimizer's state by name.
-    slots: Slots
-    # What the downlink's codec left out so far: flat fp32, shape [numel]; None counts as zero.
-    residual: Tensor | None
+    slots: dict[str, Tensor]
+    # What the downlink's codec left out so far; None counts as zero.
+    residual: Residual | None
+    # What the records' codec left out so far.
+    unrecorded: Residual | None
     # Of the norms of the contributions, by peer_id.
     statistics: Mapping[str, NormStatistics]
+    # No magnitude in theta, slots and residual is larger.
+    largest: float
 
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """What one fragment becomes when the run advances from `outer_step`."""
-
-    outer_step: int
-    merged: Merged
-    after: FragmentState
-    # The encoded outer step; None for a rollback.
-    payload: EncodedTensor | None
-    # What of a run above is in theta afterwards; None: nothing new.
-    brings: Injected | None = None
+    def copy(self) -> _Fragment:
+        """Return one that can be changed without this one."""
+        slots = {name: slot.clone() for name, slot in self.slots.items()}
+        residual = self.residual.copy() if self.residual is not None else None
+        return _Fragment(self.theta.clone(), self.theta_hash, slots, residual, self.unrecorded, self.statistics, self.largest)
 
 
 class OuterState:
     """theta and all that moves it.
 
-    theta: one flat fp32 CPU tensor per fragment of `schema`, taken over, not copied. config: its sections penalty, outer,
-    codec.down, rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the schema,
-    ConfigError when there are more groups than fragments.
+    theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. config: its sections penalty, outer,
+    codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
+    schema, ConfigError when there are more groups than fragments.
     """
 
     def __init__(self, schema: Schema, config: RunConfig, theta: Sequence[Tensor]) -> None:
@@ -84,11 +113,15 @@ class OuterState:
         self.schema = schema
         self.config = config
         self._codecs = tuple(codec_of(fragment, config.codec.downlink) for fragment in schema.fragments)
+        self._recorders = tuple(codec_of(f, CodecChoice(config.codec.record_of(f.name))) for f in schema.fragments)
+        # In which residuals are written; what replays records of an older format sets its own.
+        self.residual_form = config.codec.down_residual
         self._merger = merger(config)
         self._outer_step = 0
         self._injected: Injected | None = None
+        self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
         self._fragments = [
-            FragmentState(part, fragment_hash(part), _slots(config, fragment), None, {})
+            _Fragment(part, fragment_hash(part), _slots(config, fragment), None, None, {}, _largest(part))
             for fragment, part in zip(schema.fragments, (part.detach().contiguous() for part in theta), strict=True)
         ]
 
@@ -110,8 +143,20 @@ class OuterState:
 
     @property
     def theta(self) -> list[Tensor]:
-        """The outer parameters, one tensor per fragment. Do not write into them; a commit replaces them."""
-        return [fragment.theta for fragment in self._fragments]
+        """The outer parameters, one tensor per fragment; only to be read.
+
+        They stay as they are for as long as anybody holds them, or a view of them: a commit first copies such a fragment.
+        """
+        return [self._lend(i) for i in range(len(self._fragments))]
+
+    def _lend(self, i: int) -> Tensor:
+        """Return a tensor that shares theta's memory, of an array that lives for as long as any tensor of that memory does."""
+        lent = self._lent[i]
+        array = lent() if lent is not None else None
+        if array is None:
+            array = self._fragments[i].theta.numpy()[:]
+            self._lent[i] = weakref.ref(array)
+        return torch.from_numpy(array)
 
     @property
     def digest(self) -> str:
@@ -139,122 +184,211 @@ class OuterState:
         direction = "mean" if spec.name.startswith("embedding") else outer.direction  # rows of rare words have no direction
         return MergeRule(direction, momentum, damped=self.config.rounds.merging == "arrivals")
 
-    def stage(self, merged: Merged, injection: Injection | None = None) -> Staged:
-        """Compute the outer step of one fragment, encoded for the downlink. Changes nothing, `merged` included.
+    def record(self, merged: Merged) -> MergeRecord:
+        """Encode what was merged of one fragment, to be journalled and committed. Changes nothing, `merged` included.
 
-        A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback; what
-        is injected is then applied alone. injection: the same for all fragments of the commit.
+        With a lossless codec the payload shares D's memory. A D that is not finite once it is encoded is a rollback.
         """
-        before, fragment = self._fragments[merged.fragment_id], self.schema.fragments[merged.fragment_id]
-        statistics = {**before.statistics, **merged.statistics}
-        brings = injection.brings if injection is not None else None
-        for step, residual in self._steps(merged, before, injection):
-            if (stepped := self._stepped(before, fragment, step, residual)) is not None:
-                payload, after = stepped
-                after = dataclasses.replace(after, statistics=statistics)
-                return Staged(self._outer_step, merged, after, payload, brings)
-        return Staged(self._outer_step, merged, dataclasses.replace(before, statistics=statistics), None, brings)
+        payload, residual, largest = None, None, 0.0
+        if merged.merged is not None:
+            payload, residual, largest = self._recorded(merged.fragment_id, merged.merged)
+            if not math.isfinite(largest):
+                payload = residual = None
+        return MergeRecord(
+            outer_step=self._outer_step,
+            fragment_id=merged.fragment_id,
+            payload=payload,
+            residual=residual,
+            verdicts=merged.verdicts,
+            statistics=merged.statistics,
+            merged_norm=merged.merged_norm,
+            clip=merged.clip,
+            largest=largest,
+        )
 
-    def _steps(
-        self, merged: Merged, before: FragmentState, injection: Injection | None
-    ) -> Iterator[tuple[_Step, Tensor | None]]:
-        """Yield (step, residual before it), in order of preference. An injection bypasses the optimizer."""
-        injected = injection.fragments.get(merged.fragment_id) if injection is not None else None
-        if injection is not None and injected is not None and injection.replaces:
-            yield lambda part: (before.theta[part] - injected[part], None), None
-            return
-        mean = merged.merged
-        if mean is not None:
-            buffers = self.schema.fragments[merged.fragment_id].buffers  # become the mean
+    def _recorded(self, fragment_id: int, mean: Tensor) -> tuple[EncodedTensor, Residual | None, float]:
+        """Return the encoded D', what it leaves out and its largest magnitude.
 
-            def step(part: slice) -> tuple[Tensor, Slots | None]:
-                slots = {name: slot if slot.numel() == 1 else slot[part] for name, slot in before.slots.items()}
-                change, moved = (mean[part], None) if buffers else outer_step(self.config.outer, slots, mean[part])
-                return (change if injected is None else change - injected[part]), moved
-
-            yield step, before.residual
-        if injected is not None:
-            yield lambda part: (torch.neg(injected[part]), None), before.residual
-
-    def _stepped(
-        self, before: FragmentState, fragment: FragmentSpec, step: _Step, residual: Tensor | None
-    ) -> tuple[EncodedTensor, FragmentState] | None:
-        """Return the encoded step and the state after it; None when something of it is not finite.
-
-        Goes through the fragment in pieces that stay in the cache from one operation to the next: once up to the encoded step,
-        and once from there, through its residual and theta, to the hash.
+        Where each element is rounded by itself (bf16), nothing is kept of it: the error is a small share of each element, and
+        the next round's contributions are computed from what became of it.
         """
-        encoder, decay = self._codecs[fragment.fragment_id], self.config.codec.down_decay
-        total, slots = torch.empty(fragment.numel), dict(before.slots)
-        for part in parts(fragment.numel):
-            change, moved = step(part)
-            owing(change, residual if residual is None else residual[part], decay, total[part])
-            for name, piece in (moved or {}).items():
-                if not _is_finite(piece):
-                    return None
-                if slots[name] is before.slots[name]:
-                    slots[name] = torch.empty_like(slots[name])
-                (slots[name] if slots[name].numel() == 1 else slots[name][part]).copy_(piece)
-        payload = encoder.encode(total, fragment)
-        theta, hashed, keeps = torch.empty(fragment.numel), FragmentHash(), not encoder.lossless and decay != 0
-        for part, piece in zip(parts(fragment.numel), encoder.decode_pieces(payload), strict=True):
-            if not _is_finite(torch.sub(before.theta[part], piece, out=theta[part])):
-                return None
-            hashed.update(theta[part])
-            if keeps:
-                total[part].sub_(piece)
-        return payload, FragmentState(theta, hashed.digest(), slots, total if keeps else None, before.statistics)
+        numel = self.schema.fragments[fragment_id].numel
+        if mean.shape != (numel,) or mean.dtype != torch.float32:
+            raise LocalProtocolError(f"a merge of fragment {fragment_id} must be a flat fp32 tensor of {numel} elements")
+        encoder, owed = self._recorders[fragment_id], self._fragments[fragment_id].unrecorded
+        if encoder.lossless and owed is None:
+            return EncodedTensor(encoder.name, numel, mean.numpy().view(np.uint8).data), None, _largest(mean)
+        data, scratch, largest = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel)), 0.0
+        decoded = encoder.pieces(data, numel)
+        residual = Residual(numel, self.residual_form) if encoder.granule > 1 else None
+        for part in parts(numel):
+            total = owing(mean[part], owed.read(part) if owed is not None else None, 1.0, scratch[: part.stop - part.start])
+            encoder.encode_part(total, data, numel, part.start)
+            piece = next(decoded)
+            largest = max(largest, _largest(piece))
+            if residual is not None:
+                residual.write(part, total.sub_(piece))
+        return EncodedTensor(encoder.name, numel, data), residual, largest
 
-    def digest_after(self, staged: Sequence[Staged]) -> str:
-        """Return the digest that theta will have when these are committed. Cheap, as `digest`."""
-        hashes = {one.merged.fragment_id: one.after.theta_hash for one in staged}
-        return combine(hashes.get(i, fragment.theta_hash) for i, fragment in enumerate(self._fragments))
+    def commit(self, round_id: int, reason: str, records: list[MergeRecord], injection: Injection | None = None) -> Commit:
+        """Apply the records of the fragments that are due, all of them, and advance; return what is to be published.
 
-    def commit(self, round_id: int, reason: str, staged: Sequence[Staged]) -> Commit:
-        """Adopt the staged states of the fragments that are due, all at once, and advance; returns the record to publish.
+        A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback; what is
+        injected is then applied alone. records: emptied on the way, so that their memory is free.
 
-        Raises LocalProtocolError unless there is one Staged for each of `due`, staged at this outer step and with the same
-        injection; then nothing changes.
+        Raises LocalProtocolError unless there is one record for each of `due`, made at this outer step, RemoteProtocolError for
+        a payload that cannot be decoded; then nothing has changed. Any later error is a bug that leaves the state half changed.
         """
-        ordered = sorted(staged, key=lambda one: one.merged.fragment_id)
-        if tuple(one.merged.fragment_id for one in ordered) != self.due:
+        largest = self._check(records)
+        records.sort(key=lambda record: record.fragment_id)
+        fragments = []
+        while records:
+            record = records.pop(0)
+            payload = self._advance(record, largest[record.fragment_id], injection)
+            fragments.append(
+                FragmentCommit(
+                    fragment_id=record.fragment_id,
+                    payload=payload,
+                    verdicts=record.verdicts,
+                    merged_norm=record.merged_norm,
+                    clip=record.clip,
+                )
+            )
+        self._outer_step += 1
+        if injection is not None:
+            self._injected = injection.brings
+        return Commit(
+            outer_step=self._outer_step, round_id=round_id, digest=self.digest, reason=reason, fragments=tuple(fragments)
+        )
+
+    def _check(self, records: Sequence[MergeRecord]) -> dict[int, float]:
+        """Return by fragment the largest magnitude in the decoded payload. Raises as `commit`."""
+        if tuple(sorted(record.fragment_id for record in records)) != self.due:
             raise LocalProtocolError(
                 f"the commit of outer step {self._outer_step + 1} needs fragments {list(self.due)}, each once"
             )
-        if any(one.outer_step != self._outer_step for one in ordered):
-            raise LocalProtocolError(f"a fragment was staged at another outer step than {self._outer_step}")
-        brings = ordered[0].brings
-        if any(one.brings != brings for one in ordered):
-            raise LocalProtocolError("the fragments of a commit were staged with different injections")
-        for one in ordered:
-            self._fragments[one.merged.fragment_id] = one.after
-        self._outer_step += 1
-        self._injected = brings or self._injected
-        return Commit(
-            outer_step=self._outer_step,
-            round_id=round_id,
-            digest=self.digest,
-            reason=reason,
-            fragments=tuple(
-                FragmentCommit(
-                    fragment_id=one.merged.fragment_id,
-                    payload=one.payload,
-                    verdicts=one.merged.verdicts,
-                    merged_norm=one.merged.merged_norm,
-                    clip=one.merged.clip,
-                )
-                for one in ordered
-            ),
-        )
+        largest = {}
+        for record in records:
+            i, payload = record.fragment_id, record.payload
+            if record.outer_step != self._outer_step:
+                raise LocalProtocolError(f"a fragment was recorded at another outer step than {self._outer_step}")
+            if payload is not None and payload.numel != (numel := self.schema.fragments[i].numel):
+                raise LocalProtocolError(f"fragment {i}: a record of {payload.numel} elements, not {numel}")
+            largest[i] = _largest_of(payload) if record.largest is None else record.largest
+        return largest
+
+    def _advance(self, record: MergeRecord, largest: float, injection: Injection | None) -> EncodedTensor | None:
+        """Apply one record, or else what is injected alone; return the encoded step; None: the fragment is rolled back."""
+        i = record.fragment_id
+        self._fragments[i].statistics = {**self._fragments[i].statistics, **record.statistics}
+        injected = injection.fragments.get(i) if injection is not None else None
+        if injection is not None and injected is not None and injection.replaces:
+            return self._take_step(i, None, injected, replaces=True, largest=_largest(injected))
+        beside = _largest(injected) if injected is not None else 0.0
+        if record.payload is not None:
+            step = self._take_step(i, record.payload, injected, replaces=False, largest=max(largest, beside))
+            if step is not None:
+                self._fragments[i].unrecorded = record.residual
+                return step
+        return self._take_step(i, None, injected, replaces=False, largest=beside) if injected is not None else None
+
+    def _take_step(
+        self, i: int, mean: EncodedTensor | None, injected: Tensor | None, *, replaces: bool, largest: float
+    ) -> EncodedTensor | None:
+        """Move fragment i by the optimizer's step of `mean`, less what is injected; return the encoded step.
+
+        In place where nothing can overflow, else on a copy that takes its place if all of it is finite. None: it is not.
+        largest: the largest magnitude in `mean` and `injected`.
+        """
+        outer, fragment = self.config.outer, self._fragments[i]
+        bounded = outer.lr <= _MAX_LR and outer.eps >= _MIN_EPS and self._codecs[i].name != "fp16"
+        if bounded and max(largest, fragment.largest) <= _SAFE:
+            self._keep_lent(i)
+            if (step := self._move(fragment, i, mean, injected, replaces=replaces)) is None:
+                raise LocalProtocolError(f"fragment {i} overflowed, which the magnitudes before ruled out")
+            return step
+        changed = fragment.copy()
+        if (step := self._move(changed, i, mean, injected, replaces=replaces)) is not None:
+            self._fragments[i], self._lent[i] = changed, None
+        return step
+
+    def _keep_lent(self, i: int) -> None:
+        """Leave theta of fragment i to those who hold it, if anybody does, and go on with a copy."""
+        lent, self._lent[i] = self._lent[i], None
+        if lent is not None and lent() is not None:
+            self._fragments[i].theta = self._fragments[i].theta.clone()
+
+    def _move(
+        self, into: _Fragment, i: int, mean: EncodedTensor | None, injected: Tensor | None, *, replaces: bool
+    ) -> EncodedTensor | None:
+        """See `_take_step`. Changes `into`, which is of no more use when this returns None.
+
+        Goes through the fragment once, in pieces that stay in the cache from one operation to the next.
+        """
+        spec, encoder, decay = self.schema.fragments[i], self._codecs[i], self.config.codec.down_decay
+        numel, keeps = spec.numel, not encoder.lossless and decay != 0
+        data, scratch = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
+        decoded, hashed = encoder.pieces(data, numel), FragmentHash()
+        owed = None if replaces else into.residual
+        into.residual = _to_write(owed, numel, self.residual_form) if keeps else None
+        before = {name: slot.clone() if slot.numel() == 1 else slot for name, slot in into.slots.items()}
+        largest = into.largest if mean is None or spec.buffers else 0.0  # the slots stay
+        for part, piece in zip(parts(numel), _decoded(mean)):  # noqa: B905 (without a mean, as many as there are parts)
+            theta = into.theta[part]
+            change, slots = self._change(spec, theta, before, part, piece, injected, replaces=replaces)
+            total = owing(change, owed.read(part) if owed is not None else None, decay, scratch[: theta.numel()])
+            encoder.encode_part(total, data, numel, part.start)
+            step = next(decoded)
+            hashed.update(theta.sub_(step))
+            seen = [theta, *slots.values()]
+            if into.residual is not None:
+                into.residual.write(part, total.sub_(step))
+                seen.append(total)
+            for name, slot in slots.items():
+                (into.slots[name] if slot.numel() == 1 else into.slots[name][part]).copy_(slot)
+            if (now := max(map(_largest, seen))) == math.inf:
+                return None
+            largest = max(largest, now)
+        into.theta_hash, into.largest = hashed.digest(), largest
+        return EncodedTensor(encoder.name, numel, data)
+
+    def _change(
+        self,
+        spec: FragmentSpec,
+        theta: Tensor,
+        slots: Slots,
+        part: slice,
+        mean: Tensor | None,
+        injected: Tensor | None,
+        *,
+        replaces: bool,
+    ) -> tuple[Tensor, Slots]:
+        """Return, of one part of a fragment, what is to be subtracted from theta, and the slots that change.
+
+        An injection bypasses the optimizer. Buffers become the mean.
+        """
+        beside = injected[part] if injected is not None else None
+        if mean is None:
+            assert beside is not None  # there is one of the two
+            return (theta - beside if replaces else torch.neg(beside)), {}
+        change, moved = mean, dict[str, Tensor]()
+        if not spec.buffers:
+            now = {name: slot if slot.numel() == 1 else slot[part] for name, slot in slots.items()}
+            change, moved = outer_step(self.config.outer, now, mean)
+        return (change if beside is None else change - beside), moved
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`. Shared, not copied."""
+        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`, `unrecorded.I`.
+
+        Shared, not copied: the next commit writes into them. The last two are `edit.codecs.residuals.Residual.tensor`.
+        """
         tensors: dict[str, Tensor] = {}
         for i, fragment in enumerate(self._fragments):
             tensors[f"theta.{i}"] = fragment.theta
             tensors |= {f"outer.{i}.{name}": slot for name, slot in fragment.slots.items()}
-            if fragment.residual is not None:
-                tensors[f"residual.{i}"] = fragment.residual
+            for name, residual in (("residual", fragment.residual), ("unrecorded", fragment.unrecorded)):
+                if residual is not None:
+                    tensors[f"{name}.{i}"] = residual.tensor
         return tensors
 
     def metadata(self) -> dict[str, Any]:
@@ -279,7 +413,8 @@ class OuterState:
         """
         _check_belongs(schema, config, metadata)
         state = cls(schema, config, [_take(tensors, f"theta.{i}", f.numel) for i, f in enumerate(schema.fragments)])
-        state._fragments = [_restored(i, fragment, tensors, metadata) for i, fragment in enumerate(state._fragments)]
+        for i, fragment in enumerate(state._fragments):
+            _restore(i, fragment, tensors, metadata)
         try:
             state._outer_step = int(metadata["outer_step"])
             state._injected = Injected.from_json(metadata["injected"])
@@ -290,14 +425,33 @@ class OuterState:
         return state
 
 
-def _slots(config: RunConfig, fragment: FragmentSpec) -> Slots:
+def _slots(config: RunConfig, fragment: FragmentSpec) -> dict[str, Tensor]:
     """Buffers have no outer optimizer."""
     return {} if fragment.buffers else initial_slots(config.outer, fragment.numel)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _largest(tensor: Tensor) -> float:
+    """Return the largest magnitude in a flat fp32 tensor; infinity when an element is not finite, 0 when there is none."""
+    if tensor.numel() == 0:
+        return 0.0
     low, high = torch.aminmax(tensor)  # NaN comes through
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    largest = max(-low.item(), high.item())
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _largest_of(payload: EncodedTensor | None) -> float:
+    """Return the largest magnitude in a decoded payload. Raises RemoteProtocolError."""
+    return max(map(_largest, codec(payload.codec).decode_pieces(payload)), default=0.0) if payload is not None else 0.0
+
+
+def _decoded(payload: EncodedTensor | None) -> Iterator[Tensor | None]:
+    """Yield the pieces of what is encoded; None for ever when there is nothing."""
+    return repeat(None) if payload is None else codec(payload.codec).decode_pieces(payload)
+
+
+def _to_write(owed: Residual | None, numel: int, form: str) -> Residual:
+    """Return where the residual after this step is written: into the one before it, part by part, or into a new one."""
+    return owed if owed is not None and owed.form == form else Residual(numel, form)
 
 
 def _check_belongs(schema: Schema, config: RunConfig, metadata: Mapping[str, Any]) -> None:
@@ -317,13 +471,26 @@ def _take(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:
     return tensor
 
 
-def _restored(i: int, fresh: FragmentState, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> FragmentState:
-    numel = fresh.theta.numel()
-    slots = {name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in fresh.slots.items()}
-    residual = _take(tensors, f"residual.{i}", numel) if f"residual.{i}" in tensors else None
+def _restore(i: int, fragment: _Fragment, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Give a fresh fragment all but its theta. Raises StorageError."""
+    fragment.slots = {name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in fragment.slots.items()}
+    fragment.residual = _residual(tensors, f"residual.{i}", fragment.theta.numel())
+    fragment.unrecorded = _residual(tensors, f"unrecorded.{i}", fragment.theta.numel())
+    fragment.largest = max(fragment.largest, *map(_largest, fragment.slots.values()), 0.0)
+    if fragment.residual is not None:
+        fragment.largest = max(fragment.largest, *(_largest(piece) for _, piece in fragment.residual.pieces()))
     try:
         written = metadata["statistics"][i]
-        statistics = {peer_id: NormStatistics.from_json(of_peer) for peer_id, of_peer in written.items()}
+        fragment.statistics = {peer_id: NormStatistics.from_json(of_peer) for peer_id, of_peer in written.items()}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(f"checkpoint: the norm statistics of fragment {i} are damaged ({error})") from error
-    return FragmentState(fresh.theta, fresh.theta_hash, slots, residual, statistics)
+
+
+def _residual(tensors: Mapping[str, Tensor], name: str, numel: int) -> Residual | None:
+    """Return a residual in the form that it was stored in. Raises StorageError."""
+    if (tensor := tensors.get(name)) is None:
+        return None
+    try:
+        return Residual.of(tensor, numel)
+    except StorageError as error:
+        raise StorageError(f"checkpoint: {name}: {error}") from error

@@ -1,6 +1,6 @@
 """Snapshots that are being read: theta of a past outer step stays until nobody has asked for it for KEPT_S seconds.
 
-A commit replaces tensors and never writes into them, so keeping a snapshot means keeping references. `now` is monotonic
+Nobody writes into the tensors while they are referenced, so keeping a snapshot means keeping references. `now` is monotonic
 seconds.
 """
 
@@ -36,7 +36,7 @@ class SnapshotCache:
 
     def known(self, outer_step: int, now: float) -> SnapshotManifest | None:
         """Return the manifest of this outer step, if it is kept, and keep it for longer. Forgets what nobody has read."""
-        self._kept = {step: kept for step, kept in self._kept.items() if kept.until > now}
+        self.forget_unread(now)
         kept = self._kept.get(outer_step)
         return self.put(kept.manifest, kept.fragments, now) if kept is not None else None
 
@@ -48,6 +48,10 @@ class SnapshotCache:
     def forget(self, outer_step: int) -> None:
         """Keep this one no longer; who is in the middle of a fragment reads it to its end."""
         self._kept.pop(outer_step, None)
+
+    def forget_unread(self, now: float) -> None:
+        """Keep no longer what nobody has asked for lately."""
+        self._kept = {step: kept for step, kept in self._kept.items() if kept.until > now}
 
     def put(self, manifest: SnapshotManifest, fragments: tuple[Tensor, ...], now: float) -> SnapshotManifest:
         """Keep a snapshot, and return its manifest."""

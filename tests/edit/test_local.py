@@ -328,7 +328,7 @@ def test_only_whole_contributions_are_merged_at_a_close() -> None:
     assert all(part.verdict_of("b") is None for part in outcome.commit.fragments)
 
 
-@pytest.mark.parametrize("step", ["reduce", "stage", "commit"])
+@pytest.mark.parametrize("step", ["reduce", "record", "commit"])
 def test_a_merge_that_fails_loses_the_round_and_the_run_goes_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, (a, b) = founded(["a", "b"])
     before = run.state.digest

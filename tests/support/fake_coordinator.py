@@ -145,9 +145,9 @@ class FakeCoordinator:
         """Merge the contributions that name the open round (or `named`) for real, publish, open the next round."""
         state, round_id = self.state, self.view.round_id
         assert state is not None
-        staged = [state.stage(state.reduce(i, [self._measured(named or round_id, i)])) for i in state.due]
+        records = [state.record(state.reduce(i, [self._measured(named or round_id, i)])) for i in state.due]
         self.merged.add(named or round_id)
-        done = state.commit(round_id, reason, staged)
+        done = state.commit(round_id, reason, records)
         self.updates[done.outer_step] = done
         self.change_view(
             outer_step=done.outer_step,

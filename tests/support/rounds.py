@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aggregator.data.published import CommittedState, PublishedState
+from aggregator.data.published import PublishedState
 from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Clock, Resources
 from aggregator.run_feed import RunFeed
@@ -32,6 +32,13 @@ from tests.support.served import SCHEMA, WAIT_S, new_folder, theta
 
 
 @dataclass
+class Readers:
+    """The clock by which snapshots are kept: so many seconds ahead of the real one."""
+
+    ahead_s: float = 0.0
+
+
+@dataclass
 class Rounds:
     """The objects of one run, and whether its feed said anything."""
 
@@ -40,6 +47,7 @@ class Rounds:
     runner: RoundRunner
     published: PublishedState
     background: Background
+    readers: Readers
     _changed: asyncio.Event
 
     @property
@@ -114,10 +122,11 @@ async def open_rounds(
         )
         outer = OuterState(SCHEMA, config, theta())
         store.found(outer)
-        published = PublishedState(CommittedState.of(outer), store, background, resources.clock.monotonic)
+        readers = Readers()
+        published = PublishedState(outer, store, background, lambda: resources.clock.monotonic() + readers.ahead_s)
         runner = RoundRunner(outer, config, resources, published, first_round_id=1, policy=policy)
         try:
-            yield Rounds(folder, outer, runner, published, background, changed)
+            yield Rounds(folder, outer, runner, published, background, readers, changed)
         finally:
             await background.stop()
             store.close()

@@ -51,7 +51,7 @@ def scenario(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 @pytest.mark.parametrize(
     ("method", "error", "reason"),
     [
-        ("stage", RuntimeError("boom"), "RuntimeError: boom"),
+        ("record", RuntimeError("boom"), "RuntimeError: boom"),
         ("reduce", MemoryError("no memory"), "MemoryError: no memory"),
         (
             "reduce",
@@ -117,7 +117,7 @@ def test_an_injection_is_neither_lost_nor_brought_twice(tmp_path: Path) -> None:
             injected = Injected("above", 3, 0)
             injection = Injection(brings=injected, base=None, replaces=False, fragments=dict(enumerate(ONES)))
             await rounds.runner.inject(injection, digest(ONES))
-            rounds.outer.stage = Failing(RuntimeError("boom"), rounds.outer.stage)
+            rounds.outer.record = Failing(RuntimeError("boom"), rounds.outer.record)
             rounds.ready("a")
             for round_id, accepted in ((1, injected), (2, None), (3, None)):
                 await rounds.contribute("a", ONES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from aggregator.storage import checkpoint
 from aggregator.storage.journal import Journal, replay_segments
 from edit.errors import LocalProtocolError, StorageError
-from edit.merging.merge import Merged
+from tests.aggregator.storage.test_journal import record
 
 Damage = Callable[[bytes], bytes]
 DAMAGES: dict[str, Damage] = {
@@ -38,7 +38,7 @@ def save(folder: Path, step: int, keep: int = 2) -> Path:
 def journal(folder: Path, base: int, *steps: int) -> None:
     segment = Journal.create(checkpoint.segment_of(folder, base), base)
     for step in steps:
-        segment.append_fragment(step, step, Merged(0, torch.ones(2), (), {}, 1.0, 1.0))
+        segment.append_fragment(step, record(0, step))
         segment.append_commit(step, step, "")
     segment.close()
 

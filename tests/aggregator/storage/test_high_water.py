@@ -61,7 +61,8 @@ def serve(folder: StateFolder) -> int:
 def cut_the_journal(folder: StateFolder) -> None:
     """As a disk leaves it that lost the last writes."""
     path = folder.outer / "step-00000003.journal"
-    path.write_bytes(path.read_bytes()[:-1])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex(b'"kind":"commit"')])
 
 
 def remove_the_journal(folder: StateFolder) -> None:

@@ -58,16 +58,15 @@ def step(outer: OuterState) -> list[Measured]:
 
 def append(store: Store, outer: OuterState, *, commit: bool = True, tokens: int = 0) -> Commit | None:
     """What the round runner does with one round."""
-    staged = []
+    records = []
     for fragment_id, contribution in zip(outer.due, step(outer), strict=True):
-        merged = outer.reduce(fragment_id, [contribution])
-        staged.append(outer.stage(merged))
-        store.begin_fragment(7, outer.outer_step + 1, merged).result()
+        records.append(outer.record(outer.reduce(fragment_id, [contribution])))
+        store.begin_fragment(7, records[-1]).result()
     if not commit:
         return None
-    store.append_commit(7, outer.outer_step + 1, "all in", tokens, digest=outer.digest_after(staged))
-    done = outer.commit(7, "all in", staged)
-    store.publish(done)
+    store.append_commit(7, outer.outer_step + 1, "all in", tokens, base=outer.digest)
+    done = outer.commit(7, "all in", records)
+    store.applied(done)
     return done
 
 
@@ -146,8 +145,8 @@ def test_every_codec_is_recovered_to_the_bit_from_checkpoint_and_journal(
 
 def append_elsewhere(outer: OuterState) -> Commit:
     """The commit that an undisturbed process would have made next."""
-    staged = [outer.stage(outer.reduce(i, [c])) for i, c in zip(outer.due, step(outer), strict=True)]
-    return outer.commit(7, "all in", staged)
+    records = [outer.record(outer.reduce(i, [c])) for i, c in zip(outer.due, step(outer), strict=True)]
+    return outer.commit(7, "all in", records)
 
 
 @pytest.mark.parametrize(

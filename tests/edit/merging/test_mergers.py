@@ -1,11 +1,9 @@
 """The seams before and in a merge: admission, the choice of the merger, what is injected from a run above."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from edit.config.run import OuterConfig, PenaltyConfig, RunConfig
-from edit.errors import LocalProtocolError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, measure
@@ -44,9 +42,9 @@ def test_the_configuration_chooses_the_penalty_and_admits_everybody() -> None:
 
 def test_what_is_injected_moves_theta_beside_the_optimizer_and_is_in_with_the_commit() -> None:
     outer, given = state(), injection({1: torch.full((5,), 2.0)})
-    staged = [outer.stage(outer.reduce(i, [contribution(torch.ones(f.numel))]), given) for i, f in enumerate(SCHEMA.fragments)]
+    records = [outer.record(outer.reduce(i, [contribution(torch.ones(f.numel))])) for i, f in enumerate(SCHEMA.fragments)]
     assert outer.injected is None
-    outer.commit(1, "all in", staged)
+    outer.commit(1, "all in", records, given)
     assert [theta.unique().item() for theta in outer.theta] == [9.0, 11.0]
     assert outer.injected == ABOVE
 
@@ -54,28 +52,21 @@ def test_what_is_injected_moves_theta_beside_the_optimizer_and_is_in_with_the_co
 def test_what_replaces_is_what_theta_becomes_whatever_was_contributed() -> None:
     outer, target = state(), {i: torch.full((f.numel,), 7.0) for i, f in enumerate(SCHEMA.fragments)}
     given = injection(target, replaces=True)
-    outer.commit(
-        1,
-        "",
-        [outer.stage(outer.reduce(i, [contribution(torch.ones(f.numel))]), given) for i, f in enumerate(SCHEMA.fragments)],
-    )
+    records = [outer.record(outer.reduce(i, [contribution(torch.ones(f.numel))])) for i, f in enumerate(SCHEMA.fragments)]
+    outer.commit(1, "", records, given)
     assert [theta.unique().item() for theta in outer.theta] == [7.0, 7.0]
 
 
 def test_with_a_rollback_the_injection_comes_in_alone() -> None:
     outer, given = state(), injection({0: torch.full((3,), 2.0)})
     broken = [outer.reduce(i, [contribution(torch.full((f.numel,), torch.nan))]) for i, f in enumerate(SCHEMA.fragments)]
-    commit = outer.commit(1, "", [outer.stage(one, given) for one in broken])
+    commit = outer.commit(1, "", [outer.record(one) for one in broken], given)
     assert [theta.unique().item() for theta in outer.theta] == [12.0, 10.0]
     assert [part.payload is None for part in commit.fragments] == [False, True]
 
 
-def test_all_fragments_of_a_commit_bring_the_same() -> None:
+def test_what_is_injected_is_in_also_when_no_fragment_changes_by_it() -> None:
     outer = state()
-    merged = [outer.reduce(i, [contribution(torch.ones(f.numel))]) for i, f in enumerate(SCHEMA.fragments)]
-    mixed = [outer.stage(merged[0], injection({})), outer.stage(merged[1])]
-    with pytest.raises(LocalProtocolError, match="different injections"):
-        outer.commit(1, "", mixed)
-    assert outer.outer_step == 0 and outer.injected is None
-    outer.commit(1, "", [outer.stage(one, injection({})) for one in merged])
-    assert outer.injected == ABOVE, "also when no fragment changes by it"
+    records = [outer.record(outer.reduce(i, [contribution(torch.ones(f.numel))])) for i, f in enumerate(SCHEMA.fragments)]
+    outer.commit(1, "", records, injection({}))
+    assert outer.injected == ABOVE

@@ -3,22 +3,24 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from edit.codecs import codec_names, decode
 from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConfig, RunConfig
-from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging import outer_state
 from edit.merging.detector import NormStatistics
 from edit.merging.merge import Measured, Merged, measure
-from edit.merging.outer_state import OuterState
-from edit.records import Commit, Verdict
-from edit.reference import Edit, diloco, feedback, integers
+from edit.merging.outer_state import MergeRecord, OuterState
+from edit.records import Commit, EncodedTensor, Verdict
+from edit.reference import Edit, diloco, e3m0, feedback, integers, nesterov
 from tests.support.encoded import LOSSY, SPECS, encode
 
 NUMELS = (700, 5)
@@ -30,17 +32,21 @@ SCHEMA = Schema(
 )
 
 
+EXACT = {"record": "fp32", "down_residual": "fp32"}
+
+
 def configured(
     optimizer: str = "nesterov",
     down: str = "fp32",
     penalty: PenaltyConfig | None = None,
     lr: float = 0.7,
     momentum: float = 0.6,
+    **codec: str,
 ) -> RunConfig:
     return RunConfig(
         penalty=penalty or PenaltyConfig(),
         outer=OuterConfig(optimizer=optimizer, lr=lr, momentum=momentum),
-        codec=CodecConfig(up="fp32", down=down),
+        codec=CodecConfig(up="fp32", down=down, **codec),
     )
 
 
@@ -64,9 +70,10 @@ def contributions(deltas: Mapping[str, Tensor], codec_name: str = "fp32") -> lis
     return [Measured(peer_id, 20, 1000, measure(payload), payload) for peer_id, payload in payloads.items()]
 
 
-def advance(state: OuterState, round_number: int, codec_name: str = "fp32") -> tuple[Commit, list[Merged]]:
+def advance(state: OuterState, round_number: int, codec_name: str = "fp32") -> tuple[Commit, list[MergeRecord]]:
     merged = [state.reduce(i, contributions(moves(round_number, i), codec_name)) for i in range(len(NUMELS))]
-    return state.commit(round_number + 1, "all in", [state.stage(one) for one in merged]), merged
+    records = [state.record(one) for one in merged]
+    return state.commit(round_number + 1, "all in", list(records)), records
 
 
 def same_state(a: OuterState, b: OuterState) -> bool:
@@ -75,9 +82,12 @@ def same_state(a: OuterState, b: OuterState) -> bool:
     return equal and a.metadata() == b.metadata()
 
 
+def kept(state: OuterState) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.to_tensors().items()}
+
+
 def through_json(state: OuterState, config: RunConfig) -> OuterState:
-    tensors = {name: tensor.clone() for name, tensor in state.to_tensors().items()}
-    return OuterState.restore(SCHEMA, config, tensors, json.loads(json.dumps(state.metadata())))
+    return OuterState.restore(SCHEMA, config, kept(state), json.loads(json.dumps(state.metadata())))
 
 
 # Against the oracle.
@@ -91,7 +101,7 @@ def test_penalty_off_is_the_references_diloco_to_the_bit(momentum: float) -> Non
     for round_number in range(6):
         local = [{p: theta[i] - delta for p, delta in moves(round_number, i).items()} for i in range(len(NUMELS))]
         deltas = [{p: state.theta[i] - local[i][p] for p in local[i]} for i in range(len(NUMELS))]
-        state.commit(1, "", [state.stage(state.reduce(i, contributions(deltas[i]))) for i in range(len(NUMELS))])
+        state.commit(1, "", [state.record(state.reduce(i, contributions(deltas[i]))) for i in range(len(NUMELS))])
         for i in range(len(NUMELS)):
             theta[i], velocity[i] = diloco(theta[i], velocity[i], local[i], 0.7, momentum)
             assert torch.equal(state.theta[i], theta[i])
@@ -103,7 +113,7 @@ def test_penalty_on_is_the_references_edit_with_the_same_verdicts() -> None:
     oracles = [Edit(theta=theta, lr=0.8, mu=0.85, clip=1.0) for theta in initial_theta()]
     flagged = clipped = 0
     for round_number in range(20):
-        staged = []
+        records = []
         for i, oracle in enumerate(oracles):
             deltas = moves(round_number, i)
             merged = state.reduce(i, contributions(deltas))
@@ -111,8 +121,8 @@ def test_penalty_on_is_the_references_edit_with_the_same_verdicts() -> None:
             assert {v.peer_id: v.weight for v in merged.verdicts} == pytest.approx(weights, rel=1e-3, abs=1e-6)
             flagged += sum(v.verdict is Verdict.ANOMALOUS for v in merged.verdicts)
             clipped += merged.clip < 1
-            staged.append(state.stage(merged))
-        state.commit(round_number, "", staged)
+            records.append(state.record(merged))
+        state.commit(round_number, "", records)
         for i, oracle in enumerate(oracles):
             assert torch.allclose(state.theta[i], oracle.theta, rtol=1e-4, atol=1e-5)
     assert flagged >= 4 and clipped > 0, "the outliers of rounds 13 and 14 and the clip were exercised"
@@ -135,7 +145,7 @@ def test_a_peer_that_applies_the_published_bytes_has_theta_to_the_bit(down: str,
 
 @pytest.mark.parametrize("down", LOSSY)
 def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) -> None:
-    exact, coarse = (OuterState(SCHEMA, configured(down=name), initial_theta()) for name in ("fp32", down))
+    exact, coarse = (OuterState(SCHEMA, configured(down=name, **EXACT), initial_theta()) for name in ("fp32", down))
     for round_number in range(20):
         advance(exact, round_number)
         advance(coarse, round_number)
@@ -147,13 +157,15 @@ def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) 
 
 @pytest.mark.parametrize("decay", [1.0, 0.95, 0.0])
 def test_what_is_published_is_what_the_naive_feedback_sends_of_the_outer_steps(decay: float) -> None:
-    codecs = CodecConfig(up="fp32", down="int4:block=64", down_decay=decay, fragments={"f1": FragmentCodec(down="fp32")})
+    codecs = CodecConfig(
+        up="fp32", down="int4:block=64", down_decay=decay, fragments={"f1": FragmentCodec(down="fp32")}, **EXACT
+    )
     config = dataclasses.replace(configured("sgd", lr=1.0, penalty=PenaltyConfig(enabled=False)), codec=codecs)
     state, deltas, published = OuterState(SCHEMA, config, initial_theta()), [], []
     for round_number in range(6):
         moved = [moves(round_number, i)["a"] for i in range(len(NUMELS))]
         merged = [state.reduce(i, contributions({"a": delta})) for i, delta in enumerate(moved)]
-        commit = state.commit(round_number, "", [state.stage(one) for one in merged])
+        commit = state.commit(round_number, "", [state.record(one) for one in merged])
         first, second = (part.payload for part in commit.fragments)
         assert first is not None and second is not None and (first.codec, second.codec) == ("int4:block=64", "fp32")
         assert torch.equal(decode(second), moved[1])
@@ -187,16 +199,15 @@ def test_a_restored_state_is_the_same_to_the_bit_and_goes_on_alike(optimizer: st
     ("optimizer", "down"),
     [(name, "int8") for name in ("sgd", "adam", "yogi", "delayed_nesterov")] + [("nesterov", text) for text in SPECS],
 )
-def test_replaying_the_recorded_merges_gives_the_same_state_to_the_bit(optimizer: str, down: str) -> None:
-    """What the journal keeps (D, verdicts, statistics after) is enough: no payload is needed again."""
+def test_replaying_the_records_gives_the_same_state_to_the_bit(optimizer: str, down: str) -> None:
+    """What the journal keeps (D', what it leaves out, verdicts, statistics after) is enough: no contribution is needed."""
     config = configured(optimizer, down)
     state = OuterState(SCHEMA, config, initial_theta())
     advance(state, 0)
     replayed = through_json(state, config)
     recorded = [advance(state, round_number) for round_number in range(1, 16)]
-    for commit, merged in recorded:
-        copies = [dataclasses.replace(one, merged=None if one.merged is None else one.merged.clone()) for one in merged]
-        again = replayed.commit(commit.round_id, commit.reason, [replayed.stage(one) for one in reversed(copies)])
+    for commit, records in recorded:
+        again = replayed.commit(commit.round_id, commit.reason, list(reversed(records)))
         assert again.digest == commit.digest
         for part, published in zip(again.fragments, commit.fragments, strict=True):
             assert part.payload is not None and published.payload is not None
@@ -208,41 +219,139 @@ def test_replaying_the_recorded_merges_gives_the_same_state_to_the_bit(optimizer
 # Nothing moves before a commit, and all of it moves then.
 
 
-def test_reduce_and_stage_change_nothing_and_old_tensors_stay_as_they_were() -> None:
-    state = OuterState(SCHEMA, configured(down="int8"), initial_theta())
+def test_reduce_and_record_change_nothing() -> None:
+    state = OuterState(SCHEMA, configured(down="int8", record="int8"), initial_theta())
     advance(state, 0)
-    kept, bits, tensors = state.theta, [theta.clone() for theta in state.theta], state.metadata()
+    before, metadata = kept(state), state.metadata()
     merged = state.reduce(0, contributions(moves(1, 0)))
-    recorded = merged.merged.clone() if merged.merged is not None else None
-    first, second = state.stage(merged), state.stage(merged)
-    assert recorded is not None and merged.merged is not None and torch.equal(merged.merged, recorded)
-    assert torch.equal(first.after.theta, second.after.theta)
-    assert state.metadata() == tensors and state.theta[0] is kept[0]
-    advance(state, 1)
-    assert all(torch.equal(theta, before) for theta, before in zip(kept, bits, strict=True))
-    assert not torch.equal(state.theta[0], kept[0])
+    assert merged.merged is not None
+    mean = merged.merged.clone()
+    first, second = state.record(merged), state.record(merged)
+    assert torch.equal(merged.merged, mean)
+    assert first.payload is not None and second.payload is not None
+    assert bytes(first.payload.data) == bytes(second.payload.data)
+    assert state.metadata() == metadata
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.to_tensors().items())
+
+
+HOLDS: dict[str, Callable[[Tensor], object]] = {
+    "the tensor": lambda theta: theta,
+    "a view": lambda theta: theta[1:3],
+    "a detached part": lambda theta: theta.detach()[:2],
+    "an array": lambda theta: theta.numpy(),
+    "bytes": lambda theta: memoryview(theta.numpy()),
+    "a parameter": lambda theta: torch.nn.Parameter(theta, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS.keys())
+def test_theta_that_is_held_stays_as_it_is_and_only_then_is_it_copied(hold: Callable[[Tensor], object]) -> None:
+    state = OuterState(SCHEMA, configured(down="int8"), initial_theta())
+    first = state.to_tensors()["theta.0"]
+    held = hold(state.theta[0])
+    before = torch.as_tensor(np.asarray(held)).clone()
+    for round_number in range(2):
+        advance(state, round_number)
+        assert torch.equal(torch.as_tensor(np.asarray(held)), before), "as it was, however many commits came since"
+    moved = state.to_tensors()["theta.0"]
+    assert moved is not first
+    assert state.digest == digest(state.theta)
+    del held
+    advance(state, 2)
+    assert state.to_tensors()["theta.0"] is moved, "written in place again"
+    assert state.digest == digest(state.theta)
+
+
+@pytest.mark.parametrize("down", SPECS)
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
+def test_a_step_in_place_and_one_on_copies_give_the_same_bits(
+    down: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(optimizer, down)
+    in_place, on_copies = (OuterState(SCHEMA, config, initial_theta()) for _ in range(2))
+    first = in_place.to_tensors()["theta.0"]
+    for round_number in range(5):
+        one, _ = advance(in_place, round_number)
+        with monkeypatch.context() as nothing_is_safe:
+            nothing_is_safe.setattr(outer_state, "_SAFE", -1.0)
+            other, _ = advance(on_copies, round_number)
+        assert one.digest == other.digest
+    assert same_state(in_place, on_copies)
+    assert (in_place.to_tensors()["theta.0"] is first) is (down != "fp16")
+
+
+@pytest.mark.parametrize("record", ["fp32", "bf16", "int8", "int4:block=64", "e3m0"])
+def test_the_optimizer_is_given_what_is_recorded_by_the_reference(record: str) -> None:
+    """theta is Nesterov's of the means as the naive feedback sends them; bf16 rounds each element and owes nothing."""
+    config = configured(penalty=PenaltyConfig(enabled=False), record=record, down_residual="fp32")
+    state, deltas = OuterState(SCHEMA, config, initial_theta()), []
+    for round_number in range(8):
+        deltas.append(moves(round_number, 0)["a"])
+        records = [state.record(state.reduce(i, contributions({"a": moves(round_number, i)["a"]}))) for i in range(len(NUMELS))]
+        state.commit(round_number, "", records)
+    naive: dict[str, Callable[[Tensor], Tensor]] = {
+        "fp32": lambda x: x,
+        "bf16": lambda x: x.bfloat16().float(),
+        "int8": lambda x: integers(x, 8, 256),
+        "int4:block=64": lambda x: integers(x, 4, 64),
+        "e3m0": lambda x: e3m0(x, 256),
+    }
+    decay = 0.0 if record in ("fp32", "bf16") else 1.0
+    theta, momentum = initial_theta()[0], torch.zeros(NUMELS[0])
+    for sent in feedback(deltas, naive[record], decay):
+        theta, momentum = nesterov(theta, momentum, sent, 0.7, 0.6)
+    assert torch.allclose(state.theta[0], theta, atol=1e-5)
+    assert ("unrecorded.0" in state.to_tensors()) is (decay > 0)
+
+
+@pytest.mark.parametrize("record", ["bf16", "int8"])
+def test_a_merge_that_is_not_finite_once_it_is_encoded_is_a_rollback_and_owes_what_it_owed(record: str) -> None:
+    state = OuterState(SCHEMA, configured(record=record), initial_theta())
+    advance(state, 0)
+    before, largest = kept(state), torch.finfo(torch.float32).max
+    merged = [Merged(i, torch.full((numel,), largest), (), {}, largest, 1.0) for i, numel in enumerate(NUMELS)]
+    commit = state.commit(1, "", [state.record(one) for one in merged])
+    assert [part.payload for part in commit.fragments] == [None, None]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.to_tensors().items())
+
+
+def test_a_record_whose_bytes_cannot_be_decoded_changes_nothing() -> None:
+    state = OuterState(SCHEMA, configured(down="int8", record="int8"), initial_theta())
+    records = [state.record(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
+    before, metadata, payload = kept(state), state.metadata(), records[1].payload
+    assert payload is not None
+    short = dataclasses.replace(records[1], payload=EncodedTensor("int8", 5, bytes(payload.data)[:-1]), largest=None)
+    with pytest.raises(RemoteProtocolError, match="8 bytes cannot be 5 elements in int8"):
+        state.commit(1, "", [records[0], short])
+    other = dataclasses.replace(records[1], payload=encode("int8", torch.ones(6)))
+    with pytest.raises(LocalProtocolError, match="fragment 1: a record of 6 elements, not 5"):
+        state.commit(1, "", [records[0], other])
+    assert state.metadata() == metadata
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.to_tensors().items())
+    assert len(records) == 2
 
 
 def test_a_commit_needs_every_fragment_once_and_staged_at_this_outer_step() -> None:
     state = OuterState(SCHEMA, configured(), initial_theta())
-    staged = [state.stage(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
-    before = state.metadata()
-    for wrong in ([], staged[:1], [*staged, staged[0]], [staged[0], staged[0]]):
+    records = [state.record(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
+    late, before = list(records), state.metadata()
+    for wrong in ([], records[:1], [*records, records[0]], [records[0], records[0]]):
         with pytest.raises(LocalProtocolError, match=r"outer step 1 needs fragments \[0, 1\], each once"):
             state.commit(1, "", wrong)
     assert state.metadata() == before
-    state.commit(1, "", staged)
+    state.commit(1, "", records)
+    assert records == [], "their memory is free as soon as they are applied"
     with pytest.raises(LocalProtocolError, match="another outer step"):
-        state.commit(2, "", staged)
+        state.commit(2, "", late)
 
 
 def test_a_rollback_fragment_keeps_theta_momentum_and_residual_while_the_other_moves() -> None:
     state = OuterState(SCHEMA, configured(down="int8"), initial_theta())
     advance(state, 0)
-    before = state.to_tensors()
+    before = kept(state)
     broken = {p: torch.full((NUMELS[0],), math.nan) for p in "abc"}
     merged = [state.reduce(0, contributions(broken)), state.reduce(1, contributions(moves(1, 1)))]
-    commit = state.commit(2, "", [state.stage(one) for one in merged])
+    commit = state.commit(2, "", [state.record(one) for one in merged])
     after = state.to_tensors()
     assert commit.fragments[0].payload is None and commit.fragments[1].payload is not None
     assert all(torch.equal(after[name], before[name]) for name in before if name.split(".")[1] == "0")
@@ -254,12 +363,12 @@ def test_a_rollback_fragment_keeps_theta_momentum_and_residual_while_the_other_m
 def test_t2_a_broken_peer_never_poisons_theta(codec_name: str) -> None:
     state = OuterState(SCHEMA, configured(down="bf16"), initial_theta())
     for round_number, value in enumerate((math.nan, math.inf, -math.inf, 1e30)):
-        staged = []
+        records = []
         for i in range(len(NUMELS)):
             deltas = moves(round_number, i)
             deltas["b"][0] = value
-            staged.append(state.stage(state.reduce(i, contributions(deltas, codec_name))))
-        state.commit(round_number, "", staged)
+            records.append(state.record(state.reduce(i, contributions(deltas, codec_name))))
+        state.commit(round_number, "", records)
     assert all(bool(tensor.isfinite().all()) for tensor in state.to_tensors().values())
 
 
@@ -267,9 +376,9 @@ def test_t2_a_broken_peer_never_poisons_theta(codec_name: str) -> None:
 def test_a_step_that_overflows_is_a_rollback(down: str, optimizer: str, size: float) -> None:
     """fp16 ends at 65504, Adam squares, and bf16 rounds fp32's largest numbers up to Inf."""
     state = OuterState(SCHEMA, configured(optimizer, down, lr=1.0), initial_theta())
-    before = state.to_tensors()
+    before = kept(state)
     merged = [Merged(i, torch.full((numel,), size), (), {}, size, 1.0) for i, numel in enumerate(NUMELS)]
-    commit = state.commit(1, "", [state.stage(one) for one in merged])
+    commit = state.commit(1, "", [state.record(one) for one in merged])
     assert [part.payload for part in commit.fragments] == [None, None]
     after = state.to_tensors()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -278,8 +387,8 @@ def test_a_step_that_overflows_is_a_rollback(down: str, optimizer: str, size: fl
 def test_statistics_of_absent_peers_are_kept() -> None:
     state = OuterState(SCHEMA, configured(), initial_theta())
     advance(state, 0)
-    staged = [state.stage(state.reduce(i, contributions({"a": moves(1, i)["a"]}))) for i in range(len(NUMELS))]
-    state.commit(2, "", staged)
+    records = [state.record(state.reduce(i, contributions({"a": moves(1, i)["a"]}))) for i in range(len(NUMELS))]
+    state.commit(2, "", records)
     known = state.metadata()["statistics"][0]
     assert {peer_id: NormStatistics.from_json(written).count for peer_id, written in known.items()} == {"a": 2, "b": 1, "c": 1}
 

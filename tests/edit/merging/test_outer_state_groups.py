@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -15,7 +14,7 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.detector import NormStatistics
 from edit.merging.merge import Measured, Merged, measure
-from edit.merging.outer_state import OuterState
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from tests.support.encoded import encode
 
@@ -51,13 +50,13 @@ def merged(state: OuterState, fragment_ids: tuple[int, ...]) -> list[Merged]:
     return results
 
 
-def advance(state: OuterState) -> tuple[Commit, list[Merged]]:
-    results = merged(state, state.due)
-    return state.commit(state.outer_step + 1, "in", [state.stage(one) for one in reversed(results)]), results
+def advance(state: OuterState) -> tuple[Commit, list[MergeRecord]]:
+    records = [state.record(one) for one in merged(state, state.due)]
+    return state.commit(state.outer_step + 1, "in", list(reversed(records))), records
 
 
 def of_fragment(state: OuterState, i: int) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.to_tensors().items() if name.split(".")[1] == str(i)}
+    return {name: tensor.clone() for name, tensor in state.to_tensors().items() if name.split(".")[1] == str(i)}
 
 
 def learned(state: OuterState) -> list[dict[str, NormStatistics]]:
@@ -88,7 +87,7 @@ def test_as_many_commits_as_groups_move_each_fragment_once_and_leave_the_others_
                 assert all(not torch.equal(after[name], before[i][name]) for name in before[i] if "residual" not in name)
                 assert all(known[p].count == statistics[i][p].count + 1 for p in "ab")
             else:
-                assert after.keys() == before[i].keys() and all(after[name] is before[i][name] for name in after)
+                assert after.keys() == before[i].keys() and all(torch.equal(after[name], before[i][name]) for name in after)
                 assert known == statistics[i]
         assert commit.digest == state.digest == digest(state.theta), "of all fragments, not only of those that moved"
         moved += due
@@ -106,8 +105,7 @@ def test_a_run_in_groups_is_replayed_and_restored_to_the_bit(optimizer: str) -> 
     assert restored.due == state.due and restored.outer_step == 4
     for _ in range(5):
         commit, recorded = advance(state)
-        copies = [dataclasses.replace(one, merged=None if one.merged is None else one.merged.clone()) for one in recorded]
-        again = restored.commit(commit.round_id, commit.reason, [restored.stage(one) for one in copies])
+        again = restored.commit(commit.round_id, commit.reason, list(recorded))
         assert again.digest == commit.digest
     assert restored.metadata() == state.metadata()
     ours, theirs = state.to_tensors(), restored.to_tensors()
@@ -121,9 +119,9 @@ def test_each_fragment_of_a_run_in_groups_moves_as_in_a_run_without() -> None:
         Merged(i, torch.randn(n, generator=torch.Generator().manual_seed(i)), (), {}, 1.0, 1.0) for i, n in enumerate(NUMELS)
     ]
     for _ in range(2):
-        whole.commit(1, "", [whole.stage(one) for one in deltas])
+        whole.commit(1, "", [whole.record(one) for one in deltas])
         for _ in range(5):
-            grouped.commit(1, "", [grouped.stage(deltas[i]) for i in grouped.due])
+            grouped.commit(1, "", [grouped.record(deltas[i]) for i in grouped.due])
     assert whole.digest == grouped.digest and (whole.outer_step, grouped.outer_step) == (2, 10)
 
 
@@ -133,9 +131,9 @@ def test_a_commit_takes_the_fragments_that_are_due_and_no_others() -> None:
     before = state.metadata()
     for wrong in ((0, 1, 2, 3, 4), (1, 3), (0, 2), (0, 2, 2, 4)):
         with pytest.raises(LocalProtocolError, match=r"outer step 1 needs fragments \[0, 2, 4\], each once"):
-            state.commit(1, "", [state.stage(one) for one in merged(state, wrong)])
+            state.commit(1, "", [state.record(one) for one in merged(state, wrong)])
     assert state.metadata() == before
-    late = [state.stage(one) for one in merged(state, (1, 3))]
+    late = [state.record(one) for one in merged(state, (1, 3))]
     advance(state)
     assert state.due == (1, 3)
     with pytest.raises(LocalProtocolError, match="another outer step"):

@@ -44,7 +44,7 @@ def contribution(peer_id: str, delta: Tensor, staleness: int = 0) -> Measured:
 
 
 def advance(state: OuterState, contributions: list[Measured]) -> None:
-    state.commit(1, "", [state.stage(state.reduce(i, contributions)) for i in state.due])
+    state.commit(1, "", [state.record(state.reduce(i, contributions)) for i in state.due])
 
 
 def test_rda_merges_every_fragment_but_embeddings() -> None:
