@@ -36,6 +36,7 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
+from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
@@ -287,6 +288,7 @@ async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: b
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    _log.info(kernels.load())
     coordinator = Coordinator.open(folder, accept_rollback=accept_rollback)
     try:
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes

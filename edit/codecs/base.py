@@ -22,7 +22,7 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["PIECE", "Buffer", "Codec", "new_buffer", "on_cpu", "parts", "readonly", "view"]
+__all__ = ["PIECE", "Buffer", "Codec", "add_squares", "add_weighted", "new_buffer", "on_cpu", "parts", "readonly", "view"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -95,7 +95,7 @@ class Codec(Protocol):
             )
         data = torch.empty(self.encoded_size(flat.numel()), dtype=torch.uint8, device=flat.device)
         flat = flat.detach().contiguous()
-        for part in parts(flat.numel(), flat.device):
+        for part in self.passes(flat):
             self.encode_part(flat[part], data, flat.numel(), part.start)
         return EncodedTensor(self.name, flat.numel(), _fetch(data))
 
@@ -116,8 +116,20 @@ class Codec(Protocol):
         for part, piece in zip(parts(encoded.numel, out.device), pieces, strict=True):
             if self.lossless and scratch.numel() == 0:
                 scratch = torch.empty_like(piece)
-            weighted = torch.mul(piece, weight, out=scratch[: piece.numel()]) if self.lossless else piece.mul_(weight)
-            out[part].add_(weighted)
+            add_weighted(piece, weight, out[part], scratch[: piece.numel()] if self.lossless else piece)
+
+    def add_squares(self, encoded: EncodedTensor, lanes: Tensor) -> None:
+        """Add the square of decoded element i to lanes[i mod PIECE], i ascending; both are rounded. lanes: fp32, on the CPU.
+
+        Raises as `decode`; `lanes` may then have changed.
+        """
+        scratch = torch.empty(lanes.numel() if self.lossless else 0)
+        for piece in self.decode_pieces(encoded):
+            add_squares(piece, lanes, scratch[: piece.numel()] if self.lossless else piece)
+
+    def passes(self, flat: Tensor) -> Iterator[slice]:
+        """Yield the parts in which all of `flat` is encoded or decoded: as `parts`, or at once where one pass does it all."""
+        return parts(flat.numel(), flat.device)
 
     def decode_pieces(self, encoded: EncodedTensor, device: torch.device | None = None) -> Iterator[Tensor]:
         """Decode on `device` (None: the CPU) as many elements at a time as `parts` says, see `pieces`.
@@ -125,10 +137,14 @@ class Codec(Protocol):
         A device gets the bytes in one copy, on its current stream; they must stay as they are until it has done so.
         Raises RemoteProtocolError for another length, and as `pieces`.
         """
+        return self.pieces(self.checked(encoded, device), encoded.numel)
+
+    def checked(self, encoded: EncodedTensor, device: torch.device | None = None) -> Buffer | Tensor:
+        """Return the bytes, on `device` in one copy. Raises RemoteProtocolError for another length than this format's."""
         size, numel = memoryview(encoded.data).nbytes, encoded.numel
         if numel < 0 or size != self.encoded_size(numel):
             raise RemoteProtocolError(f"{size} bytes cannot be {numel} elements in {self.name}")
-        return self.pieces(encoded.data if device is None or device.type == "cpu" else _send(encoded.data, device), numel)
+        return encoded.data if device is None or device.type == "cpu" else _send(encoded.data, device)
 
     def cut(self, encoded: EncodedTensor, shard: Shard) -> EncodedTensor:
         """Return the shortest run of blocks of an encoded fragment that covers the shard; `encoded` itself for the whole of it.
@@ -163,6 +179,19 @@ def parts(numel: int, device: torch.device | None = None) -> Iterator[slice]:
     """Yield where the pieces of `Codec.pieces` on `device` (None: the CPU) stand in a vector of `numel` elements."""
     size = PIECE if device is None or device.type == "cpu" else _DEVICE_PIECE
     return (slice(start, min(numel, start + size)) for start in range(0, numel, size))
+
+
+def add_weighted(decoded: Tensor, weight: float, out: Tensor, scratch: Tensor) -> None:
+    """out += weight * decoded, rounded after the product and after the sum. scratch: as long, perhaps `decoded` itself."""
+    if weight == -1:  # the product is exact
+        out.sub_(decoded)
+    else:
+        out.add_(decoded if weight == 1 else torch.mul(decoded, weight, out=scratch))
+
+
+def add_squares(piece: Tensor, lanes: Tensor, scratch: Tensor) -> None:
+    """lanes += piece * piece, as far as the piece goes, rounded twice. scratch: as long, perhaps `piece` itself."""
+    lanes[: piece.numel()].add_(torch.mul(piece, piece, out=scratch))
 
 
 def on_cpu(tensor: Tensor) -> bool:

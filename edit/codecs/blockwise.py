@@ -9,15 +9,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from edit.codecs.base import Buffer, Codec, new_buffer, on_cpu, parts, readonly, view
+from edit.codecs.base import Buffer, Codec, add_weighted, new_buffer, on_cpu, parts, readonly, view
 from edit.codecs.blocks import covering
 from edit.errors import RemoteProtocolError
 from edit.fragments.shards import Shard
+from edit.kernels import fast
+from edit.records import EncodedTensor
 
-__all__ = ["Blockwise", "absmax", "divide", "divide_scales", "magnitudes", "pack", "row_sums", "unpack"]
+__all__ = ["Blockwise", "absmax", "divide", "divide_scales", "magnitudes", "pack", "row_sums", "unpack", "with_bits"]
 
 _TINY = 2.0**-100  # a block below it becomes zero: its reciprocal would come near the end of fp32's range
 
@@ -46,6 +49,15 @@ class Blockwise(Codec):
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
         """Decode `planes`, each uint8 [rows, bytes], into fp32 `blocks` [rows, numel]. Raises RemoteProtocolError."""
 
+    # Where `edit.kernels` has them, kernels do the above and the below in one pass each.
+    has_kernels = False
+
+    def add_blocks(self, planes: Sequence[Tensor], weight: float, blocks: Tensor) -> None:
+        """blocks += weight * what `decode_blocks` makes of `planes`, rounded after the product and after the sum."""
+        decoded = torch.empty_like(blocks)
+        self.decode_blocks(planes, decoded)
+        add_weighted(decoded, weight, blocks, decoded)
+
     def encoded_size(self, numel: int) -> int:
         """Add up the planes of all blocks."""
         return sum(whole + short for whole, short in self._sizes(numel))
@@ -68,6 +80,30 @@ class Blockwise(Codec):
         """Decode the elements from `start` on into fp32 `out`; see `encode_part`. Raises RemoteProtocolError as `pieces`."""
         for blocks, planes in self._blocks(out, data, numel, start):
             self.decode_blocks(planes, blocks)
+
+    def add_part(self, data: Buffer | Tensor, numel: int, start: int, weight: float, out: Tensor) -> None:
+        """out += weight * the elements from `start` on, rounded after the product and after the sum. See `decode_part`."""
+        for blocks, planes in self._blocks(out, data, numel, start):
+            self.add_blocks(planes, weight, blocks)
+
+    def passes(self, flat: Tensor) -> Iterator[slice]:
+        """All at once where kernels do it."""
+        if self.has_kernels and flat.numel() and fast(flat) is not None:
+            return iter([slice(0, flat.numel())])
+        return parts(flat.numel(), flat.device)
+
+    def decode(self, encoded: EncodedTensor, device: torch.device | None = None) -> Tensor:
+        """See `Codec.decode`."""
+        data, out = self.checked(encoded, device), torch.empty(encoded.numel, dtype=torch.float32, device=device)
+        for part in self.passes(out):
+            self.decode_part(data, encoded.numel, part.start, out[part])
+        return out
+
+    def decode_add(self, encoded: EncodedTensor, out: Tensor, weight: float) -> None:
+        """See `Codec.decode_add`."""
+        data = self.checked(encoded, out.device)
+        for part in self.passes(out):
+            self.add_part(data, encoded.numel, part.start, weight, out[part])
 
     def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:
         """Select the planes of the blocks that the shard touches."""
@@ -100,11 +136,11 @@ class Blockwise(Codec):
         """Yield (blocks, planes) of the elements of `part`, which begins at element `start`: the whole ones, the short one."""
         rows, short = divmod(part.numel(), self.granule)
         if rows:
-            yield part[: rows * self.granule].view(rows, -1), self._planes(data, numel, start // self.granule, rows)
+            yield part[: rows * self.granule].view(rows, -1), self.planes(data, numel, start // self.granule, rows)
         if short:
-            yield part[rows * self.granule :].view(1, -1), self._planes(data, numel, numel // self.granule, 0)
+            yield part[rows * self.granule :].view(1, -1), self.planes(data, numel, numel // self.granule, 0)
 
-    def _planes(self, data: Buffer | Tensor, numel: int, first: int, rows: int) -> list[Tensor]:
+    def planes(self, data: Buffer | Tensor, numel: int, first: int, rows: int) -> list[Tensor]:
         """View the bytes of `rows` whole blocks from block `first` on, or (rows = 0) of the short one."""
         planes, begin, copied = [], 0, readonly(data)
         for per_block, (whole, short) in zip(self.plane_bytes(self.granule), self._sizes(numel), strict=True):
@@ -124,6 +160,12 @@ def absmax(blocks: Tensor, out: Tensor) -> Tensor:
     # Floats >= 0 sort as their bits do, NaN last; torch finds the largest integer twice as fast as the largest float.
     torch.amax(work.view(torch.int32), 1, out=out.view(torch.int32))
     return work
+
+
+def with_bits(floats: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return fp32 `floats` on the CPU as arrays for a kernel: as they are, and as int32. They share its memory."""
+    array = floats.numpy()
+    return array, array.view(np.int32)
 
 
 def magnitudes(blocks: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, absmax, divide_scales, pack, unpack
+from edit.codecs.blockwise import Blockwise, absmax, divide_scales, pack, unpack, with_bits
 from edit.config.codec import CodecSpec
+from edit.kernels import fast
 
 __all__ = ["BlockInt4"]
 
@@ -27,6 +28,8 @@ _ZERO = 8  # the code of 0
 class BlockInt4(Blockwise):
     """Block-wise symmetric absmax quantisation to 4 bits."""
 
+    has_kernels = True
+
     def __init__(self, spec: CodecSpec) -> None:
         self.name, self.granule = str(spec), int(spec.values()["block"])
 
@@ -36,14 +39,34 @@ class BlockInt4(Blockwise):
 
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Quantise; see the module's docstring."""
-        scales = planes[0].view(torch.float32).view(-1)
+        scales, packed = _scales_and_packed(planes)
+        if blocks.shape[1] % 2 == 0 and (kernels := fast(blocks, scales, packed)) is not None:
+            kernels.int4_encode(*with_bits(blocks), *with_bits(scales), packed.numpy())
+            return
         work = absmax(blocks, scales)
         torch.mul(blocks, scales.reciprocal().mul_(_LARGEST).unsqueeze(1), out=work)
         codes = work.round_().add_(_ZERO).to(torch.uint8)
         if (lost := divide_scales(scales, _LARGEST)) is not None:
             codes.masked_fill_(lost, _ZERO)  # what stands there came from 0 * Inf or NaN
-        pack(codes, 4, planes[1])
+        pack(codes, 4, packed)
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
         """Multiply each integer by its scale, rounded once."""
-        blocks.copy_(unpack(planes[1], 4, blocks.shape[1])).sub_(_ZERO).mul_(planes[0].view(torch.float32))
+        scales, packed = _scales_and_packed(planes)
+        if blocks.shape[1] % 2 == 0 and (kernels := fast(blocks, scales, packed)) is not None:
+            kernels.int4_decode(scales.numpy(), packed.numpy(), blocks.numpy())
+        else:
+            blocks.copy_(unpack(packed, 4, blocks.shape[1])).sub_(_ZERO).mul_(scales.unsqueeze(1))
+
+    def add_blocks(self, planes: Sequence[Tensor], weight: float, blocks: Tensor) -> None:
+        """See `Blockwise.add_blocks`."""
+        scales, packed = _scales_and_packed(planes)
+        if blocks.shape[1] % 2 == 0 and (kernels := fast(blocks, scales, packed)) is not None:
+            kernels.int4_add(scales.numpy(), packed.numpy(), weight, blocks.numpy())
+        else:
+            super().add_blocks(planes, weight, blocks)
+
+
+def _scales_and_packed(planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the planes as fp32 [rows] and uint8 [rows, bytes]."""
+    return planes[0].view(torch.float32).view(-1), planes[1]

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.blockwise import Blockwise, absmax, divide_scales
+from edit.codecs.blockwise import Blockwise, absmax, divide_scales, with_bits
 from edit.config.codec import CodecSpec
+from edit.kernels import fast
+from edit.records import EncodedTensor
 
 __all__ = ["BLOCK", "BlockInt8"]
 
@@ -26,6 +28,7 @@ class BlockInt8(Blockwise):
     """Block-wise symmetric absmax quantisation to 8 bits. Has no options."""
 
     granule = BLOCK
+    has_kernels = True
 
     def __init__(self, spec: CodecSpec) -> None:
         spec.values()
@@ -37,7 +40,10 @@ class BlockInt8(Blockwise):
 
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Quantise; see the module's docstring."""
-        scales, values = planes[0].view(torch.float32).view(-1), planes[1].view(torch.int8)
+        scales, values = _scales_and_values(planes)
+        if (kernels := fast(blocks, scales, values)) is not None:
+            kernels.int8_encode(*with_bits(blocks), *with_bits(scales), values.numpy())
+            return
         work = absmax(blocks, scales)
         torch.mul(blocks, scales.reciprocal().mul_(_LARGEST).unsqueeze(1), out=work)
         values.copy_(work.round_())
@@ -46,4 +52,32 @@ class BlockInt8(Blockwise):
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
         """Multiply each value by its scale, rounded once."""
-        blocks.copy_(planes[1].view(torch.int8)).mul_(planes[0].view(torch.float32))
+        scales, values = _scales_and_values(planes)
+        if (kernels := fast(blocks, scales, values)) is not None:
+            kernels.int8_decode(scales.numpy(), values.numpy(), blocks.numpy())
+        else:
+            blocks.copy_(values).mul_(scales.unsqueeze(1))
+
+    def add_blocks(self, planes: Sequence[Tensor], weight: float, blocks: Tensor) -> None:
+        """See `Blockwise.add_blocks`."""
+        scales, values = _scales_and_values(planes)
+        if (kernels := fast(blocks, scales, values)) is not None:
+            kernels.int8_add(scales.numpy(), values.numpy(), weight, blocks.numpy())
+        else:
+            super().add_blocks(planes, weight, blocks)
+
+    def add_squares(self, encoded: EncodedTensor, lanes: Tensor) -> None:
+        """See `Codec.add_squares`."""
+        if (kernels := fast(lanes)) is None:
+            super().add_squares(encoded, lanes)
+            return
+        data, numel = self.checked(encoded), encoded.numel
+        for start, rows, there in ((0, numel // BLOCK, numel >= BLOCK), (numel - numel % BLOCK, 0, numel % BLOCK > 0)):
+            if there:
+                scales, values = _scales_and_values(self.planes(data, numel, start // BLOCK, rows))
+                kernels.int8_add_squares(scales.numpy(), values.numpy(), start, lanes.numpy())
+
+
+def _scales_and_values(planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the planes as fp32 [rows] and int8 [rows, numel]."""
+    return planes[0].view(torch.float32).view(-1), planes[1].view(torch.int8)

@@ -19,7 +19,7 @@ from edit.errors import RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard, partition_fault
 from edit.merging.heloco import Momentum, correct
-from edit.merging.norms import norm, norm_of_pieces
+from edit.merging.norms import norm, norm_of_encoded
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, PeerVerdict
 
@@ -86,8 +86,7 @@ def measure(encoded: EncodedTensor) -> float:
     Holds one piece in memory at a time; its bits are those of `edit.merging.norms.norm`. Raises RemoteProtocolError when the
     bytes are not what they claim to be.
     """
-    decoder = codec(encoded.codec)
-    return norm_of_pieces(decoder.decode_pieces(encoded), encoded.numel, overwrite=not decoder.lossless)
+    return norm_of_encoded(encoded)
 
 
 def weighted_mean(fragment: FragmentSpec, kept: Sequence[tuple[Measured, float]], rule: MergeRule) -> Tensor:

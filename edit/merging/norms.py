@@ -2,8 +2,8 @@
 
 All additions have a fixed order. Lane j, of PIECE lanes, adds up the squares (or products) of the elements j, j + PIECE,
 j + 2 PIECE, ... in ascending order; then `edit.codecs.blockwise.row_sums` adds up the lanes. Each product and each sum is
-rounded to fp32 by itself. (torch.sum, torch.dot and vector_norm add in an order that follows the width of the CPU's vectors, and fuse
-multiplications with additions where the CPU can.)
+rounded to fp32 by itself. (torch.sum, torch.dot and vector_norm add in an order that follows the width of the CPU's vectors,
+and fuse multiplications with additions where the CPU can.)
 """
 
 from __future__ import annotations
@@ -14,39 +14,49 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, parts
+from edit.codecs import codec
+from edit.codecs.base import PIECE, add_squares, parts
 from edit.codecs.blockwise import row_sums
+from edit.kernels import fast
+from edit.records import EncodedTensor
 
-__all__ = ["dot", "norm", "norm_of_pieces", "whole_norm"]
+__all__ = ["dot", "norm", "norm_of_encoded", "whole_norm"]
 
 
 def norm(flat: Tensor) -> float:
     """Return ||flat||_2 of a flat fp32 tensor; NaN or Inf when an element is not finite or a sum of squares overflows."""
-    return math.sqrt(dot(flat, flat))
+    lanes = _lanes(flat.numel())
+    if (kernels := fast(flat)) is not None:
+        kernels.add_squares(flat.numpy(), lanes.numpy())
+    else:
+        scratch = torch.empty_like(lanes)
+        for part in parts(flat.numel()):
+            add_squares(flat[part], lanes, scratch[: part.stop - part.start])
+    return math.sqrt(_sum(lanes))
 
 
-def norm_of_pieces(pieces: Iterable[Tensor], numel: int, *, overwrite: bool) -> float:
-    """Return the `norm` of a vector of `numel` elements that comes in pieces of PIECE elements, the last one perhaps shorter.
-
-    overwrite: the pieces may be written into.
-    """
-    scratch = torch.empty(0 if overwrite else min(PIECE, numel))
-    squares = (torch.mul(piece, piece, out=piece if overwrite else scratch[: piece.numel()]) for piece in pieces)
-    return math.sqrt(_sum(squares, numel))
+def norm_of_encoded(encoded: EncodedTensor) -> float:
+    """Return the `norm` of what is decoded, of which at most PIECE elements are held. Raises as `Codec.decode`."""
+    lanes = _lanes(encoded.numel)
+    codec(encoded.codec).add_squares(encoded, lanes)
+    return math.sqrt(_sum(lanes))
 
 
 def dot(a: Tensor, b: Tensor) -> float:
     """Return the inner product of two flat fp32 tensors of one length; NaN or Inf when a sum overflows fp32."""
-    scratch = torch.empty(min(PIECE, a.numel()))
-    products = (torch.mul(a[part], b[part], out=scratch[: part.stop - part.start]) for part in parts(a.numel()))
-    return _sum(products, a.numel())
+    lanes = _lanes(a.numel())
+    scratch = torch.empty_like(lanes)
+    for part in parts(a.numel()):
+        numel = part.stop - part.start
+        lanes[:numel].add_(torch.mul(a[part], b[part], out=scratch[:numel]))
+    return _sum(lanes)
 
 
-def _sum(pieces: Iterable[Tensor], numel: int) -> float:
-    """Return the sum of the `numel` elements of all pieces, in the order of the module's docstring."""
-    lanes = torch.zeros(max(1, min(PIECE, numel)))
-    for piece in pieces:
-        lanes[: piece.numel()].add_(piece)
+def _lanes(numel: int) -> Tensor:
+    return torch.zeros(max(1, min(PIECE, numel)))
+
+
+def _sum(lanes: Tensor) -> float:
     return row_sums(lanes.unsqueeze(0)).item()
 
 

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from edit import kernels
 from edit.collective import Collective, CompositeCollective, shares_of
 from edit.errors import LocalProtocolError
 from edit.fragments.digest import combine
@@ -97,6 +98,7 @@ class EditWorker:
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
+        kernels.load()
         with _outside_autograd():
             replicas = self._new_replicas()
             self._exchanges = tuple(

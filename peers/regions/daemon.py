@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from edit import kernels
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import Schema
@@ -42,6 +43,7 @@ def run_region(home: Path, below: Path) -> None:
     upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
     if upper.run_id == lower.run_id:
         raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
+    _log.info(kernels.load())
     with IoThread() as io, stopping(io):
         try:
             regional = _Regional(io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id))

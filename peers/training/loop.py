@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
+from edit import kernels
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
@@ -90,6 +91,7 @@ class Training:
                 stack.enter_context(worker)
             except ConfigError as error:
                 raise saving.explain(error) from error
+            _log.info(kernels.load())
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
             self._told = {number: (share.outer_step, "") for number, share in enumerate(worker.shares)}
             self._report(worker)  # a peer that is where the run is, is waited for

@@ -13,9 +13,12 @@ import json
 import torch
 from torch import Tensor
 
+from edit import kernels
 from edit.codecs import PIECE, codec
-from edit.codecs.error_feedback import with_feedback
+from edit.codecs.error_feedback import ErrorFeedback
+from edit.config.codec import CodecChoice, CodecSpec
 from edit.config.run import OuterConfig, PenaltyConfig
+from edit.fragments.shards import Shard
 from edit.merging.heloco import Momentum, correct
 from edit.merging.merge import Measured, MergeRule, measure
 from edit.merging.mergers import EditMerger
@@ -80,9 +83,14 @@ def _of_codecs() -> dict[str, list[bytes]]:
         parts = []
         for flat in (make(numel, seed) for make in (vector, special) for seed, numel in enumerate(NUMELS)):
             one, total = codec(name), vector(flat.numel(), 3)
-            encoded, residual = with_feedback(one, flat, vector(flat.numel(), 4), fragment((flat.numel(),)), 0.9)
+            feedback = ErrorFeedback(CodecChoice(CodecSpec.parse(name), decay=0.9), [Shard(fragment((flat.numel(),)))])
+            feedback.load({0: vector(flat.numel(), 4)})
+            encoded = feedback.stage(0, flat)
+            feedback.commit(0, flat)
             one.decode_add(encoded, total, 0.3)
-            parts += _raw(one.decode(encoded), total, measure(encoded), *([] if residual is None else [residual]))
+            parts += _raw(
+                one.decode(encoded), total, measure(encoded), *(one.vector() for one in feedback.residuals().values())
+            )
             parts += [bytes(encoded.data)] if one.granule > 1 else []
         found[f"codec {name}"] = parts
     return found
@@ -135,4 +143,5 @@ def _of_scalars() -> dict[str, list[bytes]]:
 
 
 if __name__ == "__main__":
+    kernels.load()
     print(json.dumps(hashes()))

@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from edit import kernels
 from edit.codecs import codec, codec_names
 from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec, TensorSpec
@@ -56,6 +57,7 @@ def measure_codecs(options: CodecOptions) -> list[Row]:
     for name in options.codecs:
         CodecSpec.parse(name).values()
     torch.set_num_threads(1)
+    kernels.load()
     begins = circumstances(options.label)
     flat = torch.randn(options.numel, generator=torch.Generator().manual_seed(0))
     seconds = best_seconds(_jobs(flat, options.codecs), options.repeat)

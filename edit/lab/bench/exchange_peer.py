@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from edit import kernels
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.lab.bench.turns import Exchanger
@@ -50,6 +51,7 @@ class _Model(torch.nn.Module):
 def main(home: Path, parameters: int, codec_name: str, port: int) -> None:
     """Join, and exchange whenever told to, until told that there is no further exchange."""
     torch.set_num_threads(1)
+    kernels.load()
     enrolled = PeerFolder(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))
     feedback = ErrorFeedback(codec_name, replica.layout.owned)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from edit.codecs import PIECE
-from edit.merging.norms import dot, norm, norm_of_pieces
+from edit.codecs import PIECE, decode
+from edit.merging.norms import dot, norm, norm_of_encoded
+from tests.support.encoded import SPECS, encode
 
 
 def naive_sum(products: np.ndarray) -> float:
@@ -31,16 +32,15 @@ def test_all_additions_have_the_documented_order(numel: int) -> None:
     a, b = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
     assert dot(a, b) == naive_sum(a.numpy() * b.numpy())
     assert norm(a) == math.sqrt(naive_sum(a.numpy() * a.numpy()))
-    for overwrite in (False, True):
-        pieces = (piece.clone() for piece in a.split(PIECE) if numel)
-        assert norm_of_pieces(pieces, numel, overwrite=overwrite) == norm(a)
+    assert norm_of_encoded(encode("fp32", a)) == norm(a)
 
 
-def test_pieces_that_may_not_be_overwritten_stay() -> None:
-    a = torch.randn(PIECE + 10, generator=torch.Generator().manual_seed(0))
-    before = a.clone()
-    norm_of_pieces(a.split(PIECE), a.numel(), overwrite=False)
-    assert torch.equal(a, before)
+@pytest.mark.parametrize("name", SPECS)
+def test_an_encoded_vector_has_the_norm_of_what_is_decoded_and_stays(name: str) -> None:
+    encoded = encode(name, torch.randn(PIECE + 4711, generator=torch.Generator().manual_seed(3)))
+    before = bytes(encoded.data)
+    assert norm_of_encoded(encoded) == norm(decode(encoded))
+    assert bytes(encoded.data) == before
 
 
 @pytest.mark.parametrize("numel", [10, 3 * PIECE + 17])

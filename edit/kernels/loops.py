@@ -1,0 +1,131 @@
+"""The loops themselves, as numba compiles them: one pass over contiguous arrays each. As Python they are right, but slow.
+
+Blocks are fp32 [rows, numel], with one fp32 scale and one integer per element, as in `edit.codecs.int8` and `int4`; what is
+written is what the torch code there writes, to the bit. So every operation on floats is one of fp32, rounded by itself, and
+in a fixed order: no sum over a row. An array that is read as integers, too, comes in twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SIGNATURES"]
+
+_ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits of a float but its sign
+_INFINITE = np.int32(0x7F800000)  # the bits of Inf; those of a NaN are larger
+_TINY = np.float32(2.0**-100).view(np.int32)  # `edit.codecs.blockwise`
+_INT8 = np.float32(127)
+_INT4 = np.float32(7)
+_CODE = np.float32(8)  # int4: the code of 0
+
+Array = Any  # numba compiles for the types in SIGNATURES
+
+SIGNATURES = {
+    "int8_encode": "void(f4[:,::1], i4[:,::1], f4[::1], i4[::1], i1[:,::1])",
+    "int8_decode": "void(f4[::1], i1[:,::1], f4[:,::1])",
+    "int8_add": "void(f4[::1], i1[:,::1], f4, f4[:,::1])",
+    "int4_encode": "void(f4[:,::1], i4[:,::1], f4[::1], i4[::1], u1[:,::1])",
+    "int4_decode": "void(f4[::1], u1[:,::1], f4[:,::1])",
+    "int4_add": "void(f4[::1], u1[:,::1], f4, f4[:,::1])",
+    "int8_add_squares": "void(f4[::1], i1[:,::1], i8, f4[::1])",
+    "add_squares": "void(f4[::1], f4[::1])",
+}
+
+
+def int8_encode(blocks: Array, bits: Array, scales: Array, scale_bits: Array, values: Array) -> None:
+    """Quantise blocks to scales and integers. bits, scale_bits: blocks and scales as int32."""
+    for row in range(blocks.shape[0]):
+        block, block_bits, integers = blocks[row], bits[row], values[row]
+        largest = np.int32(0)
+        for i in range(block.shape[0]):
+            largest = max(largest, block_bits[i] & _MAGNITUDE)
+        if largest < _TINY or largest >= _INFINITE:
+            scales[row] = _ZERO if largest < _TINY else _NAN
+            for i in range(block.shape[0]):
+                integers[i] = 0
+        else:
+            scale_bits[row] = largest
+            factor = (_ONE / scales[row]) * _INT8
+            for i in range(block.shape[0]):
+                integers[i] = np.int8(np.rint(block[i] * factor))
+            scales[row] /= _INT8
+
+
+def int8_decode(scales: Array, values: Array, blocks: Array) -> None:
+    """blocks = values * scales."""
+    for row in range(blocks.shape[0]):
+        block, integers, scale = blocks[row], values[row], scales[row]
+        for i in range(block.shape[0]):
+            block[i] = np.float32(integers[i]) * scale
+
+
+def int8_add(scales: Array, values: Array, weight: Any, blocks: Array) -> None:
+    """blocks += weight * (values * scales)."""
+    for row in range(blocks.shape[0]):
+        block, integers, scale = blocks[row], values[row], scales[row]
+        for i in range(block.shape[0]):
+            block[i] += (np.float32(integers[i]) * scale) * weight
+
+
+def int4_encode(blocks: Array, bits: Array, scales: Array, scale_bits: Array, packed: Array) -> None:
+    """Quantise blocks of an even number of elements to scales and packed codes; byte j has the codes j and j + half."""
+    half = packed.shape[1]
+    for row in range(blocks.shape[0]):
+        block, block_bits, codes = blocks[row], bits[row], packed[row]
+        largest = np.int32(0)
+        for i in range(block.shape[0]):
+            largest = max(largest, block_bits[i] & _MAGNITUDE)
+        if largest < _TINY or largest >= _INFINITE:
+            scales[row] = _ZERO if largest < _TINY else _NAN
+            for i in range(half):
+                codes[i] = 0x88
+        else:
+            scale_bits[row] = largest
+            factor = (_ONE / scales[row]) * _INT4
+            for i in range(half):
+                low = np.uint8(np.rint(block[i] * factor) + _CODE)
+                codes[i] = low | np.uint8(np.rint(block[half + i] * factor) + _CODE) << np.uint8(4)
+            scales[row] /= _INT4
+
+
+def int4_decode(scales: Array, packed: Array, blocks: Array) -> None:
+    """blocks = (codes - 8) * scales."""
+    half = packed.shape[1]
+    for row in range(blocks.shape[0]):
+        block, codes, scale = blocks[row], packed[row], scales[row]
+        for i in range(half):
+            block[i] = (np.float32(codes[i] & 15) - _CODE) * scale
+        for i in range(half):
+            block[half + i] = (np.float32(codes[i] >> 4) - _CODE) * scale
+
+
+def int4_add(scales: Array, packed: Array, weight: Any, blocks: Array) -> None:
+    """blocks += weight * ((codes - 8) * scales)."""
+    half = packed.shape[1]
+    for row in range(blocks.shape[0]):
+        block, codes, scale = blocks[row], packed[row], scales[row]
+        for i in range(half):
+            block[i] += ((np.float32(codes[i] & 15) - _CODE) * scale) * weight
+        for i in range(half):
+            block[half + i] += ((np.float32(codes[i] >> 4) - _CODE) * scale) * weight
+
+
+def int8_add_squares(scales: Array, values: Array, start: int, lanes: Array) -> None:
+    """Add the square of each element to its lane. start: where the first one stands; no block lies at two ends of the lanes."""
+    for row in range(values.shape[0]):
+        integers, scale, first = values[row], scales[row], (start + row * values.shape[1]) % lanes.shape[0]
+        block = lanes[first : first + values.shape[1]]
+        for i in range(block.shape[0]):
+            element = np.float32(integers[i]) * scale
+            block[i] += element * element
+
+
+def add_squares(flat: Array, lanes: Array) -> None:
+    """Add the square of each element to its lane, in ascending order: lanes[i mod number of lanes] += flat[i] * flat[i]."""
+    for start in range(0, flat.shape[0], lanes.shape[0]):
+        piece = flat[start : start + lanes.shape[0]]
+        for i in range(piece.shape[0]):
+            lanes[i] += piece[i] * piece[i]
