@@ -24,10 +24,10 @@ from edit import kernels
 from edit.codecs import codec, codec_names
 from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec, TensorSpec
-from edit.lab.bench.results import Row, circumstances, figure_note, results_table
+from edit.lab.bench.results import Row, circumstances, figure_note, last_line, results_table
 from edit.lab.bench.rivals.environments import HIVEMIND, Environments, foreign_python
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
-from edit.lab.processes import Supervisor
+from edit.lab.processes import ChildDied, Supervisor
 from edit.merging.merge import measure
 from edit.records import EncodedTensor
 
@@ -70,19 +70,27 @@ def measure_codecs(options: CodecOptions) -> list[Row]:
 
 
 def _rivals(options: CodecOptions, folder: Path, begins: Mapping[str, Any]) -> list[Row]:
-    """Return one row for each of hivemind's compressors. Raises ChildDied when hivemind cannot be installed or fails."""
+    """Return one row for each of hivemind's compressors; one with the error when it cannot be installed or fails."""
     script = Path(__file__).parent / "rivals" / "hivemind_compressors.py"
     with tempfile.TemporaryDirectory(prefix="edit-bench-") as scratch, Supervisor(Path(scratch)) as supervisor:
-        python = foreign_python(Environments(folder, supervisor, options.torch_index).python(HIVEMIND))
-        said = supervisor.call({"hivemind": (*python, str(script), str(options.numel), str(options.repeat))}, _RIVALS_WITHIN_S)
+        try:
+            python = foreign_python(Environments(folder, supervisor, options.torch_index).python(HIVEMIND))
+            command = (*python, str(script), str(options.numel), str(options.repeat))
+            said = supervisor.call({"hivemind": command}, _RIVALS_WITHIN_S)["hivemind"]
+        except ChildDied as error:
+            return [_failed(begins, "compressors", last_line(error), options)]
     rows: list[Row] = []
-    for found in (json.loads(line) for line in said["hivemind"].splitlines() if line.startswith("{")):
+    for found in (json.loads(line) for line in said.splitlines() if line.startswith("{")):
         if "error" in found:
-            rows.append({**begins, "numel": options.numel, "system": "hivemind", **found})
+            rows.append(_failed(begins, found["codec"], found["error"], options))
             continue
         seconds = {operation: found[operation] for operation in ("encode", "decode_add")}
         rows.append(row_of(begins, "hivemind", found["codec"], found["bits"], seconds, found["copy"], options))
     return rows
+
+
+def _failed(begins: Mapping[str, Any], name: str, error: str, options: CodecOptions) -> Row:
+    return {**begins, "numel": options.numel, "repeat": options.repeat, "system": "hivemind", "codec": name, "error": error}
 
 
 def _jobs(flat: Tensor, names: Sequence[str]) -> dict[tuple[str, str], Callable[[], object]]:

@@ -72,11 +72,11 @@ def run_rivals(options: RivalOptions, outputs: Outputs, console: Console) -> Non
 
     def progress(row: Row) -> None:
         found = f"failed: {row['error']}" if "error" in row else f"{row['round_s']} s, {row['cpu_s']} CPU s"
-        console.print(f"{row['system']}, {row['peers']} peers: {found}", highlight=False, markup=False)
+        console.print(f"{row['system']}, {row['peers']} peers: {found}", highlight=False, markup=False, soft_wrap=True)
         _append(outputs, [row])
 
     _checked(outputs)
-    console.print(f"other systems are installed in {options.folder}, once", highlight=False, markup=False)
+    console.print(f"other systems are installed in {options.folder}, once", highlight=False, markup=False, soft_wrap=True)
     with terminated_as_interrupt():
         rows = contest.measure_rivals(options, progress)
     _show(rows, outputs, contest.table, contest.picture)

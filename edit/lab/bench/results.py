@@ -19,7 +19,17 @@ from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import json_text
 
-__all__ = ["Row", "append_lines", "circumstances", "cpu_model", "figure_note", "print_table", "results_table", "write_picture"]
+__all__ = [
+    "Row",
+    "append_lines",
+    "circumstances",
+    "cpu_model",
+    "figure_note",
+    "last_line",
+    "print_table",
+    "results_table",
+    "write_picture",
+]
 
 Row: TypeAlias = Mapping[str, Any]
 """One measurement: a line of a results file."""
@@ -79,6 +89,11 @@ def figure_note(row: Row) -> str:
     """Return where and when a row was measured, for the head of a picture or a table."""
     commit = f", commit {row['commit']}" if row.get("commit") else ""
     return f"{row['date']}{commit}. {row['machine']}; load before it {row['load_before']}."
+
+
+def last_line(error: Exception) -> str:
+    """Return the line of an error that says most: the last one of a process's last words."""
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def results_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Table:

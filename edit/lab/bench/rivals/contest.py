@@ -17,7 +17,7 @@ from rich.table import Table
 
 from edit.errors import EditError
 from edit.lab.bench.exchange import ours, require_proc
-from edit.lab.bench.results import Row, circumstances, figure_note, results_table
+from edit.lab.bench.results import Row, circumstances, figure_note, last_line, results_table
 from edit.lab.bench.rivals.environments import FLOWER, GLOO, HIVEMIND, TORCHFT, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing, Turns, best, median
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
@@ -111,7 +111,7 @@ def _row(options: RivalOptions, peers: int, name: str, how: str, measure: Callab
         try:
             timings = measure()
         except EditError as error:
-            errors.append(_last_line(error))
+            errors.append(last_line(error))
             continue
         figures = {
             "round_s": median(timings).wall_s,
@@ -122,11 +122,6 @@ def _row(options: RivalOptions, peers: int, name: str, how: str, measure: Callab
         row |= {"repeat": len(timings), **{key: round(value, 3) for key, value in figures.items()}}
         return row | ({"failed_before": errors} if errors else {})
     return row | {"error": errors[-1]}
-
-
-def _last_line(error: EditError) -> str:
-    """Return the line of an error that says most: the last one of a process's last words."""
-    return str(error).strip().splitlines()[-1].strip()
 
 
 @dataclass(frozen=True, slots=True)

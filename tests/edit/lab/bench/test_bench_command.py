@@ -16,6 +16,7 @@ from edit.errors import ConfigError
 from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances
+from edit.lab.bench.rivals.environments import Environments
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.cli import app
 
@@ -136,6 +137,33 @@ def test_codecs_are_measured_and_printed_as_json() -> None:
     (row,) = json.loads(bench("codecs", "--numel", "65536", "--repeat", "1", "--codec", "int4", "--json"))
     assert (row["system"], row["codec"], row["bits_per_element"]) == ("edit", "int4", 4.125)
     assert min(row["encode_gb_s"], row["decode_add_gb_s"], row["measure_gb_s"]) > 0
+
+
+def hivemind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str) -> list[dict[str, Any]]:
+    """Measure codecs and hivemind's compressors; python: what stands for the Python of its environment."""
+    stands_in = tmp_path / "python"
+    stands_in.write_text(f"#!/bin/sh\n{python}\n")
+    stands_in.chmod(0o755)
+    monkeypatch.setattr(Environments, "python", lambda *_: stands_in)
+    arguments = ["--numel", "4096", "--repeat", "1", "--codec", "fp32", "--rivals", "--folder", str(tmp_path), "--json"]
+    return list(json.loads(bench("codecs", *arguments)))
+
+
+def test_hiveminds_compressors_stand_beside_the_codecs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good = {"codec": "float16", "bits": 16.0, "encode": 4e-6, "decode_add": 8e-6, "copy": 2e-6}
+    bad = {"codec": "blockwise8", "error": "ImportError: no bitsandbytes"}
+    own, good_row, bad_row = hivemind(
+        monkeypatch, tmp_path, f"echo 'a warning'\ncat <<END\n{json.dumps(good)}\n{json.dumps(bad)}\nEND"
+    )
+    assert (own["system"], good_row["system"], good_row["codec"]) == ("edit", "hivemind", "float16")
+    assert (good_row["encode_gb_s"], good_row["encode_of_copy"], good_row["decode_add_of_copy"]) == (4.096, 0.5, 0.25)
+    assert (bad_row["codec"], bad_row["error"]) == ("blockwise8", "ImportError: no bitsandbytes")
+
+
+def test_our_codecs_are_measured_also_when_hivemind_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own, failed = hivemind(monkeypatch, tmp_path, "echo \"ModuleNotFoundError: No module named 'hivemind'\" >&2; exit 1")
+    assert own["encode_gb_s"] > 0
+    assert failed["error"] == "ModuleNotFoundError: No module named 'hivemind'"
 
 
 @pytest.mark.parametrize(
