@@ -151,7 +151,7 @@ def table(rows: Sequence[Row]) -> Table:
     head = ("codec", "bits", "encode", "(of copy)", "decode, add", "(of copy)", "measure", "(of copy)")
     body = [_cells(row) for row in rows]
     return results_table(
-        _title(rows), head, body, f"GB/s of fp32 by CPU time on one thread. {_copies(rows)} {figure_note(rows[0])}"
+        _title(rows), head, body, f"GB/s of fp32 by CPU time on one thread. {_copies(rows)} {figure_note(rows)}"
     )
 
 
@@ -203,5 +203,5 @@ def picture(rows: Sequence[Row]) -> str:
         {"lone": "another system"} if any(r["system"] != "edit" for r in rows) else {}
     )
     limit = next((row["copy_gb_s"] for row in rows if "copy_gb_s" in row), None)
-    notes = ("GB/s of fp32 by CPU time on one thread, beside a plain copy in the same run.", figure_note(rows[0]))
+    notes = ("GB/s of fp32 by CPU time on one thread, beside a plain copy in the same run.", figure_note(rows))
     return bars_picture(_title(rows), notes, groups, "GB/s", key, limit=(limit, "plain copy") if limit else None)

@@ -172,7 +172,7 @@ def table(rows: Sequence[Row]) -> Table:
         )
         for row in rows
     ]
-    return results_table(_title(rows), head, body, f"{_NOTE} The last two columns: raw gRPC. {figure_note(rows[0])}")
+    return results_table(_title(rows), head, body, f"{_NOTE} The last two columns: raw gRPC. {figure_note(rows)}")
 
 
 def picture(rows: Sequence[Row]) -> str:
@@ -182,7 +182,7 @@ def picture(rows: Sequence[Row]) -> str:
         for row in sorted(rows, key=lambda row: (row["peers"], -row["bytes_up_per_peer"]))
     ]
     key = {"s0": "coordinator, CPU", "s5": "all peers, CPU", "lone": "raw gRPC of the same bytes, CPU"}
-    notes = (_NOTE, figure_note(rows[0]))
+    notes = (_NOTE, figure_note(rows))
     return bars_picture(_title(rows), notes, groups, "seconds", key, at="wall seconds")
 
 

@@ -471,7 +471,7 @@ def _rates_table(rows: Sequence[Row]) -> Table:
         for row in rows
     ]
     size = f"{rows[0]['payload_bytes'] / 1e6:.4g} MB at {rows[0]['mbit']:g} Mbit/s"
-    note = f"Mbit/s; first: on new connections; then: median of the others. {_NOTE} {figure_note(rows[0])}"
+    note = f"Mbit/s; first: on new connections; then: median of the others. {_NOTE} {figure_note(rows)}"
     return results_table(f"Long links: {size}", head, body, note)
 
 
@@ -491,7 +491,7 @@ def _delays_table(rows: Sequence[Row]) -> Table:
         )
         for row in rows
     ]
-    note = f"{_BUSY} {_NOTE} {figure_note(rows[0])}"
+    note = f"{_BUSY} {_NOTE} {figure_note(rows)}"
     return results_table(f"How late heartbeats are over {rows[0]['mbit']:g} Mbit/s", head, body, note)
 
 
@@ -503,7 +503,7 @@ def picture(rows: Sequence[Row]) -> str:
     groups = [charts.Group(f"{1e3 * row['rtt_s']:g} ms", _rates_bars(row)) for row in fat]
     key = {"s0": "contribution up", "s5": "update down", "s3": "snapshot down", "lone": "raw TCP over the same link"}
     title = f"{fat[0]['payload_bytes'] / 1e6:.4g} MB over {fat[0]['mbit']:g} Mbit/s, by round-trip time"
-    notes = (f"Medians without the first, on connections that have measured the link. {_NOTE}", figure_note(fat[0]))
+    notes = (f"Medians without the first, on connections that have measured the link. {_NOTE}", figure_note(fat))
     return charts.bars_picture(title, notes, groups, "Mbit/s", key)
 
 
@@ -528,5 +528,5 @@ def _delays_picture(rows: Sequence[Row]) -> str:
         groups.append(charts.Group(f"{1e3 * row['rtt_s']:g} ms, queue of {row['queue_bytes'] >> 10} KiB", bars))
     key = {"s0": "busy, median", "lone": "idle, median"}
     title = f"How late heartbeats are over {rows[0]['mbit']:g} Mbit/s"
-    notes = (f"{_BUSY} {_NOTE}", figure_note(rows[0]))
+    notes = (f"{_BUSY} {_NOTE}", figure_note(rows))
     return charts.bars_picture(title, notes, groups, "seconds", key, at="the largest")

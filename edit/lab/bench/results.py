@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import json_text
@@ -36,7 +38,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 def circumstances(label: str = "") -> dict[str, Any]:
-    """Return what every row begins with: date, commit, machine, and the load (a mean over one minute) before it."""
+    """Return what every row begins with: date, commit, machine, who computes (torch or numba), load (a mean over a minute)."""
     now = datetime.now(UTC)
     return {
         "date": now.date().isoformat(),
@@ -44,6 +46,7 @@ def circumstances(label: str = "") -> dict[str, Any]:
         "label": label,
         "commit": _commit(),
         "machine": f"{cpu_model()}, {os.cpu_count()} cores, torch {metadata.version('torch')}",
+        "kernels": _kernels(),
         "load_before": round(os.getloadavg()[0], 2),
     }
 
@@ -54,6 +57,11 @@ def cpu_model() -> str:
     text = info.read_text(encoding="utf-8") if info.exists() else ""
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+def _kernels() -> str:
+    """Return "torch", or "numba" with its version."""
+    return re.split(r"[,(]", kernels.load().removeprefix("kernels: "))[0].strip()
 
 
 def _commit() -> str:
@@ -85,10 +93,13 @@ def write_picture(path: Path, text: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def figure_note(row: Row) -> str:
-    """Return where and when a row was measured, for the head of a picture or a table."""
+def figure_note(rows: Sequence[Row]) -> str:
+    """Return where and when rows of one run were measured, for the head of a picture or a table."""
+    row, loads = rows[0], sorted(row["load_before"] for row in rows)
     commit = f", commit {row['commit']}" if row.get("commit") else ""
-    return f"{row['date']}{commit}. {row['machine']}; load before it {row['load_before']}."
+    load = f"{loads[0]:.1f}" if loads[0] == loads[-1] else f"{loads[0]:.1f} to {loads[-1]:.1f}"
+    computes = f", kernels {row['kernels']}" if row.get("kernels") else ""
+    return f"{row['date']}{commit}. {row['machine']}{computes}; load before each {load}."
 
 
 def last_line(error: Exception) -> str:

@@ -168,7 +168,7 @@ def table(rows: Sequence[Row]) -> Table:
     """Return the rows as a table."""
     head = ("system", "peers", "load", "s", "best s", "CPU s", "best CPU s", "how")
     body = [_cells(row) for row in rows]
-    made = results_table(_title(rows), head, body, f"{_NOTE} {figure_note(rows[0])}")
+    made = results_table(_title(rows), head, body, f"{_NOTE} {figure_note(rows)}")
     made.columns[-1].justify = "left"
     made.columns[-1].no_wrap = False
     return made
@@ -190,7 +190,7 @@ def picture(rows: Sequence[Row]) -> str:
         of_these = sorted((row for row in rows if row["peers"] == peers), key=lambda row: row.get("round_s", float("inf")))
         groups.append(Group(f"{peers} peers", [_bar(row) for row in of_these]))
     key = {"s0": "this project: mutual TLS, penalty, journal", "lone": "other systems"}
-    notes = (_NOTE, figure_note(rows[0]))
+    notes = (_NOTE, figure_note(rows))
     return bars_picture(_title(rows), notes, groups, "seconds", key, at="CPU seconds", log=True)
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from edit.errors import ConfigError
 from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions, row_of
-from edit.lab.bench.results import append_lines, circumstances
+from edit.lab.bench.results import append_lines, circumstances, figure_note
 from edit.lab.bench.rivals.environments import Environments
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.cli import app
@@ -124,6 +124,12 @@ def test_a_picture_of_nothing_is_an_svg_too() -> None:
     assert "failed" in ElementTree.fromstring(empty).itertext()
 
 
+def test_a_note_has_the_range_of_the_load() -> None:
+    assert figure_note([BEGINS]) == "2026-11-22, commit 0123abc. a <machine>; load before each 0.2."
+    note = figure_note([{**BEGINS, "kernels": "numba 0.62.1"}, {**BEGINS, "load_before": 3.0}])
+    assert note.endswith("a <machine>, kernels numba 0.62.1; load before each 0.2 to 3.0.")
+
+
 def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
     path = tmp_path / "more" / "rows.jsonl"
     append_lines(path, [circumstances("a try")])
@@ -131,6 +137,7 @@ def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert (first["label"], second) == ("a try", {"seconds": 1.0})
     assert {"date", "time", "machine", "load_before", "commit"} < set(first)
+    assert first["kernels"].split()[0] in ("torch", "numba")
 
 
 def test_codecs_are_measured_and_printed_as_json() -> None:
