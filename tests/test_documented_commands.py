@@ -128,7 +128,9 @@ def check_ours(program: str, arguments: Sequence[str]) -> None:
     group = GROUPS[program]
     with group.make_context(program, list(arguments), resilient_parsing=False) as context:
         name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
-        if len(arguments) > 1 and hasattr(command, "commands"):
+        if hasattr(command, "commands"):
+            if not rest:
+                return  # the group is named
             name, command, rest = command.resolve_command(context, rest)
         if len(arguments) > 1 or program == "edit-lab":  # `edit-peer join` alone names the command
             command.make_context(name, rest, parent=context).close()
