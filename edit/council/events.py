@@ -146,11 +146,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """From the owner: I do not serve this grant. From a verifier: what its owner offers is wrong. The part changes hands."""
+    """From the owner: I do not serve this grant. From a verifier: what its owner offers is wrong. Another grant is needed."""
 
     part: int
     grant: int
     reason: str
+    away: bool  # whether others should have the part, if they can
 
     def __post_init__(self) -> None:
         _check_counts(self.part, self.grant)

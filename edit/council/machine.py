@@ -25,10 +25,12 @@ Who counts
     lists. So of two members the older goes on alone.
 
 Elections
- 3. A voter that has not heard a leader for 1 to 1.5 leases, or whose connection to the leader broke 0.02 to 0.22 s ago, asks
-    for a trial vote; a quorum of these lets it take the next term, vote for itself, on disk, and ask for votes. Whoever hears
-    a leader refuses a trial and ignores the other. Else a vote is given once per term, on disk first, to a candidate whose
-    stamp is at least the one here. A refusal carries the refuser's term, so that a candidate that is behind learns it.
+ 3. A voter that has not heard a leader for 1 to 1.5 leases, or whose connection to the leader broke 0.02 to 0.22 s ago (and up
+    to two round trips more), asks for a trial vote; a quorum of these lets it take the next term, vote for itself, on disk,
+    and ask for votes. Whoever hears a leader refuses a trial and ignores the other. Else a vote is given once per term, on
+    disk first, to a candidate whose stamp is at least the one here. A refusal carries the refuser's term, so that a candidate
+    that is behind learns it. A candidate that cannot win any more asks for another trial after as short a time; one that
+    hears too little after three round trips, at least a lease, and up to twice as long.
  4. The winner stamps its record with the term as a new version, and so commits whatever it had accepted before.
 
 Versions
@@ -53,15 +55,15 @@ Members and voters
 Owners
 11. A part whose owner, or a verifier of it, was silent for a lease, or whose connection broke, goes to the live voter with the
     fewest parts that is up to date on it, with the next grant. A new leader gives the one that it replaces no fresh lease. The
-    owner may Release a grant; it does so when it was restarted, because the engine before may have offered something. A
-    verifier may Release what it disputes; then others get the part, if there are others. Where loads differ by two or more,
-    one part moves to a voter that has been live for 5 leases.
+    owner may Release a grant: when it was restarted, because the engine before may have offered something, and when its disk
+    fails. A verifier may Release what it disputes; then others get the part, if there are others. Where loads differ by two
+    or more, one part moves to a voter that has been live for 5 leases.
 12. An owner's update is held when its grant, its outer step and its base are those of the record and the state here; it
     replaces only what was held for an older grant. When it is on disk the leader hears of it: Accepted says what is held. See
     `edit.council.parts`.
 13. An update becomes the outer step when its grant is the record's, its outer step the next, its base the record's digest, and
     when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed.
-14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed.
+14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion.
 
@@ -222,7 +224,7 @@ class Council:
         self._saved, self._timing, self._now = saved, timing, now
         self._effects: list[Effect] = []
         self._round_trips: dict[str, list[float]] = {}  # seconds, by peer_id, the last SAMPLES
-        self._electors, self._measured_lease_s, self._lease_s = frozenset[str](), 0.0, 0.0
+        self._electors, self._round_trip_s, self._measured_lease_s, self._lease_s = frozenset[str](), 0.0, 0.0, 0.0
         self._note_record()
         self._connected = set[str]()
         self._parts = Parts(self._me, states, self._connected, self._effects.append, self._tell_leader, self._say_states)
@@ -235,7 +237,7 @@ class Council:
         self._election_at = now + self._lease_s * (1 + self._draw() / 2)
         self._hello_at = now
         self._leaving = False
-        self._votes = set[str]()  # a candidate's, by name
+        self._votes, self._refused = set[str](), set[str]()  # a candidate's, by name
 
         # a leader's:
         self._draft: Record | None = None  # what the next version changes, with the stamp of the present one
@@ -331,7 +333,7 @@ class Council:
             case Ended():
                 self._parts.ended(event)
             case Disputed(part, grant, reason):
-                self._parts.dispute(Release(part, grant, reason))
+                self._parts.dispute(Release(part, grant, reason, away=True))
             case Evict() | SetPhase():
                 self._order(event)
             case LeaveAsked():
@@ -393,7 +395,7 @@ class Council:
             self._heard[peer_id].broken = True
         if peer_id == self._leader and self._hears_leader:
             self._leader_at = -math.inf
-            self._election_at = min(self._election_at, self._now + 0.02 + 0.2 * self._draw())
+            self._stand_soon()
 
     def _advance(self) -> None:
         """What time, and the event before, make due."""
@@ -420,16 +422,21 @@ class Council:
 
     def _elect(self) -> None:
         """The trial was won: take the next term."""
-        self.role, self._votes = Role.CANDIDATE, {self._me}
+        self.role, self._votes, self._refused = Role.CANDIDATE, {self._me}, set()
         self._save(term=self.term + 1, vote=self._me)  # I6
         self._ask_all(self.term)
         if self._agreed(self._votes):
             self._win()
 
     def _ask_all(self, term: int) -> None:
-        self._election_at = self._now + self._lease_s * (1 + self._draw() / 2)
+        answers_s = max(self._timing.lease_s, 3 * self._round_trip_s)
+        self._election_at = self._now + answers_s * (1 + self._draw())
         ask = Ask(term, self._stamp, self.role is Role.TRIAL, self._now)
         self._emit_each(self._electors - {self._peer_id}, ask)
+
+    def _stand_soon(self) -> None:
+        """Ask for a trial after a moment that differs between members by more than a message takes."""
+        self._election_at = min(self._election_at, self._now + 0.02 + (0.2 + 2 * self._round_trip_s) * self._draw())
 
     def _win(self) -> None:
         record = self._saved.record
@@ -471,7 +478,11 @@ class Council:
         self._measure(sender, vote.echo)
         if not vote.granted and vote.term > self.term:
             self._follow_term(vote.term)
-            self._election_at = min(self._election_at, self._now + 0.02 + 0.2 * self._draw())
+            self._stand_soon()
+        elif not vote.granted and not vote.trial and self.role is Role.CANDIDATE and vote.term == self.term:
+            self._refused.add(sender)
+            if not self._agreed({*self._names} - self._refused):  # the votes are split
+                self._stand_soon()
         elif vote.granted and vote.trial and self.role is Role.TRIAL and vote.term == self.term + 1:
             self._votes.add(sender)
             if self._agreed(self._votes):
@@ -690,7 +701,7 @@ class Council:
             return
         part = record.parts[message.part]
         if isinstance(message, Release) and peer_id in (part.owner, *part.verifiers):
-            self._moved[message.part] = set() if peer_id == part.owner else {part.owner, peer_id}
+            self._moved[message.part] = {part.owner, peer_id} if message.away else set()
             self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
         elif isinstance(message, Ended) and peer_id == part.owner:
             self._ended[message.part] = message.grant
@@ -718,8 +729,9 @@ class Council:
         if self.role is not Role.LEADER or record is None:
             self._effects.append(Refused(f"ask the leader, {self.leader}" if self.leader else "there is no leader now"))
         elif isinstance(order, SetPhase):
-            self._ended = {}
-            self._draft = replace(record, phase=order.phase)
+            again = order.phase is Phase.RUNNING and record.phase in (Phase.DRAINING, Phase.FINISHED)
+            parts = tuple(replace(part, grant=part.grant + again) for part in record.parts)  # engines that ended begin again
+            self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts)
         elif order.peer_id not in record.members or len(record.members) == 1:
             self._effects.append(Refused(f"{order.peer_id} is not a member, or the only one"))
         else:
@@ -759,8 +771,8 @@ class Council:
     def _note_lease(self) -> None:
         """Rule 8."""
         shortest = [min(samples) for peer_id, samples in self._round_trips.items() if peer_id in self._electors]
-        measured = ROUND_TRIPS * median_low(shortest) if shortest else 0.0
-        self._measured_lease_s = min(max(self._timing.lease_s, measured), MOST_LEASE_S)
+        self._round_trip_s = median_low(shortest) if shortest else 0.0
+        self._measured_lease_s = min(max(self._timing.lease_s, ROUND_TRIPS * self._round_trip_s), MOST_LEASE_S)
         self._lease_s = max(self.record.lease_s if self.record is not None else 0.0, self._measured_lease_s)
 
     # -- what is known of itself -------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Parts:
                 mine.ended = None
             if first and part.owner == self._peer_id:
                 # I4: an engine before this process may have offered an update under this grant; this one makes another
-                mine.to_release = Release(i, part.grant, "the owner was restarted")
+                mine.to_release = Release(i, part.grant, "it was restarted", away=False)
                 self._tell_leader(mine.to_release)
             self._follow(i, part)
 
@@ -155,7 +155,7 @@ class Parts:
         if isinstance(event.work, Hold):
             mine.staging = None
             if mine.own == event.work.update:
-                mine.own, mine.to_release = None, Release(event.part, event.work.update.grant, event.reason)
+                mine.own, mine.to_release = None, Release(event.part, event.work.update.grant, event.reason, away=True)
                 self._tell_leader(mine.to_release)
             return
         mine.moving = None

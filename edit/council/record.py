@@ -252,10 +252,7 @@ class Record:
             if i not in avoid and served:
                 continue
             able = sorted({*fit[i]} - avoid.get(i, frozenset())) or sorted(fit[i])
-            if i not in avoid and part.owner in able:
-                able = [part.owner, *(peer_id for peer_id in able if peer_id != part.owner)]  # only its verifiers change
-            else:
-                able = sorted(able, key=[other.owner for other in parts].count)
+            able.sort(key=lambda peer_id: (peer_id != part.owner, [other.owner for other in parts].count(peer_id)))
             if able:
                 verifiers = tuple(able[1 : 1 + self.verify])
                 parts[i] = replace(part, owner=able[0], grant=part.grant + 1, verifiers=verifiers)

@@ -1,0 +1,308 @@
+"""Who is a member, and who votes: joining, leaving, eviction, lives, lineages, orders; and messages that do not count."""
+
+from __future__ import annotations
+
+import pytest
+
+from edit.council import events as ev
+from edit.council.machine import FAR
+from edit.council.record import MOST_COUNT, Member, PartState, Phase, Record, Stamp
+from tests.support.council.table import LEASE_S, Table, start_digest
+
+
+def versions_of(table: Table, peer_id: str) -> list[Record]:
+    return [committed.record for committed in table.done(ev.Committed, peer_id)]
+
+
+def test_a_peer_that_joins_is_a_member_then_has_all_parts_then_votes() -> None:
+    table = Table("a", owners="aa", blank="b")
+    table.run(3 * LEASE_S)
+    assert table.record.voters == ("a#1", "b#1") and table.steps() == {"a": 0, "b": 0}
+    seen = [(len(r.members), len(r.voters), len(r.before)) for r in versions_of(table, "a")]
+    assert sorted({*seen}, key=seen.index) == [(1, 1, 0), (2, 1, 0), (2, 2, 1), (2, 2, 0)]
+
+
+def test_a_member_without_the_parts_does_not_vote() -> None:
+    table = Table("a", blank="b")
+    table.works = False
+    table.run(3 * LEASE_S)
+    assert {*table.record.members} == {"a", "b"} and table.record.voters == ("a#1",)
+
+
+def test_at_most_seven_vote() -> None:
+    table = Table("a", learners="bcdefghi")
+    table.run(3 * LEASE_S)
+    assert len(table.record.voters) == 7 and len(table.record.members) == 9 and table.record.before == ()
+
+
+def test_the_voters_change_only_when_a_quorum_of_the_new_ones_is_up_to_date() -> None:
+    table = Table("a", learners="bc")
+    table.cut = {"b", "c"}
+    table.run(3 * LEASE_S)
+    assert table.record.voters == ("a#1",), "nobody is there"
+    table.cut = set()
+    table.run(LEASE_S)
+    assert len(table.record.voters) == 3
+
+
+def test_a_voter_that_is_silent_for_long_votes_no_more_and_comes_back_at_the_end() -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.cut = {"b"}
+    table.run(11 * LEASE_S)
+    assert table.record.voters == ("a#1", "c#1") and "b" in table.record.members
+    table.cut = set()
+    table.run(2 * LEASE_S)
+    assert table.record.voters == ("a#1", "c#1", "b#1")
+
+
+def test_a_member_that_lost_its_disk_comes_back_in_another_life() -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.kill("c")
+    table.wipe("c", 2)
+    table.start("c")
+    table.run(3 * LEASE_S)
+    assert table.record.voters == ("a#1", "b#1", "c#2") and {*table.steps().values()} == {0}
+
+
+def test_an_older_life_is_refused() -> None:
+    table = Table("ab")
+    table.elect("a")
+    table.kill("b")
+    table.wipe("b", 5)
+    table.start("b")
+    table.run(2 * LEASE_S)
+    before = table.record
+    table.say("b#4", "a", ev.Hello(Stamp(0, 0, 0), Member(incarnation=4)))
+    table.run(LEASE_S / 2)
+    assert before.voters == ("a#1", "b#5") and table.record.members == before.members
+    assert any("older folder" in notice.text for notice in table.done(ev.Noticed, "a"))
+
+
+def test_a_life_is_what_the_shell_says_and_not_the_message() -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.say("c#1", "a", ev.Hello(table.record.stamp, Member(incarnation=9)))
+    table.run(LEASE_S)
+    assert table.record.members["c"].incarnation == 1
+
+
+def test_a_member_that_moves_is_found_at_its_new_address() -> None:
+    table = Table("ab")
+    table.elect("a")
+    table.say("b#1", "a", ev.Hello(table.record.stamp, Member(incarnation=1, addresses=("elsewhere:1",))))
+    table.deliver()
+    assert table.record.members["b"].addresses == ("elsewhere:1",)
+
+
+def test_a_member_that_was_away_while_all_voters_changed_learns_of_them() -> None:
+    table = Table("abc", blank="de")
+    table.elect("a")
+    table.kill("c")
+    table.run(12 * LEASE_S)
+    assert {*table.record.voters} == {"a#1", "b#1", "d#1", "e#1"}
+    for peer_id in "ab":
+        table.handle(table.leaders[0], ev.Evict(peer_id, "gone"))
+        table.run(2 * LEASE_S)
+        table.kill(peer_id)
+        table.run(3 * LEASE_S)
+    assert {*table.record.members} == {"c", "d", "e"}
+    table.start("c")
+    table.run(4 * LEASE_S)
+    assert "c#1" in table.record.voters and len(table.leaders) == 1
+
+
+# -- leaving, eviction -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaver", "abc")
+def test_a_member_leaves_within_three_leases_and_hands_its_parts_over(leaver: str) -> None:
+    table = Table("abc", owners="abc")
+    table.elect("a")
+    table.handle(leaver, ev.LeaveAsked())
+    table.run(2 * LEASE_S)
+    assert leaver not in table.record.members and leaver not in {part.owner for part in table.record.parts}
+    assert len(table.record.voters) == 2 and table.record.before == ()
+    last = versions_of(table, leaver)[-1]
+    assert leaver not in last.members and f"{leaver}#1" not in last.electors, "it knows, and can end"
+    table.kill(leaver)
+    table.run(3 * LEASE_S)
+    assert len(table.leaders) == 1
+
+
+def test_the_last_member_does_not_leave() -> None:
+    table = Table("a")
+    table.elect("a")
+    table.handle("a", ev.LeaveAsked())
+    table.run(2 * LEASE_S)
+    assert {*table.record.members} == {"a"}
+
+
+def test_an_evicted_member_gets_nothing_any_more_and_cannot_come_back() -> None:
+    table = Table("abc", owners="abc")
+    table.elect("a")
+    table.handle("a", ev.Evict("b", "it lied"))
+    table.run(LEASE_S)
+    assert table.record.evicted == {"b": "it lied"} and "b" not in {part.owner for part in table.record.parts}
+    assert table.record.voters == ("a#1", "c#1")
+    for message in (
+        ev.Hello(table.record.stamp, Member(incarnation=1)),
+        ev.Ask(99, Stamp(1, 98, 1), False),
+        ev.Ask(99, Stamp(1, 98, 1), True),
+        ev.Leave(),
+    ):
+        assert table.say("b#1", "a", message) == [] == table.say("b#1", "c", message)
+    assert table.say("b#2", "a", ev.Hello(Stamp(0, 0, 0), Member(incarnation=2))) == []
+    table.run(2 * LEASE_S)
+    assert "b" not in table.record.members and table.record.term < 99
+
+
+@pytest.mark.parametrize("evicted", "ab")
+def test_a_leader_is_evicted_like_any_other(evicted: str) -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.handle("a", ev.Evict(evicted, "an order"))
+    table.run(3 * LEASE_S)
+    assert evicted not in table.record.members and len([p for p in table.leaders if p != evicted]) == 1
+
+
+def test_orders_are_given_to_the_leader() -> None:
+    table = Table("abc")
+    table.elect("a")
+    assert table.handle("b", ev.SetPhase(Phase.PAUSED)) == [ev.Refused("ask the leader, a")]
+    assert table.handle("a", ev.Evict("z", "who?")) == [ev.Refused("z is not a member, or the only one")]
+
+
+@pytest.mark.parametrize("phase", [Phase.PAUSED, Phase.DRAINING])
+def test_a_phase_is_a_version_that_every_member_gets(phase: Phase) -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.handle("a", ev.SetPhase(phase))
+    table.run(LEASE_S)
+    assert {council.committed.phase for council in table.councils.values() if council.committed} == {phase}
+
+
+def test_the_run_is_finished_when_all_engines_have_ended_and_goes_on_when_it_is_resumed() -> None:
+    table = Table("abc", owners="ab")
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.handle("c", ev.SetPhase(Phase.DRAINING))
+    table.run(LEASE_S / 2)
+    for i, part in enumerate(table.record.parts):
+        assert table.record.phase is Phase.DRAINING
+        table.handle(part.owner, ev.Ended(i, part.grant))
+        table.mail.clear()  # lost, and said again
+        table.run(LEASE_S / 2)
+    assert table.record.phase is Phase.FINISHED
+    first = table.record.parts[0]
+    table.make(first.owner)
+    table.run(LEASE_S / 2)
+    assert table.record.parts[0].outer_step == 0, "no outer step after the end"
+    table.handle("c", ev.SetPhase(Phase.RUNNING))
+    table.say(f"{first.owner}#1", "c", ev.Ended(0, first.grant))  # late
+    table.run(LEASE_S)
+    assert table.record.phase is Phase.RUNNING and table.record.parts[0].grant > first.grant
+    table.make(table.record.parts[0].owner)
+    table.run(LEASE_S / 2)
+    assert table.record.parts[0].outer_step == 1
+
+
+# -- lineages --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_survivor_recovers_and_the_others_join_anew() -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.kill("a")
+    table.kill("b")
+    table.run(3 * LEASE_S)
+    assert table.leaders == []
+    del table.councils["c"]
+    table.disks["c"] = table.disks["c"].recovered("c", table.states["c"])
+    table.start("c")
+    table.start("b")  # of the old lineage
+    table.run(3 * LEASE_S)
+    assert table.leaders == ["c"] and {*table.record.members} == {"c"} and table.record.lineage == 2
+    assert any("joins anew" in notice.text for notice in table.done(ev.Noticed, "c"))
+    table.kill("b")
+    table.wipe("b", 2)
+    table.start("b")
+    table.run(3 * LEASE_S)
+    assert table.record.voters == ("c#1", "b#2")
+
+
+def test_messages_of_another_lineage_do_not_count() -> None:
+    table = Table("abc")
+    table.elect("a")
+    other = Stamp(2, table.record.term, 99)
+    table.say("b#1", "c", ev.Append(other, other))
+    table.say("b#1", "a", ev.Accepted(table.record.term, other, ()))
+    assert table.say("b#1", "c", ev.Ask(9, other, False)) == []
+    assert table.councils["c"].leader == "a"
+
+
+# -- messages that do not count --------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_gets_nothing() -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.cut = {"a"}
+    table.run(1.1 * LEASE_S, only="")
+    before = table.record
+    stamp = Stamp(1, 99, 1)
+    for message in (ev.Ask(99, stamp, True), ev.Ask(99, stamp, False), ev.Append(stamp, stamp), ev.Accepted(99, stamp, ())):
+        for stranger in ("z#1", "b#2"):
+            assert table.say(stranger, "c", message) == []
+    assert table.record == before and table.councils["c"].term == before.term
+
+
+@pytest.mark.parametrize("term", [FAR + 10, MOST_COUNT])
+def test_a_member_that_lies_about_terms_does_not_use_them_up(term: int) -> None:
+    table = Table("abc")
+    table.elect("a")
+    stamp = Stamp(1, term, 1)
+    for message in (ev.Append(stamp, stamp), ev.Accepted(term, stamp, ()), ev.Vote(term, False, True)):
+        for peer_id in "ac":
+            table.say("b#1", peer_id, message)
+    assert {council.term for council in table.councils.values()} == {2}
+
+
+def test_a_member_that_lies_about_round_trips_does_not_stretch_the_lease() -> None:
+    table = Table("abc")
+    table.elect("a")
+    for _ in range(20):
+        table.run(LEASE_S / 4)
+        for echo in (table.now - 30, float("nan"), float("-inf"), table.now + 30):
+            table.say("b#1", "a", ev.Accepted(table.record.term, table.record.stamp, (), echo))
+    assert table.record.lease_s == LEASE_S
+
+
+def test_a_member_that_claims_states_it_cannot_have_is_no_harm_to_the_others() -> None:
+    table = Table("abc")
+    table.elect("a")
+    states = tuple(PartState(10**6, start_digest(9)) for _ in range(1000))
+    table.say("b#1", "a", ev.Accepted(table.record.term, table.record.stamp, states))
+    table.run(LEASE_S)
+    assert table.record.parts[0].outer_step == 0 and table.leaders == ["a"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ev.Ask(-1, Stamp(1, 1, 1), True),
+        lambda: ev.Ask(MOST_COUNT + 1, Stamp(1, 1, 1), True),
+        lambda: ev.Vote(1.5, True, True),  # type: ignore[arg-type]
+        lambda: ev.Append(Stamp(1, 1, 1), Stamp(1, 1, 2)),
+        lambda: ev.Append(Stamp(1, 1, -1), Stamp(0, 0, 0)),
+        lambda: ev.Append(Stamp(1, 1, 2), Stamp(0, 0, 0), Table("a").first),
+        lambda: ev.Accepted(1, Stamp(1, 1, 1), (PartState(),) * 1025),
+        lambda: ev.Release(0, -1, "x", False),
+        lambda: ev.Release(0, 1, "\x1b", False),
+        lambda: ev.Ended(-1, 0),
+    ],
+)
+def test_messages_with_values_out_of_bounds_cannot_be_made(make: object) -> None:
+    with pytest.raises(ValueError):
+        make()  # type: ignore[operator]

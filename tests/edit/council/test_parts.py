@@ -1,0 +1,278 @@
+"""Outer steps of parts: an owner that changes at each point of one, members that are behind, verifiers, damage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from edit.council import events as ev
+from edit.council.record import PartState
+from edit.errors import LocalProtocolError
+from tests.support.council.table import LEASE_S, Table, start_digest, update
+
+
+def led(*, council_of: str = "abc", leader: str = "c", owners: str = "a") -> Table:
+    """A table whose leader is not the owner, and whose engine serves the part."""
+    table = Table(council_of, owners=owners)
+    table.elect(leader)
+    table.run(LEASE_S / 2)
+    assert table.done(ev.Serve, owners[0]), "after a start the owner has released its grant, and got another"
+    return table
+
+
+def test_an_outer_step_is_committed_by_those_who_hold_it_and_adopted_by_all() -> None:
+    table = led()
+    made = table.make("a")
+    assert table.steps() == {"a": 0, "b": 0, "c": 0}, "held, and not agreed on yet"
+    table.deliver()
+    assert table.steps() == {"a": 1, "b": 1, "c": 1}
+    part = table.record.parts[0]
+    assert (part.outer_step, part.update, part.digest) == (1, made.id, made.digest)
+    assert {states[0].digest for states in table.states.values()} == {made.digest}
+
+
+def test_one_grant_makes_one_update_to_an_outer_step() -> None:
+    table = led()
+    table.cut = {"b", "c"}
+    first = table.make("a", content="one")
+    second = update(0, 1, first.grant, first.base, "two")
+    assert [type(effect) for effect in table.handle("a", ev.Made(second))] == [ev.Refused]
+    table.cut = set()
+    table.run(LEASE_S)
+    assert table.record.parts[0].update == first.id
+
+
+def test_an_owner_that_dies_before_its_offer_is_replaced_and_another_makes_the_step() -> None:
+    table = led()
+    grant = table.record.parts[0].grant
+    table.kill("a")
+    table.run(LEASE_S)
+    part = table.record.parts[0]
+    assert part.owner in "bc" and part.grant == grant + 1
+    table.make(part.owner)
+    table.deliver()
+    assert table.steps() == {"b": 1, "c": 1}
+
+
+def test_an_owner_that_dies_when_too_few_hold_its_update_loses_it() -> None:
+    table = Table("abcde")
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.cut = {"c", "d", "e"}
+    lost = table.make("a", content="lost")  # a and b hold it
+    assert table.states["b"][0].held == lost
+    table.cut = set()
+    table.mail.clear()
+    table.kill("a")
+    table.run(LEASE_S)
+    owner = table.record.parts[0].owner
+    other = table.make(owner, content="other")
+    table.deliver()
+    assert table.record.parts[0].update == other.id and {*table.steps().values()} == {1}, "b let go of the older grant's"
+    table.start("a")
+    table.run(LEASE_S)
+    assert table.states["a"][0] == PartState(1, other.digest), "what it held itself counts for nothing"
+
+
+def test_an_owner_that_dies_when_a_quorum_holds_its_update_is_not_needed_any_more() -> None:
+    table = led()
+    made = table.make("a")
+    del table.councils["a"]
+    table.deliver(lambda mail: mail[0] != "a#1")
+    for peer_id in "bc":
+        table.handle(peer_id, ev.Disconnected("a"))
+    table.run(LEASE_S)
+    assert table.record.parts[0].update == made.id and table.steps() == {"b": 1, "c": 1}
+    assert table.record.parts[0].owner in "bc"
+
+
+def test_the_word_of_those_who_hold_it_may_be_lost_and_is_said_again() -> None:
+    table = led()
+    table.make("a")
+    table.deliver(lambda mail: not isinstance(mail[2], ev.Accepted))
+    assert {*table.steps().values()} == {0}
+    table.run(LEASE_S / 2)
+    assert {*table.steps().values()} == {1}
+
+
+def test_a_leader_that_dies_before_the_commit_leaves_the_step_to_the_next() -> None:
+    table = led()
+    made = table.make("a")
+    table.mail.clear()  # the leader hears of no holder but itself
+    table.kill("c")
+    table.run(2 * LEASE_S)
+    assert table.record.parts[0].update == made.id and table.steps() == {"a": 1, "b": 1}
+
+
+def test_a_leader_that_dies_after_the_commit_leaves_it_committed() -> None:
+    table = led()
+    made = table.make("a")
+    table.deliver(lambda mail: not (isinstance(mail[2], ev.Append) and mail[2].committed == mail[2].stamp))
+    assert table.steps() == {"a": 0, "b": 0, "c": 1}, "only the leader knows"
+    table.kill("c")
+    table.run(2 * LEASE_S)
+    assert table.record.parts[0].update == made.id and table.steps() == {"a": 1, "b": 1}
+
+
+def test_an_old_owner_that_wakes_up_is_refused() -> None:
+    table = led()
+    table.cut = {"a"}
+    table.run(2 * LEASE_S)
+    assert table.record.parts[0].owner != "a"
+    stale = table.make("a", content="stale")
+    assert table.states["a"][0].held == stale, "it does not know yet"
+    table.cut = set()
+    for peer_id in "bc":
+        assert [type(e) for e in table.handle(peer_id, ev.Offered("a#1", stale))] == [ev.Refused]
+    table.run(LEASE_S)
+    assert table.done(ev.Cease, "a") and table.record.parts[0].outer_step == 0
+
+
+def test_an_owner_that_is_restarted_does_not_go_on_with_its_grant() -> None:
+    table = led()
+    table.cut = {"c"}
+    first = table.make("a", content="one")
+    table.cut = set()
+    table.mail.clear()
+    del table.councils["a"]  # so quickly that nobody notices
+    table.start("a")
+    table.run(LEASE_S)
+    assert table.record.parts[0].grant > first.grant
+    assert [serve.grant for serve in table.done(ev.Serve)] == sorted({serve.grant for serve in table.done(ev.Serve)})
+
+
+def test_a_member_that_missed_updates_fetches_from_another() -> None:
+    table = led()
+    table.cut = {"b"}
+    for _ in range(3):
+        table.make("a")
+        table.deliver()
+    assert table.steps() == {"a": 3, "b": 0, "c": 3}
+    table.cut = set()
+    table.run(LEASE_S)
+    assert table.steps() == {"a": 3, "b": 3, "c": 3}
+    assert all(not fetch.snapshot for fetch in table.done(ev.Fetch, "b"))
+
+
+def test_a_fetch_that_fails_is_tried_elsewhere() -> None:
+    table = led()
+    table.cut = {"b"}
+    table.make("a")
+    table.deliver()
+    table.works, table.cut = False, set()
+    table.run(LEASE_S)
+    for source in ("a", "c", "a"):
+        (fetch,) = table.done(ev.Fetch, "b")
+        assert fetch.source == source
+        table.log.clear()
+        table.handle("b", ev.Failed(0, fetch, "broken"))
+        table.run(LEASE_S / 4)
+
+
+def test_damage_is_mended_by_a_snapshot() -> None:
+    table = led()
+    table.make("a")
+    table.deliver()
+    table.states["b"][0] = PartState(1, start_digest(7))
+    table.kill("b")
+    table.start("b")
+    table.run(LEASE_S)
+    (fetch,) = table.done(ev.Fetch, "b")
+    assert fetch.snapshot and table.states["b"][0] == table.states["a"][0]
+    assert any("damaged" in notice.text for notice in table.done(ev.Noticed, "b"))
+
+
+def test_a_damaged_member_holds_no_update_of_the_others() -> None:
+    table = led()
+    table.kill("b")
+    table.states["b"][0] = PartState(0, start_digest(7))
+    table.works = False
+    table.start("b")
+    table.run(LEASE_S / 2)
+    made = update(0, 1, table.record.parts[0].grant, start_digest(0))
+    assert "differs" in table.councils["b"].why_refused("a#1", made)
+
+
+def test_what_nobody_asked_for_is_a_bug_of_the_shell() -> None:
+    table = led()
+    with pytest.raises(LocalProtocolError):
+        table.handle("b", ev.Applied(0, 5, start_digest(0)))
+    with pytest.raises(LocalProtocolError):
+        table.handle("b", ev.Held(update(0, 1, 1, start_digest(0))))
+
+
+def test_an_update_that_cannot_be_written_costs_its_grant() -> None:
+    table = led()
+    table.works = False
+    made = table.make("a")
+    (hold,) = table.done(ev.Hold, "a")
+    table.handle("a", ev.Failed(0, hold, "the disk is full"))
+    table.works = True
+    table.run(LEASE_S)
+    assert table.record.parts[0].grant > made.grant
+
+
+# -- verifiers -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_needs_its_verifiers() -> None:
+    table = Table("abcde", verify=1)
+    table.elect("e")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    (verifier,) = part.verifiers
+    assert verifier != part.owner
+    table.works = False
+    made = table.make(part.owner)
+    for peer_id in {*"abcde"} - {verifier}:
+        if peer_id != part.owner:
+            table.handle(peer_id, ev.Offered(f"{part.owner}#1", made))
+        table.handle(peer_id, ev.Held(made))
+    table.deliver()
+    assert table.record.parts[0].outer_step == 0, "four of five hold it, but not the one that computes it, too"
+    table.handle(verifier, ev.Offered(f"{part.owner}#1", made))
+    table.handle(verifier, ev.Held(made))
+    table.deliver()
+    assert table.record.parts[0].outer_step == 1
+
+
+def test_what_a_verifier_disputes_goes_to_others_and_says_who() -> None:
+    table = Table("abcd", verify=1)
+    table.elect("d")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    (verifier,) = part.verifiers
+    table.handle(verifier, ev.Disputed(0, part.grant, "outer step 1 is another"))
+    table.run(LEASE_S)
+    after = table.record.parts[0]
+    assert after.grant > part.grant and {part.owner, verifier}.isdisjoint({after.owner, *after.verifiers})
+    assert any(f"owned by {part.owner}: {verifier} says" in notice.text for notice in table.done(ev.Noticed))
+
+
+def test_only_the_owner_and_the_verifiers_release_a_part() -> None:
+    table = led()
+    before = table.record.parts
+    table.say("b#1", "c", ev.Release(0, before[0].grant, "I want it", True))
+    table.run(LEASE_S / 2)
+    assert table.record.parts == before
+
+
+def test_loads_are_evened_out_when_members_are_steady() -> None:
+    table = Table("abc", owners="aaaaaa")
+    table.elect("a")
+    table.run(3 * LEASE_S)
+    assert [part.owner for part in table.record.parts] == ["a"] * 6
+    table.run(5 * LEASE_S)
+    assert sorted(part.owner for part in table.record.parts) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_an_update_of_another_kind_of_base_is_not_counted() -> None:
+    table = led()
+    grant = table.record.parts[0].grant
+    for base in (start_digest(3), start_digest(0)):
+        held = update(0, 1, grant, base)
+        states = (replace(table.states["b"][0], digest=base, held=held),)
+        for sender in ("a#1", "b#1"):
+            table.say(sender, "c", ev.Accepted(table.record.term, table.record.stamp, states))
+    assert table.record.parts[0].digest == held.digest, "the run's base counts, the other does not"
