@@ -7,6 +7,7 @@ vector are asynchronous, with one wait at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from edit.errors import LocalProtocolError
 
-__all__ = ["as_held", "flatten", "load_fragment", "pseudo_gradient"]
+__all__ = ["as_held", "flatten", "is_finite", "load_fragment", "pseudo_gradient"]
 
 _COPIED = 1 << 24  # elements at a time: where the dtypes differ, torch converts in new memory of the GPU, 64 MiB of fp32
 
@@ -62,6 +63,11 @@ def load_fragment(outer: Tensor, parameters: Sequence[Tensor]) -> None:
         else:
             parameter.copy_(part.view(parameter.shape), non_blocking=True)
     _wait(parameters)
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Return whether no element is NaN or infinite; one pass, which torch.isfinite(...).all() is not."""
+    return not vector.numel() or all(math.isfinite(value.item()) for value in torch.aminmax(vector))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

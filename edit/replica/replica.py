@@ -18,7 +18,7 @@ from edit.errors import RemoteProtocolError
 from edit.fragments.digest import combine, fragment_hash
 from edit.records import EncodedTensor, Here, RolledBack, Snapshot
 from edit.replica.device_copies import Transfers
-from edit.replica.flat import as_held, flatten, load_fragment, pseudo_gradient
+from edit.replica.flat import as_held, flatten, is_finite, load_fragment, pseudo_gradient
 from edit.replica.layout import Layout
 from edit.replica.module_hooks import ParameterModules, reshard
 from edit.replica.ranks import ALONE, Ranks
@@ -204,7 +204,7 @@ class Replica:
 
     def _load(self, fragment_id: int, theta: Tensor, moved: Tensor | None) -> None:
         target = theta
-        if moved is not None and self.layout.ranks.all([bool(torch.isfinite(moved).all())])[0]:
+        if moved is not None and self.layout.ranks.all([is_finite(moved)])[0]:
             target = moved.add_(theta)
         self.load_local(fragment_id, target)
 

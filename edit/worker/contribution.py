@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
 from edit.errors import LocalProtocolError
 from edit.records import Contribution, EncodedTensor
+from edit.replica.flat import is_finite
 from edit.replica.replica import Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.estimator import Estimator
@@ -169,7 +169,7 @@ class ContributionMaker:
         replica = self._replica
         buffers = replica.layout.schema.fragments[i].buffers  # no outer optimizer moves them
         estimate = None if buffers else estimator.estimate(i, replica.outer.fragments[i], delta)
-        if estimate is not None and replica.layout.ranks.all([bool(torch.isfinite(estimate).all())])[0]:
+        if estimate is not None and replica.layout.ranks.all([is_finite(estimate)])[0]:
             replica.load_local(i, estimate)
         sent.deltas[i] = delta
         sent.sent_from[i] = replica.local_fragment(i)

@@ -1,12 +1,14 @@
 """The order of a fragment's elements, the sign of Delta, fp32 whatever the model's dtype."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from edit.errors import LocalProtocolError
 from edit.replica import flat
-from edit.replica.flat import flatten, load_fragment, pseudo_gradient
+from edit.replica.flat import flatten, is_finite, load_fragment, pseudo_gradient
 
 
 def fragment(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -73,6 +75,15 @@ def test_a_vector_of_another_size_is_our_bug(size: int) -> None:
         load_fragment(torch.zeros(size), fragment())
     with pytest.raises(LocalProtocolError):
         pseudo_gradient(torch.zeros(size), fragment())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, -1e-45, 0.0])
+@pytest.mark.parametrize("place", [0, 17, 299])
+def test_a_vector_is_finite_when_every_element_is(value: float, place: int) -> None:
+    vector = torch.randn(300)
+    vector[place] = value
+    assert is_finite(vector) is math.isfinite(value)
+    assert is_finite(torch.empty(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
