@@ -1,9 +1,9 @@
 """Peak memory of the coordinator process with 2, 8 and 32 peers, in bytes per parameter above one that has served nothing.
 
-    python benchmarks/coordinator_memory.py  # 20M parameters, int8 both ways, a buffer of 64 MB: about 6 minutes
+    python benchmarks/coordinator_memory.py  # 40M parameters, int8 both ways, a buffer of 64 MB: about 8 minutes
 
 A real coordinator process; the peers' sides run in this process (their memory is not measured). All contributions of a
-round are sent before the last one completes it, so 32 peers have 640 MB on their way into a 64 MB buffer. The peak is what
+round are sent before the last one completes it, so 32 peers have 1.3 GB on their way into a 64 MB buffer. The peak is what
 the operating system says of the coordinator process (VmHWM), which is reset before each of three phases:
 
     joined      the first round: all peers have just read the first parameters, which stay in memory for a minute (4 bytes)
@@ -148,7 +148,7 @@ def peak(peers: int, parameters: int, buffer_bytes: int) -> tuple[int, dict[str,
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--parameters", type=float, default=20e6)
+    arguments.add_argument("--parameters", type=float, default=40e6)
     arguments.add_argument("--peers", nargs="+", type=int, default=[2, 8, 32])
     arguments.add_argument("--buffer-mb", type=int, default=64)
     arguments.add_argument("--label", default="")

@@ -99,12 +99,19 @@ class _Fragment:
 class OuterState:
     """theta and all that moves it.
 
-    theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. config: its sections penalty, outer,
+    theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. slots: the outer optimizer's state of
+    each, likewise; None: as before its first step. config: its sections penalty, outer,
     codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
     schema, ConfigError when there are more groups than fragments.
     """
 
-    def __init__(self, schema: Schema, config: RunConfig, theta: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        config: RunConfig,
+        theta: Sequence[Tensor],
+        slots: Sequence[dict[str, Tensor]] | None = None,
+    ) -> None:
         if [tuple(part.shape) for part in theta] != [(fragment.numel,) for fragment in schema.fragments]:
             raise LocalProtocolError("theta does not fit the schema's fragments")
         if any(part.dtype != torch.float32 or part.device.type != "cpu" for part in theta):
@@ -120,9 +127,10 @@ class OuterState:
         self._outer_step = 0
         self._injected: Injected | None = None
         self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
+        slots = slots if slots is not None else [_slots(config, fragment) for fragment in schema.fragments]
         self._fragments = [
-            _Fragment(part, fragment_hash(part), _slots(config, fragment), None, None, {}, _largest(part))
-            for fragment, part in zip(schema.fragments, (part.detach().contiguous() for part in theta), strict=True)
+            _Fragment(part, fragment_hash(part), own, None, None, {}, max(map(_largest, (part, *own.values()))))
+            for part, own in zip((part.detach().contiguous() for part in theta), slots, strict=True)
         ]
 
     @property
@@ -412,9 +420,15 @@ class OuterState:
         Raises StorageError when they are damaged or incomplete, ConfigError when they belong to another optimizer or model.
         """
         _check_belongs(schema, config, metadata)
-        state = cls(schema, config, [_take(tensors, f"theta.{i}", f.numel) for i, f in enumerate(schema.fragments)])
-        for i, fragment in enumerate(state._fragments):
-            _restore(i, fragment, tensors, metadata)
+        theta, slots = [], []
+        for i, fragment in enumerate(schema.fragments):
+            with torch.device("meta"):  # names and sizes
+                expected = _slots(config, fragment)
+            theta.append(_take(tensors, f"theta.{i}", fragment.numel))
+            slots.append({name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in expected.items()})
+        state = cls(schema, config, theta, slots)
+        for i, part in enumerate(state._fragments):
+            _restore(i, part, tensors, metadata)
         try:
             state._outer_step = int(metadata["outer_step"])
             state._injected = Injected.from_json(metadata["injected"])
@@ -472,11 +486,9 @@ def _take(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:
 
 
 def _restore(i: int, fragment: _Fragment, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Give a fresh fragment all but its theta. Raises StorageError."""
-    fragment.slots = {name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in fragment.slots.items()}
+    """Give a fragment its residuals and statistics. Raises StorageError."""
     fragment.residual = _residual(tensors, f"residual.{i}", fragment.theta.numel())
     fragment.unrecorded = _residual(tensors, f"unrecorded.{i}", fragment.theta.numel())
-    fragment.largest = max(fragment.largest, *map(_largest, fragment.slots.values()), 0.0)
     if fragment.residual is not None:
         fragment.largest = max(fragment.largest, *(_largest(piece) for _, piece in fragment.residual.pieces()))
     try:
