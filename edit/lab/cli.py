@@ -140,7 +140,7 @@ _Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file,
 _Folder = Annotated[
     Path | None, typer.Option(help="Folder of the other systems' environments.", show_default="edit/rivals in the cache folder")
 ]
-_TorchIndex = Annotated[str, typer.Option(help="A further index for pip, for a torch without CUDA.")]
+_TorchIndex = Annotated[str, typer.Option(help="A further index for pip, which has the torch that is installed here.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table.")]
 
 
