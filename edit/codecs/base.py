@@ -164,13 +164,17 @@ class Codec(Protocol):
         """Return how many elements `cut` leaves of the shard's fragment."""
         return covering_numel(shard, self.granule)
 
+    def check_shard(self, encoded: EncodedTensor, shard: Shard) -> None:
+        """Raise RemoteProtocolError unless `encoded` has as many elements as `cut` leaves for the shard."""
+        if encoded.numel != (expected := self.cut_numel(shard)):
+            raise RemoteProtocolError(f"fragment {shard.fragment.name}: {encoded.numel} elements instead of {expected}")
+
     def decode_shard(self, encoded: EncodedTensor, shard: Shard) -> Tensor:
         """Decode what `cut` returned for a shard: fp32, shape [shard.numel].
 
         Raises RemoteProtocolError when it has another number of elements than was cut, or another length.
         """
-        if encoded.numel != (expected := self.cut_numel(shard)):
-            raise RemoteProtocolError(f"fragment {shard.fragment.name}: {encoded.numel} elements instead of {expected}")
+        self.check_shard(encoded, shard)
         flat = self.decode(encoded)
         return flat if self.granule == 1 or shard.is_whole else gather(shard, flat, self.granule)
 

@@ -7,15 +7,16 @@ cannot do, none does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from edit.codecs import codec
+from edit.codecs import PIECE, codec
+from edit.codecs.base import parts
 from edit.errors import RemoteProtocolError
-from edit.fragments.digest import combine, fragment_hash
+from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.records import EncodedTensor, Here, RolledBack, Snapshot
 from edit.replica.device_copies import Transfers
 from edit.replica.flat import as_held, flatten, is_finite, load_fragment, pseudo_gradient
@@ -25,7 +26,10 @@ from edit.replica.ranks import ALONE, Ranks
 
 __all__ = ["Outer", "Replica"]
 
-Progress = Callable[[int], Tensor | None]  # of one fragment: what a move keeps of the local parameters; None: nothing
+Progress = Callable[[int], Tensor | float | None]
+"""Of one fragment, asked before theta moves: what a move keeps of the local parameters, which become theta plus this vector, or
+plus this share of local - theta, with the new theta; None: nothing. What is, at any rank, not finite is not kept.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,43 +142,63 @@ class Replica:
         if [part.numel() for part in snapshot.fragments] != [shard.numel for shard in self.layout.held]:
             raise RemoteProtocolError(f"the snapshot of outer step {snapshot.outer_step} does not fit the model's fragments")
 
-    def after(self, outer_step: int, steps: Mapping[int, Here | RolledBack]) -> Outer:
-        """Return theta <- theta - decode(step) for the fragments given, with the digest it really has.
+    def hashes_after(self, steps: Mapping[int, Here | RolledBack]) -> tuple[bytes, ...]:
+        """Return the fragments' hashes of theta - decode(step), for the fragments given. Changes nothing, and keeps nothing.
 
-        Changes nothing. Raises RemoteProtocolError, at every rank, when a step does not fit its fragment.
+        Raises RemoteProtocolError, at every rank, when a step does not fit its fragment.
         """
-        changed = self.layout.ranks.together(
-            lambda: {i: self._stepped(i, step.payload) for i, step in steps.items() if isinstance(step, Here)}
-        )
-        return self._replaced(outer_step, changed)
+        coming = {i: step.payload for i, step in sorted(steps.items()) if isinstance(step, Here)}
+        hashes = dict(enumerate(self._outer.hashes))
+        if self.layout.ranks.size == 1:
+            hashes |= {i: self._hash_after(i, encoded) for i, encoded in coming.items()}
+            return tuple(hashes[i] for i in self._ids)
+        for some in _batches(list(coming), self.layout.ranks.size):
+            after = self.layout.ranks.together(lambda some=some: {i: self._after(i, coming[i]) for i in some})  # type: ignore[misc]
+            hashes |= self._hashes(after)
+        return tuple(hashes[i] for i in self._ids)
 
-    def _stepped(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
+    def _hash_after(self, fragment_id: int, encoded: EncodedTensor) -> bytes:
+        hashed, theta = FragmentHash(), self._outer.fragments[fragment_id]
+        scratch = torch.empty(min(PIECE, theta.numel()))
+        for part, piece in self._decoded(fragment_id, encoded):
+            hashed.update(torch.sub(theta[part], piece, out=scratch[: piece.numel()]))
+        return hashed.digest()
+
+    def _after(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
+        """Return theta - decode(encoded), new memory."""
+        theta = self._outer.fragments[fragment_id]
+        after = torch.empty(theta.shape, dtype=theta.dtype, pin_memory=self.transfers.pinned)
+        for part, piece in self._decoded(fragment_id, encoded):
+            torch.sub(theta[part], piece, out=after[part])
+        return after
+
+    def _decoded(self, fragment_id: int, encoded: EncodedTensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the held part of an update, decoded, in pieces where it can be. Raises RemoteProtocolError."""
+        held, decoder = self.layout.held[fragment_id], codec(encoded.codec)
         try:
-            step = codec(encoded.codec).decode_shard(encoded, self.layout.held[fragment_id])
+            if decoder.granule > 1 and not held.is_whole:
+                yield slice(0, held.numel), decoder.decode_shard(encoded, held)
+                return
+            decoder.check_shard(encoded, held)
+            yield from zip(parts(held.numel), decoder.decode_pieces(encoded), strict=True)
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"update of fragment {fragment_id}: {error}") from error
-        return self._keep(torch.sub(self._outer.fragments[fragment_id], step, out=step))
-
-    def _replaced(self, outer_step: int, changed: Mapping[int, Tensor]) -> Outer:
-        hashes = dict(enumerate(self._outer.hashes)) | self._hashes(changed)
-        return Outer(
-            outer_step,
-            combine(hashes[i] for i in self._ids),
-            tuple(changed.get(i, part) for i, part in enumerate(self._outer.fragments)),
-            tuple(hashes[i] for i in self._ids),
-        )
 
     def _keep(self, vector: Tensor) -> Tensor:
         return vector.pin_memory() if self.transfers.pinned else vector
 
-    def _hashes(self, fragments: Mapping[int, Tensor]) -> dict[int, bytes]:
-        """Return the hash of each whole fragment. Rank i mod R puts fragment i together, so the ranks hash side by side."""
-        mine: dict[int, bytes] = {}
-        for i, held in sorted(fragments.items()):
-            whole = self.layout.gather(i, held, to=i % self.layout.ranks.size)
-            if whole is not None:
-                mine[i] = fragment_hash(whole)
-        return {i: one for hashes in self.layout.ranks.collect(mine) for i, one in hashes.items()}
+    def _hashes(self, fragments: dict[int, Tensor]) -> dict[int, bytes]:
+        """Return the hash of each whole fragment; takes the held vectors out of `fragments`.
+
+        The ranks put R fragments together, one each, and hash them side by side.
+        """
+        ranks, found = self.layout.ranks, dict[int, bytes]()
+        for some in _batches(sorted(fragments), ranks.size):
+            whole = [self.layout.gather(i, fragments.pop(i), to=to) for to, i in enumerate(some)]
+            mine = {i: fragment_hash(one) for i, one in zip(some, whole, strict=True) if one is not None}
+            for hashes in ranks.collect(mine):
+                found |= hashes
+        return found
 
     # Moving.
 
@@ -187,23 +211,39 @@ class Replica:
         self._outer = outer
 
     def move(self, target: Outer, progress: Progress, fragments: Iterable[int] | None = None) -> None:
-        """Make `target` theta; each local fragment (None: all) becomes theta + progress(i), or theta where that is None or,
-        at any rank, not finite. The others stay."""
+        """Make `target` theta; each local fragment (None: all) becomes what `progress` says. The others stay."""
         for i in self._ids if fragments is None else fragments:
             self._load(i, target.fragments[i], progress(i))
         self._outer = target
 
-    def apply_fragment(self, fragment_id: int, step: Here | RolledBack, progress: Progress) -> None:
-        """As `after` and `move` for one fragment. The outer step stays as it is until `applied`."""
-        target = self.after(self._outer.outer_step, {fragment_id: step})
-        self.move(dataclasses.replace(target, digest=self._outer.digest), progress, [fragment_id])
+    def apply_fragment(
+        self, fragment_id: int, step: Here | RolledBack, progress: Progress, hashed: bytes | None = None
+    ) -> None:
+        """Take theta <- theta - decode(step) of one fragment; the local one becomes what `progress` says.
+
+        The outer step and the digest stay as they are until `applied`. hashed: as `hashes_after` told it, which was given the
+        same step; None: raises as that.
+        """
+        kept, theta, hashes = progress(fragment_id), list(self._outer.fragments), list(self._outer.hashes)
+        if isinstance(step, Here):
+            encoded = step.payload
+            if hashed is None:
+                theta[fragment_id] = self.layout.ranks.together(lambda: self._after(fragment_id, encoded))
+                hashed = self._hashes({fragment_id: theta[fragment_id]})[fragment_id]
+            else:
+                theta[fragment_id] = self._after(fragment_id, encoded)
+            hashes[fragment_id] = hashed
+        self._outer = dataclasses.replace(self._outer, fragments=tuple(theta), hashes=tuple(hashes))
+        self._load(fragment_id, theta[fragment_id], kept)
 
     def applied(self, outer_step: int) -> None:
         """Advance to `outer_step`, with the digest that theta really has: all its fragments are applied."""
         self._outer = dataclasses.replace(self._outer, outer_step=outer_step, digest=combine(self._outer.hashes))
 
-    def _load(self, fragment_id: int, theta: Tensor, moved: Tensor | None) -> None:
+    def _load(self, fragment_id: int, theta: Tensor, moved: Tensor | float | None) -> None:
         target = theta
+        if isinstance(moved, float):
+            moved = self.local_fragment(fragment_id).sub_(theta).mul_(moved)
         if moved is not None and self.layout.ranks.all([is_finite(moved)])[0]:
             target = moved.add_(theta)
         self.load_local(fragment_id, target)
@@ -230,3 +270,7 @@ class Replica:
             for local, copy in zip(self.layout.locals(i), copies, strict=True):
                 local.copy_(copy)
             self._undone[i] += self.version(i) - self._versions[i]
+
+
+def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -6,17 +6,19 @@ needed: then the outer step and the digest advance with the last one. Every verb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
 from edit.errors import TransportError
-from edit.records import Commit, Committed, Update, Verdict
-from edit.replica.replica import Outer, Replica
+from edit.fragments.digest import combine
+from edit.records import Commit, Committed, Here, RolledBack, Update, Verdict
+from edit.replica.replica import Progress, Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import ContributionMaker, SentTensors
 from edit.worker.estimator import Estimator, LastStepEstimator
@@ -190,36 +192,59 @@ class ShareExchange:
         steps = self._updates.all_of(outcome, pending.applied if pending else ())
         if steps is None:
             return Failed(self._updates.failure)
-        commit, before, reason = outcome.commit, self.replica.outer, outcome.commit.reason
-        target: Outer | None = self.replica.after(commit.outer_step, steps)
-        moved: Iterable[int] = steps
-        if target is None or target.digest != commit.digest:
+        commit, replica, sent = outcome.commit, self.replica, self.sent
+        verdicts = {part.fragment_id: self._updates.verdict(part) if pending else None for part in commit.fragments}
+
+        def progress(i: int) -> Tensor | float | None:
+            return kept(self.config.sync, replica, i, verdicts.get(i), pending, sent)
+
+        hashes = replica.hashes_after(steps)
+        if combine(hashes) != commit.digest:
             if carried:
                 return Failed(WRONG_DIGEST, wrong_digest=True)
             if (target := self._updates.snapshot()) is None:
                 return Failed(f"{WRONG_DIGEST}; {self._updates.failure}")
-            moved, reason = range(len(target.fragments)), WRONG_DIGEST
-        verdicts = {part.fragment_id: self._updates.verdict(part) if pending else None for part in commit.fragments}
-        if self.estimator is not None:
-            if target.digest == commit.digest:
-                distances = {i: before.fragments[i] - target.fragments[i] for i in verdicts}
-                self.estimator.committed(commit, self._collective.peer_id, distances, self.sent.deltas)
-            else:  # a snapshot may be further: that was not this commit's step alone
-                self.estimator.forget()
-        theta, sync, sent = target.fragments, self.config.sync, self.sent
-        if carried:
-            assert pending is not None
-            self._maker.keep_residuals(pending, sent)
-        else:
             for i in steps:
                 self._take_verdict(i, verdicts[i])
-        self.replica.move(target, lambda i: kept(sync, self.replica, theta[i], i, verdicts.get(i), pending, sent), moved)
-        self.last_commit = without_payloads(commit)
-        if carried:
-            sent.sent_from = {i: (local - before.fragments[i]).add_(theta[i]) for i, local in sent.sent_from.items()}
+            replica.move(target, progress)
+            if self.estimator is not None:  # a snapshot may be further: that was not this commit's step alone
+                self.estimator.forget()
+            reason = WRONG_DIGEST
         else:
+            self._apply_all(commit, steps, hashes, progress, verdicts, pending if carried else None)
+            reason = commit.reason
+        self.last_commit = without_payloads(commit)
+        if not carried:
             self.sent = SentTensors()
-        return Moved(target.outer_step, reason)
+        return Moved(replica.outer.outer_step, reason)
+
+    def _apply_all(
+        self,
+        commit: Commit,
+        steps: Mapping[int, Here | RolledBack],
+        hashes: Sequence[bytes],
+        progress: Progress,
+        verdicts: Mapping[int, Verdict | None],
+        carried: Pending | None,
+    ) -> None:
+        """Apply the updates, one fragment after the other: nothing can fail any more. carried: stays pending."""
+        replica, sent = self.replica, self.sent
+        moved: dict[int, Tensor] = {}
+        for i, step in steps.items():
+            if carried is None:
+                self._take_verdict(i, verdicts[i])
+            elif i in carried.missing:
+                self._maker.keep_residual(sent, i)
+            before = replica.outer.fragments[i]
+            replica.apply_fragment(i, step, progress, hashes[i])
+            after = replica.outer.fragments[i]
+            if self.estimator is not None:
+                moved[i] = before - after
+            if carried is not None and i in sent.sent_from:
+                sent.sent_from[i] = (sent.sent_from[i] - before).add_(after)
+        replica.applied(commit.outer_step)
+        if self.estimator is not None:
+            self.estimator.committed(commit, self._collective.peer_id, moved, sent.deltas)
 
     def _take_verdict(self, i: int, verdict: Verdict | None) -> None:
         """Adopt or forget the residual of fragment i; clean the inner optimizer's state after a contribution with NaN or Inf.
@@ -261,9 +286,9 @@ class ShareExchange:
             self.run(self.exchange.interrupted(str(error)))
             return
         verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
-        theta, sync, sent = self.replica.outer.fragments[i], self.config.sync, self.sent
+        sync, sent = self.config.sync, self.sent
         self._take_verdict(i, verdict)
-        self.replica.apply_fragment(i, step, lambda i: kept(sync, self.replica, theta, i, verdict, pending, sent))
+        self.replica.apply_fragment(i, step, lambda i: kept(sync, self.replica, i, verdict, pending, sent))
         del partial.waiting[i]
         pending.applied.add(i)
         if not partial.waiting:

@@ -80,11 +80,10 @@ class ContributionMaker:
         if self._replica.layout.owned[i].numel:
             self._feedback.commit(i, self._own_delta(sent, i))
 
-    def keep_residuals(self, pending: Pending, sent: SentTensors) -> None:
-        """Compute the residuals that the contribution would leave now: theta is about to move while it stays pending."""
-        for i in pending.missing:
-            if self._replica.layout.owned[i].numel and (delta := self._own_delta(sent, i)) is not None:
-                self._feedback.keep(i, delta)
+    def keep_residual(self, sent: SentTensors, i: int) -> None:
+        """Compute now the residual that fragment i would leave: theta is about to move while its contribution stays pending."""
+        if self._replica.layout.owned[i].numel and (delta := self._own_delta(sent, i)) is not None:
+            self._feedback.keep(i, delta)
 
     def _own_delta(self, sent: SentTensors, i: int) -> Tensor | None:
         return self._replica.layout.own(i, self.delta(sent, i)) if self._feedback.needs_delta(i) else None

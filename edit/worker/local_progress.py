@@ -30,21 +30,20 @@ __all__ = ["kept", "scrub", "unmerged", "unsent"]
 def kept(
     sync: SyncConfig,
     replica: Replica,
-    theta: Tensor,
     i: int,
     verdict: Verdict | None,
     pending: Pending | None,
     sent: SentTensors,
-) -> Tensor | None:
-    """Return what to add to the new `theta` of fragment i, None for nothing, after a commit with that verdict."""
+) -> Tensor | float | None:
+    """Return what fragment i keeps after a commit with that verdict, see `edit.replica.replica.Progress`."""
     buffers = replica.layout.schema.fragments[i].buffers
     if pending is None or i in pending.applied or verdict is None:
-        return replica.local_fragment(i).sub_(theta) if buffers else unmerged(replica, i, sent)
+        return 1.0 if buffers else unmerged(replica, i, sent)
     if verdict is not Verdict.OK or i not in sent.sent_from or buffers:
         return None
     if sync.mode != "delayed" or sync.mix == "replay" or pending.outcome_overdue:
         return replica.progress_since(i, sent.sent_from[i])
-    return None if sync.mix == "replace" else replica.local_fragment(i).sub_(theta).mul_(sync.alpha)
+    return None if sync.mix == "replace" else sync.alpha
 
 
 def unmerged(replica: Replica, i: int, sent: SentTensors) -> Tensor:

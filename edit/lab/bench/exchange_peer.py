@@ -15,9 +15,10 @@ import torch
 
 from edit import kernels
 from edit.codecs.error_feedback import ErrorFeedback
+from edit.fragments.digest import combine
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.lab.bench.turns import Exchanger
-from edit.records import Committed, Contribution, Here
+from edit.records import Committed, Contribution, Here, RolledBack
 from edit.replica.replica import Replica
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
@@ -83,12 +84,13 @@ def _exchange(replica: Replica, feedback: ErrorFeedback, collective: HubCollecti
     outcome = collective.outcome(step, block=True)
     assert isinstance(outcome, Committed), outcome
     steps = {part.fragment_id: Here(part.payload) for part in outcome.commit.fragments if part.payload is not None}
-    after = replica.after(step + 1, steps)
-    assert after.digest == outcome.commit.digest
+    hashes = replica.hashes_after(steps)
+    assert combine(hashes) == outcome.commit.digest
     for i in fragments:
         feedback.commit(i, replica.pseudo_gradient(i))
-    replica.move(after, lambda _: None)
-    return after.digest
+        replica.apply_fragment(i, steps.get(i, RolledBack()), lambda _: None, hashes[i])
+    replica.applied(step + 1)
+    return replica.outer.digest
 
 
 if __name__ == "__main__":

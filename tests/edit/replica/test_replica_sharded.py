@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from edit.errors import ConfigError, RemoteProtocolError
-from edit.fragments.digest import digest
+from edit.fragments.digest import combine, digest
 from edit.fragments.shards import partition_fault
 from edit.records import Here, RolledBack, Snapshot
 from edit.replica.layout import Layout
@@ -73,8 +73,7 @@ def play(layout: str) -> dict[str, Any]:
     coming: dict[int, Here | RolledBack] = {
         i: Here(cut(encode("int8", step), shards[i])) if i != 1 else RolledBack() for i, step in enumerate(steps)
     }
-    target = replica.after(5, coming)
-    replica.move(target, replica.progress)
+    applied(replica, 5, coming)
     seen["moved"] = (replica.outer.digest, full(model))
     state = replica.outer_state_dict()
     seen["state"] = state
@@ -91,6 +90,16 @@ def play(layout: str) -> dict[str, Any]:
     return seen
 
 
+def applied(replica: Replica, outer_step: int, steps: dict[int, Here | RolledBack]) -> None:
+    """Apply the update as a worker does; what is told of it before and after is the same."""
+    hashes = replica.hashes_after(steps)
+    for i, step in steps.items():
+        replica.apply_fragment(i, step, replica.progress, hashes[i])
+    replica.applied(outer_step)
+    assert replica.outer.digest == combine(hashes)
+    assert replica.outer.hashes == replica.outer_of(outer_step, "", replica.outer.fragments).hashes
+
+
 def alone() -> dict[str, Any]:
     """The same with the whole model in this process."""
     model = TinyTransformer(seed=3)
@@ -102,8 +111,7 @@ def alone() -> dict[str, Any]:
             parameter.mul_(1.5)
     seen["delta"] = [replica.pseudo_gradient(i) for i in range(len(theta))]
     steps = [torch.full((part.numel(),), 0.01 * (i + 1)) for i, part in enumerate(theta)]
-    target = replica.after(5, {i: Here(encode("int8", step)) if i != 1 else RolledBack() for i, step in enumerate(steps)})
-    replica.move(target, replica.progress)
+    applied(replica, 5, {i: Here(encode("int8", step)) if i != 1 else RolledBack() for i, step in enumerate(steps)})
     seen["moved"] = (replica.outer.digest, full(model))
     seen["state"] = replica.outer_state_dict()
     return seen
