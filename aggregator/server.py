@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import resource
@@ -39,6 +38,7 @@ from aggregator.worker_thread import Background
 from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
+from edit.heaps import limit_heaps
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
@@ -48,11 +48,10 @@ from editpb.validity import Notice
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
 
-__all__ = ["Coordinator", "limit_heaps", "raise_file_limit", "serve_run"]
+__all__ = ["Coordinator", "raise_file_limit", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
-_M_ARENA_MAX, _HEAPS = -8, 2  # of mallopt(3)
 _CERTIFICATES_S = 3600.0  # how often certificates are looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENROLMENTS = 64  # at a time
@@ -234,19 +233,6 @@ def raise_file_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # where the system has a lower limit than it says, the present one stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def limit_heaps() -> None:
-    """Let the threads of this process share two heaps, where the C library is glibc; call it before they start.
-
-    glibc gives each a heap of its own, which keeps what is free in it. gRPC receives a message in any of its threads, so one
-    member's large messages, one after the other, would fill them all.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library
-        return
-    mallopt(_M_ARENA_MAX, _HEAPS)
 
 
 def _connections() -> tuple[int, int]:

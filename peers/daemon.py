@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from edit.errors import ConfigError
+from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
 from peers.carriers.hub.all_aggregators import connect_hub
@@ -47,6 +48,7 @@ def run_peer(options: PeerOptions) -> None:
     launch = launched()
     device = choose_device(options.device, launch)
     use_threads(options.threads)
+    limit_heaps()
     server = server_of(options, enrolled, launch)
     with process_group(launch, device):
         channels = Channels(enrolled.endpoints, enrolled.credentials)

@@ -63,7 +63,8 @@ class Resumable:
             tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
         own = self._of_this_rank()
         tensors |= {f"rank/{self.ranks.rank}/{name}": tensor for name, tensor in own.items()}
-        checkpoints.save(tensors, scalars)
+        theta = {key for key in tensors if key.startswith("worker/outer/")}  # commits replace it, fragment by fragment
+        checkpoints.save(tensors, scalars, constant=theta)
 
     def load(self, checkpoints: Checkpoints, saved: Saved, run_step: int = 0) -> None:
         """Load `saved`; call it before the worker is entered. Raises StorageError, ConfigError when it does not fit.

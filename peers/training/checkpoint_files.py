@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,10 +111,11 @@ class Checkpoints:
             self._saving.result()
             self._saving = None
 
-    def save(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    def save(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], constant: Collection[str] = ()) -> None:
         """Copy the tensors to the CPU, then write in the background. Call it when all ranks are idle.
 
         tensors: each rank's own; a DTensor is written once, in shards, and a name that several ranks have must mean the same.
+        constant: the names of those that nobody writes into any more; they are held instead of copied.
         scalars: values that JSON can hold, of rank 0. When the disk refuses, that is logged and leaves the earlier checkpoints;
         training goes on with those. Anything else is raised where the main thread looks next: `idle`, `wait` or `save`.
         """
@@ -122,7 +123,7 @@ class Checkpoints:
         self._began = self._clock()
         number, self._next = self._next, self._next + 1
         text = json.dumps({"ranks": self._ranks.size, "scalars": scalars})
-        held = [_held(name, tensor, self._ranks.rank) for name, tensor in tensors.items()]
+        held = [_held(name, tensor, self._ranks.rank, constant=name in constant) for name, tensor in tensors.items()]
         self._saving = self._thread.submit(self._write, held, number, text)
 
     def set_aside(self) -> None:
@@ -259,16 +260,19 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A copy on the CPU of what this rank holds of a tensor."""
+    """What this rank holds of a tensor, on the CPU: a copy, or the tensor itself where that is constant."""
 
     plan: _Plan
     local: Tensor
 
 
-def _held(name: str, tensor: Tensor, rank: int) -> _Held:
+def _held(name: str, tensor: Tensor, rank: int, *, constant: bool) -> _Held:
     with torch.no_grad():
         local, box = local_of(tensor).detach(), held_box(0, tensor, name, rank)
-        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+        if constant and local.device.type == "cpu" and local.is_contiguous():
+            copy = local
+        else:
+            copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
     code = _CODES.get(tensor.dtype, str(tensor.dtype))
     return _Held(_Plan(name, code, tuple(tensor.shape), box if copy.numel() else None), copy)
 

@@ -19,6 +19,7 @@ from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import plan_fragments
+from edit.heaps import return_free_memory
 from edit.replica.ranks import Ranks
 from edit.worker.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
@@ -92,6 +93,7 @@ class Training:
             except ConfigError as error:
                 raise saving.explain(error) from error
             _log.info(kernels.load())
+            return_free_memory()  # of the initial parameters, the snapshot's messages, the checkpoint
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
             self._told = {number: (share.outer_step, "") for number, share in enumerate(worker.shares)}
             self._report(worker)  # a peer that is where the run is, is waited for

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -69,7 +70,8 @@ class FakeWorker:
     def step(self) -> None:
         self.scalars["outer_step"] += 1
         self.scalars["work"][0][1] += 0.1
-        for tensor in (*self.outer.values(), *self.residual.values()):
+        self.outer = {name: tensor + 0.1 * self.scalars["outer_step"] for name, tensor in self.outer.items()}
+        for tensor in self.residual.values():
             tensor += 0.1 * self.scalars["outer_step"]
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,6 +180,22 @@ class TestGoingOn:
         expected = {name: tensor.clone() for name, tensor in peer.state().items()}
         peer.save().train(1).wait()
         Peer(tmp_path).resume().check_state(expected)
+
+    def test_theta_is_held_and_the_rest_is_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written: dict[str, int] = {}
+
+        def watched(tensors: dict[str, Tensor], path: Path) -> None:
+            written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
+            save_file(tensors, path)
+
+        monkeypatch.setattr(checkpoint_files, "save_file", watched)
+        peer = Peer(tmp_path).train(1).save()
+        theta = {f"worker/outer/{name}": tensor.data_ptr() for name, tensor in peer.worker.outer.items()}
+        peer.wait()
+        assert {name: written[name] for name in theta} == theta
+        for name, parameter in peer.trainer.model.named_parameters():
+            assert not parameter.requires_grad or written[f"model/{name}"] != parameter.data_ptr()
+        assert written["worker/residual/embedding.weight"] != peer.worker.residual["embedding.weight"].data_ptr()
 
     def test_a_run_that_is_further_needs_no_parameters_that_were_saved(self, tmp_path: Path) -> None:
         first, fresh = Peer(tmp_path).train(3).save().wait(), Peer(tmp_path)

@@ -1,0 +1,33 @@
+"""The heaps of the C library, where that is glibc: fewer of them, and their free memory back to the system.
+
+glibc gives each thread a heap of its own, which keeps what is free in it, for as long as anything above it is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["limit_heaps", "return_free_memory"]
+
+_M_ARENA_MAX, _HEAPS = -8, 2  # of mallopt(3)
+
+
+def limit_heaps() -> None:
+    """Let the threads of this process share two heaps; call it before they start.
+
+    gRPC receives a message in any of its threads, so large messages, one after the other, would fill the heaps of all.
+    """
+    if (mallopt := _function("mallopt")) is not None:
+        mallopt(_M_ARENA_MAX, _HEAPS)
+
+
+def return_free_memory() -> None:
+    """Give what is free in all heaps back. What is allocated next costs page faults: call it after something rare and large."""
+    if (malloc_trim := _function("malloc_trim")) is not None:
+        malloc_trim(ctypes.c_size_t(0))
+
+
+def _function(name: str) -> ctypes._NamedFuncPointer | None:
+    """Return a function of the C library, or None where it does not have it."""
+    found: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), name, None)
+    return found
