@@ -24,24 +24,20 @@ from torch import Tensor
 
 from edit import kernels
 from edit.codecs import codec
-from edit.codecs.base import PIECE, parts
 from edit.codecs.error_feedback import ErrorFeedback
-from edit.codecs.int8 import BlockInt8
-from edit.config.codec import CodecSpec
-from edit.config.run import OuterConfig
-from edit.fragments.digest import FragmentHash, fragment_hash
-from edit.fragments.schema import FragmentSpec, TensorSpec
+from edit.config.run import CodecConfig, OuterConfig, RunConfig
+from edit.fragments.digest import fragment_hash
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Shard
-from edit.merging.merge import measure
+from edit.merging.merge import Merged, measure
 from edit.merging.norms import norm
-from edit.merging.outer_optimizers import outer_step
+from edit.merging.outer_state import OuterState
 from edit.records import EncodedTensor
 
 PARAMETERS, FRAGMENTS = 50_331_648, 12
 NUMEL = PARAMETERS // FRAGMENTS
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 FRAGMENT = FragmentSpec(fragment_id=0, name="block", tensors=(TensorSpec(name="weight", shape=(NUMEL,)),))
-OUTER = OuterConfig(lr=0.7, momentum=0.9)
 
 Jobs = Mapping[str, Callable[[], object]]
 
@@ -55,10 +51,12 @@ def memory() -> tuple[int, int]:
 def jobs() -> Jobs:
     """Return what is timed, by name."""
     generator = torch.Generator().manual_seed(0)
-    delta, residual, theta, momentum = (torch.randn(NUMEL, generator=generator) for _ in range(4))
+    delta, theta = (torch.randn(NUMEL, generator=generator) for _ in range(2))
     mean, copy = torch.zeros(NUMEL), torch.empty(NUMEL)
     int8, int4, topk = codec("int8"), codec("int4"), codec("topk")
     encoded, encoded4 = int8.encode(delta, FRAGMENT), int4.encode(delta, FRAGMENT)
+    config = RunConfig(outer=OuterConfig(lr=0.7, momentum=0.9), codec=CodecConfig(up="int8", down="int8"))
+    state, small = OuterState(Schema((FRAGMENT,)), config, [torch.zeros(NUMEL)]), delta * 1e-3
     feedback = ErrorFeedback("int8", [Shard(FRAGMENT)])
     return {
         "plain copy": lambda: copy.copy_(delta),
@@ -66,7 +64,7 @@ def jobs() -> Jobs:
         "norms of 4 int8 contributions": lambda: four(lambda: measure(encoded)),
         "decode and add 4 int8 contributions": lambda: four(lambda: int8.decode_add(encoded, mean, 0.25)),
         "norm of the mean": lambda: norm(delta),
-        "outer step: Nesterov, encode, theta, hash": lambda: outer(delta, momentum, residual, theta),
+        "record, outer step, update, hash": lambda: outer(state, small),
         "peer: feedback, int8 encode": lambda: contribute(feedback, delta),
         "peer: int8 decode, theta, hash": lambda: apply(theta, encoded),
         "int8 encode": lambda: int8.encode(delta, FRAGMENT),
@@ -88,19 +86,10 @@ def contribute(feedback: ErrorFeedback, delta: Tensor) -> None:
     feedback.commit(0, delta)
 
 
-def outer(mean: Tensor, momentum: Tensor, residual: Tensor, theta: Tensor) -> None:
-    """Take one outer step in place, in pieces, as the coordinator does."""
-    int8, total, data = BlockInt8(CodecSpec("int8")), torch.empty(PIECE), bytearray(codec("int8").encoded_size(NUMEL))
-    hashed = FragmentHash()
-    for part in parts(NUMEL):
-        step, after = outer_step(OUTER, {"momentum": momentum[part]}, mean[part])
-        momentum[part] = after["momentum"]
-        torch.add(step, residual[part], out=total[: part.stop - part.start])
-        int8.encode_part(total, data, NUMEL, part.start)
-        for sum_ in (total, theta[part]):
-            int8.add_part(data, NUMEL, part.start, -1.0, sum_)
-        residual[part] = total
-        hashed.update(theta[part])
+def outer(state: OuterState, mean: Tensor) -> None:
+    """Encode a merge for the journal and take the outer step, as the coordinator does."""
+    merged = Merged(0, mean, (), {}, 1.0, 1.0)
+    state.commit(1, "measured", [state.record(merged)])
 
 
 def apply(theta: Tensor, encoded: EncodedTensor) -> None:

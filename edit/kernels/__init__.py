@@ -66,7 +66,7 @@ def load() -> str:
     return f"kernels: numba {numba.__version__}, {f'cached in {folder}' if folder is not None else f'not cached: {why}'}"
 
 
-def _compile(numba: Any, folder: Path | None) -> dict[str, Callable[..., None]]:
+def _compile(numba: Any, folder: Path | None) -> dict[str, Callable[..., Any]]:
     """Return every loop by its name, compiled for the arrays that it takes, or as the cache has it."""
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder or "")  # read when a function is decorated; of no concern to others that use numba

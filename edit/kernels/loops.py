@@ -32,6 +32,7 @@ SIGNATURES = {
     "int4_add": "void(f4[::1], u1[:,::1], f4, f4[:,::1])",
     "int8_add_squares": "void(f4[::1], i1[:,::1], i8, f4[::1])",
     "add_squares": "void(f4[::1], f4[::1])",
+    "largest": "i4(i4[::1])",
 }
 
 
@@ -129,3 +130,11 @@ def add_squares(flat: Array, lanes: Array) -> None:
         piece = flat[start : start + lanes.shape[0]]
         for i in range(piece.shape[0]):
             lanes[i] += piece[i] * piece[i]
+
+
+def largest(bits: Array) -> Any:
+    """Return the bits of the largest magnitude among floats, given as int32; those of a NaN are larger than those of Inf."""
+    found = np.int32(0)
+    for i in range(bits.shape[0]):
+        found = max(found, bits[i] & _MAGNITUDE)
+    return found

@@ -31,6 +31,7 @@ from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema
+from edit.kernels import fast
 from edit.merging.heloco import Momentum
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged, MergeRule
@@ -46,6 +47,7 @@ __all__ = ["MergeRecord", "OuterState"]
 _SAFE = 2.0**20
 _MAX_LR = 1e3
 _MIN_EPS = 1e-6
+_INFINITY = 0x7F800000  # the bits of fp32's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,6 +450,9 @@ def _largest(tensor: Tensor) -> float:
     """Return the largest magnitude in a flat fp32 tensor; infinity when an element is not finite, 0 when there is none."""
     if tensor.numel() == 0:
         return 0.0
+    if (kernels := fast(tensor)) is not None:
+        bits = kernels.largest(tensor.numpy().view(np.int32))
+        return float(np.int32(bits).view(np.float32)) if bits < _INFINITY else math.inf
     low, high = torch.aminmax(tensor)  # NaN comes through
     largest = max(-low.item(), high.item())
     return largest if math.isfinite(largest) else math.inf

@@ -25,6 +25,7 @@ from edit.errors import ConfigError
 from edit.kernels import loops
 from edit.merging.merge import measure
 from edit.merging.norms import norm
+from edit.merging.outer_state import _largest
 from tests.support.encoded import encode
 
 CODECS = ("int8", "int4", "int4:block=64", "int4:block=4096")
@@ -37,10 +38,10 @@ uses_computed = settings(suppress_health_check=[HealthCheck.function_scoped_fixt
 def as_python() -> Any:
     """The loops as they are: numpy warns of what is not finite, torch does not."""
 
-    def quiet(loop: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
+    def quiet(loop: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             with np.errstate(all="ignore"):
-                loop(*arguments)
+                return loop(*arguments)
 
         return call
 
@@ -85,7 +86,11 @@ def results(name: str, flat: Tensor) -> list[Tensor]:
         left[part].sub_(piece)
     assert torch.equal(residual.nan_to_num(), left.nan_to_num())
     size = torch.tensor([measure(encoded), norm(flat)], dtype=torch.float64)
-    return [torch.frombuffer(encoded.data, dtype=torch.uint8), one.decode(encoded), sum_, residual, size]
+    return [torch.frombuffer(encoded.data, dtype=torch.uint8), one.decode(encoded), sum_, residual, size, _largest_of(flat)]
+
+
+def _largest_of(flat: Tensor) -> Tensor:
+    return torch.tensor(_largest(flat) + 0.0, dtype=torch.float64)  # of zeros torch may find -0
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -122,10 +127,10 @@ def test_read_only_bytes_and_a_vector_with_gaps_are_taken_too(compiled: Any, nam
 def test_the_compiled_loops_do_compute(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
 
-    def counted(name: str) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             called.append(name)
-            getattr(compiled, name)(*arguments)
+            return getattr(compiled, name)(*arguments)
 
         return call
 
