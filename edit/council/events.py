@@ -19,6 +19,7 @@ from edit.council.record import (
     Stamp,
     Update,
     check_count,
+    check_text,
 )
 
 __all__ = [
@@ -97,6 +98,7 @@ class Ask:
     def __post_init__(self) -> None:
         check_count("term", self.term)
         _check_stamp(self.stamp)
+        _check_times(self.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,11 @@ class Vote:
     term: int
     granted: bool
     trial: bool
-    echo: float = 0.0  # `sent` of the Ask
+    echo: float = -math.inf  # `sent` of the Ask
 
     def __post_init__(self) -> None:
         check_count("term", self.term)
+        _check_times(self.echo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Append:
         _check_stamp(self.committed)
         if self.committed > self.stamp or (self.record is not None and self.record.stamp != self.stamp):
             raise ValueError(f"an Append of {self.stamp} with other stamps in it")
+        _check_times(self.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,7 @@ class Accepted:
         _check_stamp(self.stamp)
         if len(self.states) > MOST_PARTS:
             raise ValueError(f"{len(self.states)} parts")
+        _check_times(self.echo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +160,7 @@ class Release:
 
     def __post_init__(self) -> None:
         _check_counts(self.part, self.grant)
-        if len(self.reason) > 256 or not self.reason.isprintable():
-            raise ValueError("a Release without a printable reason")
+        check_text(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +266,9 @@ class Evict:
 
     peer_id: str
     reason: str
+
+    def __post_init__(self) -> None:
+        check_text(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +404,12 @@ Effect = Save | Send | Committed | Hold | Adopt | Fetch | SendOffer | Serve | Ce
 def _check_stamp(stamp: Stamp) -> None:
     for count in stamp:
         check_count("stamp", count)
+
+
+def _check_times(*times: float) -> None:
+    """Any number will do: the receiver gives it back, or judges the difference."""
+    if not all(type(time) in (int, float) for time in times):
+        raise ValueError(f"times {times!r:.80}")
 
 
 def _check_counts(*counts: int) -> None:

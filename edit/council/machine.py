@@ -143,6 +143,7 @@ from edit.council.events import (
 )
 from edit.council.parts import Parts
 from edit.council.record import (
+    MOST_EVICTED,
     MOST_LEASE_S,
     MOST_MEMBERS,
     MOST_VOTERS,
@@ -209,6 +210,7 @@ class Council:
     """The machine of one member.
 
     Args:
+        run_id: the run of its certificate.
         peer_id: this member.
         member: where it is; its incarnation is that of `saved`.
         saved: what is on disk. `Saved(incarnation=...)` for a member that joins.
@@ -218,8 +220,16 @@ class Council:
     """
 
     def __init__(
-        self, peer_id: str, member: Member, saved: Saved, states: Sequence[PartState], timing: Timing, now: float
+        self,
+        run_id: str,
+        peer_id: str,
+        member: Member,
+        saved: Saved,
+        states: Sequence[PartState],
+        timing: Timing,
+        now: float,
     ) -> None:
+        self._run_id = run_id
         self._peer_id, self._me, self._member = peer_id, name_of(peer_id, saved.incarnation), member
         self._saved, self._timing, self._now = saved, timing, now
         self._effects: list[Effect] = []
@@ -232,6 +242,7 @@ class Council:
         self.role = Role.FOLLOWER
         self._committed: Record | None = None  # the newest known to be
         self._leader = ""  # the last that was heard, a peer_id
+        self._led_term = 0  # the term that it leads in
         self._leader_at = -math.inf  # when
         self._draws = 0
         self._election_at = now + self._lease_s * (1 + self._draw() / 2)
@@ -245,7 +256,7 @@ class Council:
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
         self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
-        self._former = frozenset[str]()  # peers that the version before had, and this one has not
+        self._former = frozenset[str]()  # who had a part in the version before: told once when this one is committed
         self._beat_at = math.inf
 
     # -- questions ---------------------------------------------------------------------------------------------------------
@@ -382,7 +393,7 @@ class Council:
 
     def _take_first(self, sender: str, message: Append | News) -> None:
         record = message.record
-        if record is None or self._me not in record.names:
+        if record is None or record.run_id != self._run_id or self._me not in record.names:
             return
         self._follow_term(record.term)
         self._save(record=record)
@@ -442,7 +453,7 @@ class Council:
         record = self._saved.record
         assert record is not None
         replaced = self._replaced()
-        self.role, self._leader, self._draft = Role.LEADER, self._peer_id, None
+        self.role, self._leader, self._led_term, self._draft = Role.LEADER, self._peer_id, self.term, None
         self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
         self._moved, self._ended, self._former = {}, {}, frozenset()
         self._publish(record)
@@ -497,10 +508,11 @@ class Council:
     def _append(self, sender: str, append: Append) -> None:
         peer_id = peer_of(sender)
         if self._is_current(append.stamp.term):
-            if self.role is Role.LEADER and append.stamp.term == self.term:
-                self._effects.append(Noticed(f"{peer_id} leads in term {self.term}, too: it lies"))
+            if self._led_term == append.stamp.term and self._leader != peer_id:
+                self._effects.append(Noticed(f"{peer_id} says that it leads in term {self._led_term}, but {self._leader} does"))
                 return
-            self.role, self._leader, self._leader_at = Role.FOLLOWER, peer_id, self._now
+            self._led_term, self._leader, self._leader_at = append.stamp.term, peer_id, self._now
+            self.role = Role.FOLLOWER
             self._election_at = self._now + self._lease_s * (1 + self._draw() / 2)
             self._note_committed(append.committed)
             newer = append.record is not None and self._is_newer(append.record)
@@ -570,7 +582,7 @@ class Council:
         before, self._draft = self.record, None
         assert before is not None
         record = replace(record, term=self.term, version=before.version + 1)
-        self._former = frozenset((*before.members, *map(peer_of, before.electors)))
+        self._former = frozenset((*before.members, *map(peer_of, before.electors))) - record.evicted.keys()
         self._accepted = {self._me}
         self._save(record=record)
         self._broadcast()
@@ -583,6 +595,7 @@ class Council:
         if self._committed is not record and record.agreed(self._accepted):
             self._commit(record)
             self._broadcast()
+            self._former = frozenset()
             if self._me not in record.electors:
                 self._step_down()
 
@@ -732,8 +745,8 @@ class Council:
             again = order.phase is Phase.RUNNING and record.phase in (Phase.DRAINING, Phase.FINISHED)
             parts = tuple(replace(part, grant=part.grant + again) for part in record.parts)  # engines that ended begin again
             self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts)
-        elif order.peer_id not in record.members or len(record.members) == 1:
-            self._effects.append(Refused(f"{order.peer_id} is not a member, or the only one"))
+        elif order.peer_id not in record.members or len(record.members) == 1 or len(record.evicted) == MOST_EVICTED:
+            self._effects.append(Refused(f"{order.peer_id} is not a member, or the only one, or too many were evicted"))
         else:
             evicted = {**record.evicted, order.peer_id: order.reason}
             self._draft = replace(record, members=_without(record.members, order.peer_id), evicted=evicted)

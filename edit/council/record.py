@@ -23,6 +23,7 @@ from edit.plain_text import parse_json
 __all__ = [
     "FORMAT",
     "MOST_COUNT",
+    "MOST_EVICTED",
     "MOST_LEASE_S",
     "MOST_MEMBERS",
     "MOST_VOTERS",
@@ -38,6 +39,7 @@ __all__ = [
     "check_digest",
     "check_name",
     "check_seconds",
+    "check_text",
     "incarnation_of",
     "is_quorum",
     "name_of",
@@ -96,7 +98,7 @@ class Member:
         _check(isinstance(self.addresses, tuple) and len(self.addresses) <= MOST_ADDRESSES, f"addresses {self.addresses!r:.80}")
         _check(isinstance(self.reachable, bool), f"reachable = {self.reachable!r:.40}")
         for text in (*self.addresses, self.maddr, self.serial):
-            _check_text(text)
+            check_text(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +193,7 @@ class Record:
         for peer_id in (self.run_id, *self.members, *self.evicted):
             _check_id(peer_id)
         for reason in self.evicted.values():
-            _check_text(reason)
+            check_text(reason)
         for digest in (self.config_hash, self.schema_hash):
             if digest:
                 check_digest(digest)
@@ -412,7 +414,8 @@ def _check_id(value: object) -> None:
     _check(isinstance(value, str) and _ID.fullmatch(value) is not None, f"no id: {value!r:.80}")
 
 
-def _check_text(value: object) -> None:
+def check_text(value: object) -> None:
+    """Raise ValueError unless this is printable text of at most MOST_TEXT characters."""
     _check(isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable(), f"no text: {value!r:.40}")
 
 

@@ -156,7 +156,7 @@ class Swarm:
         host.stopped, host.waiting, host.engines, host.sending, host.torn = False, [], {}, set(), 0
         timing = Timing(heartbeat_s=self.plan.lease_s / 4, lease_s=self.plan.lease_s, forget_s=6 * self.plan.lease_s)
         member = Member(incarnation=host.incarnation)
-        host.council = self._council(host.peer_id, member, saved, host.states, timing, self._clock(host))
+        host.council = self._council("run", host.peer_id, member, saved, host.states, timing, self._clock(host))
         self.note(f"{host.name} starts")
         for other in self.hosts.values():
             if other is not host and other.council is not None:

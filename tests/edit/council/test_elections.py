@@ -69,7 +69,7 @@ def test_a_silent_leader_is_replaced_after_its_lease_and_steps_down_by_itself() 
 
 def test_a_candidate_that_is_behind_learns_the_term_and_does_not_ask_for_ever() -> None:
     table = Table("ab")
-    assert table.say("b#1", "a", Ask(1, table.first.stamp, True)) == [Vote(1, False, True)], "its own term"
+    assert table.say("b#1", "a", Ask(1, table.first.stamp, True)) == [Vote(1, False, True, 0.0)], "its own term"
     table.say("b#1", "a", Ask(9, table.first.stamp, False))
     assert table.councils["a"].term == 9
     table.kill("b")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edit.council import events as ev
@@ -171,7 +173,9 @@ def test_orders_are_given_to_the_leader() -> None:
     table = Table("abc")
     table.elect("a")
     assert table.handle("b", ev.SetPhase(Phase.PAUSED)) == [ev.Refused("ask the leader, a")]
-    assert table.handle("a", ev.Evict("z", "who?")) == [ev.Refused("z is not a member, or the only one")]
+    assert table.handle("a", ev.Evict("z", "who?")) == [
+        ev.Refused("z is not a member, or the only one, or too many were evicted")
+    ]
 
 
 @pytest.mark.parametrize("phase", [Phase.PAUSED, Phase.DRAINING])
@@ -269,6 +273,22 @@ def test_a_member_that_lies_about_terms_does_not_use_them_up(term: int) -> None:
     assert {council.term for council in table.councils.values()} == {2}
 
 
+def test_one_leader_is_followed_in_a_term() -> None:
+    table = Table("abc")
+    table.elect("a")
+    false = replace(table.record, version=99, phase=Phase.FINISHED)
+    for peer_id in "ac":
+        assert table.say("b#1", peer_id, ev.Append(false.stamp, false.stamp, false)) == []
+        assert any("b says that it leads in term 2, but a does" in each.text for each in table.done(ev.Noticed, peer_id))
+    assert table.record.version < 99 and table.leaders == ["a"]
+
+
+def test_a_blank_member_takes_the_record_of_its_own_run_only() -> None:
+    table = Table("a", blank="b", run_id="other")
+    table.run(2 * LEASE_S)
+    assert "b" in table.record.members and table.councils["b"].record is None
+
+
 def test_a_member_that_lies_about_round_trips_does_not_stretch_the_lease() -> None:
     table = Table("abc")
     table.elect("a")
@@ -301,6 +321,8 @@ def test_a_member_that_claims_states_it_cannot_have_is_no_harm_to_the_others() -
         lambda: ev.Release(0, -1, "x", False),
         lambda: ev.Release(0, 1, "\x1b", False),
         lambda: ev.Ended(-1, 0),
+        lambda: ev.Vote(1, True, True, "now"),  # type: ignore[arg-type]
+        lambda: ev.Evict("a", "\x1b"),
     ],
 )
 def test_messages_with_values_out_of_bounds_cannot_be_made(make: object) -> None:

@@ -24,9 +24,9 @@ Scenario = Callable[[type[Council]], None]
 def one_vote_per_term(council: type[Council]) -> None:
     table = Table("abc", council=council)
     stamp = table.first.stamp
-    assert table.say("a#1", "c", ev.Ask(5, stamp, False)) == [ev.Vote(5, True, False)]
-    assert table.say("b#1", "c", ev.Ask(5, stamp, False)) == [ev.Vote(5, False, False)]
-    assert table.say("a#1", "c", ev.Ask(5, stamp, False)) == [ev.Vote(5, True, False)], "the same one asks again"
+    assert table.say("a#1", "c", ev.Ask(5, stamp, False)) == [ev.Vote(5, True, False, 0.0)]
+    assert table.say("b#1", "c", ev.Ask(5, stamp, False)) == [ev.Vote(5, False, False, 0.0)]
+    assert table.say("a#1", "c", ev.Ask(5, stamp, False)) == [ev.Vote(5, True, False, 0.0)], "the same one asks again"
 
 
 def a_vote_survives_a_kill(council: type[Council]) -> None:
@@ -34,7 +34,7 @@ def a_vote_survives_a_kill(council: type[Council]) -> None:
     table.say("a#1", "c", ev.Ask(5, table.first.stamp, False))
     table.kill("c")
     table.start("c")
-    assert table.say("b#1", "c", ev.Ask(5, table.first.stamp, False)) == [ev.Vote(5, False, False)]
+    assert table.say("b#1", "c", ev.Ask(5, table.first.stamp, False)) == [ev.Vote(5, False, False, 0.0)]
     assert table.councils["c"].term == 5
 
 

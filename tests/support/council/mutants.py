@@ -14,10 +14,11 @@ from edit.council.record import Part, PartState, Record, Update
 
 
 class VotesTwice(Council):
-    """Gives its vote to everybody who asks in a term."""
+    """Gives its vote to everybody who asks in a term, unless it stands itself."""
 
     def _grants(self, sender: str, ask: ev.Ask) -> bool:
-        return ask.term >= self.term and self._may_follow(ask.stamp)
+        again = self.role is Role.FOLLOWER and ask.term == self.term and self._may_follow(ask.stamp)
+        return again or super()._grants(sender, ask)
 
 
 class VotesForAnybody(Council):
@@ -48,6 +49,14 @@ class NoTrial(Council):
 
     def _stand(self) -> None:
         self._elect()
+
+
+class HastyVotesTwice(NoTrial, VotesTwice):
+    """Both: without the trial vote, elections meet more often."""
+
+
+class HastyForgetsVotes(NoTrial, ForgetsVotes):
+    """Both."""
 
 
 class FreshLease(Council):

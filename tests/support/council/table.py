@@ -61,7 +61,7 @@ class Table:
             "voters": tuple(name_of(peer_id, 1) for peer_id in voters),
             "parts": tuple(Part(owner=o, grant=1, outer_step=0, digest=start_digest(i)) for i, o in enumerate(owners)),
         }
-        self.first = Record(run_id="run", lineage=1, term=1, version=1, **values | changes)
+        self.first = Record(**{"run_id": "run", "lineage": 1, "term": 1, "version": 1} | values | changes)
         for peer_id in voters + learners:
             self.disks[peer_id] = Saved(incarnation=1, term=1, record=self.first)
             self.states[peer_id] = [PartState(0, part.digest) for part in self.first.parts]
@@ -79,7 +79,7 @@ class Table:
         if saved.record is not None and peer_id in saved.record.members:
             member = replace(saved.record.members[peer_id], incarnation=saved.incarnation)
         timing = Timing(heartbeat_s=LEASE_S / 4, lease_s=LEASE_S, forget_s=10 * LEASE_S)
-        self.councils[peer_id] = self._type(peer_id, member, saved, self.states[peer_id], timing, self.now)
+        self.councils[peer_id] = self._type("run", peer_id, member, saved, self.states[peer_id], timing, self.now)
         for other in self.councils.keys() - {peer_id}:
             self.handle(peer_id, ev.Connected(other))
             self.handle(other, ev.Connected(peer_id))
