@@ -54,7 +54,7 @@ def load() -> str:
     if choice == "torch":
         return f"kernels: torch ({_SWITCH})"
     try:
-        import numba  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        import numba
     except ImportError as error:
         if choice == "numba":
             raise ConfigError(f"{_SWITCH} = numba, but it cannot be imported ({error}); install edit-localsgd[fast]") from error
