@@ -1,4 +1,4 @@
-"""Peak memory of the coordinator process with 2, 8 and 32 peers, in bytes per parameter above one that has served nothing.
+"""Peak memory of the coordinator process with 2, 8 and 32 peers, in bytes per parameter.
 
     python benchmarks/coordinator_memory.py  # 40M parameters, int8 both ways, a buffer of 64 MB: about 8 minutes
 
@@ -10,7 +10,9 @@ the operating system says of the coordinator process (VmHWM), which is reset bef
     rounds      rounds a minute later
     checkpoint  a round, and the checkpoint after it
 
-From each the contributions are subtracted that are in memory at most: the buffer, or all there are when they are fewer bytes.
+From each are subtracted the peak of the same phase with a model of almost no parameters and as many peers (the process itself,
+its libraries, a connection for each peer), and the contributions that are in memory at most: the buffer, or all there are when
+they are fewer bytes. What is on its way between a connection and the buffer is not: a few MB for each peer.
 Appends to benchmarks/results/coordinator_memory.jsonl.
 """
 
@@ -90,7 +92,7 @@ def from_now_on(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int) -> dict[str, int]:
+def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int, wait_s: float) -> dict[str, int]:
     """Run the rounds; return the peak of each phase, bytes."""
     address = json.loads(folder.addresses.read_text())["listen"]
     generator, peaks = torch.Generator().manual_seed(0), {}
@@ -117,7 +119,7 @@ def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int) -> dict[
 
         for phase, steps in (("joined", [0]), ("rounds", range(1, 1 + ROUNDS)), ("checkpoint", [1 + ROUNDS])):
             if phase == "rounds":
-                time.sleep(KEPT_S + 1)
+                time.sleep(wait_s)
             from_now_on(pid)
             for step in steps:
                 round_(step)
@@ -129,8 +131,8 @@ def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int) -> dict[
     return peaks
 
 
-def peak(peers: int, parameters: int, buffer_bytes: int) -> tuple[int, dict[str, int]]:
-    """(memory of a coordinator that has served nothing, peak of each phase), bytes."""
+def peak(peers: int, parameters: int, buffer_bytes: int, wait_s: float = KEPT_S + 1) -> dict[str, int]:
+    """Return the peak of each phase, bytes. wait_s: after the first, until nothing that was read is kept."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = new_run(Path(scratch) / "run", peers, buffer_bytes)
         serving = subprocess.Popen(
@@ -139,8 +141,7 @@ def peak(peers: int, parameters: int, buffer_bytes: int) -> tuple[int, dict[str,
         try:
             assert serving.stderr is not None
             next(line for line in serving.stderr if " serving " in line)
-            idle = memory(serving.pid, "VmRSS")
-            return idle, exchange(folder, model(parameters), peers, serving.pid)
+            return exchange(folder, model(parameters), peers, serving.pid, wait_s)
         finally:
             serving.send_signal(signal.SIGTERM)
             serving.communicate(timeout=120)
@@ -156,14 +157,15 @@ def main() -> None:
     schema, phases = model(int(options.parameters)), ("joined", "rounds", "checkpoint")
     numel, size = schema.numel, sum(codec("int8").encoded_size(fragment.numel) for fragment in schema.fragments)
     print(f"{numel:,} parameters; contributions of {size / MB:.0f} MB; buffer {options.buffer_mb} MB")
-    print("bytes per parameter above an idle coordinator, less the contributions in memory")
-    print(f"{'peers':>5} {'idle MB':>8} {'contrib. MB':>12}" + "".join(f"{phase:>12}" for phase in phases))
+    print("peaks in bytes per parameter, less those of a tiny model and the contributions in memory")
+    print(f"{'peers':>5} {'tiny MB':>8} {'contrib. MB':>12}" + "".join(f"{phase:>12}" for phase in phases))
     for peers in options.peers:
         held = min(peers * size, options.buffer_mb << 20)
-        idle, peaks = peak(peers, numel, options.buffer_mb << 20)
-        bytes_each = {phase: (peaks[phase] - idle - held) / numel for phase in phases}
+        tiny = peak(peers, 1000 * FRAGMENTS, options.buffer_mb << 20, wait_s=0.0)
+        peaks = peak(peers, numel, options.buffer_mb << 20)
+        bytes_each = {phase: (peaks[phase] - tiny[phase] - held) / numel for phase in phases}
         columns = "".join(f"{bytes_each[phase]:12.1f}" for phase in phases)
-        print(f"{peers:5} {idle / MB:8.0f} {held / MB:12.0f}{columns}", flush=True)
+        print(f"{peers:5} {tiny['rounds'] / MB:8.0f} {held / MB:12.0f}{columns}", flush=True)
         row = {
             "date": datetime.date.today().isoformat(),
             "label": options.label,
@@ -171,7 +173,7 @@ def main() -> None:
             "parameters": numel,
             "peers": peers,
             "buffer_mb": options.buffer_mb,
-            "idle_mb": round(idle / MB),
+            "tiny_mb": {phase: round(tiny[phase] / MB) for phase in phases},
             "contributions_mb": round(held / MB),
             "peak_mb": {phase: round(peaks[phase] / MB) for phase in phases},
             "bytes_per_parameter": {phase: round(each, 2) for phase, each in bytes_each.items()},
