@@ -3,7 +3,8 @@
     python benchmarks/same_bits.py --out before.json                    # on the old source
     python benchmarks/same_bits.py --out after.json --compare before.json
 
-`benchmarks/results/same_bits_868ea12.json` has the digests of that commit (x86-64, torch 2.13.0, one thread).
+`benchmarks/results/same_bits_471b2aa.json` has the digests of that commit (x86-64, torch 2.13.0, one thread):
+those of `--only in-process --detector edit`.
 
 Every run is deterministic: the peers are stepped in a fixed order in this process, or the run is one of real daemons that
 waits for all its peers. Only public names and command lines are used, so that the same file runs on both versions.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aggregator.storage import checkpoint
-from aggregator.storage.journal import Disk
+from aggregator.storage.journal import Disk, Journal
 from aggregator.storage.store import Store
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, StorageError
@@ -169,6 +169,41 @@ def test_a_journal_is_not_replayed_to_other_parameters(tmp_path: Path, changed: 
     again.checkpoint(recovered)
     again.close()
     assert Store(tmp_path, other, "run").recover() is not None, "after a clean stop they may change"
+
+
+@pytest.mark.parametrize(("commits", "noted"), [(1, True), (2, False)])
+def test_each_of_the_digests_before_and_after_a_commit_tells_that_the_settings_have_changed(
+    tmp_path: Path, commits: int, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one after the last commit is not durable with it: without it, the commits before it still tell."""
+    store = Store(tmp_path, config(1), "run")
+    outer = founded(store, 1)
+    if not noted:
+        monkeypatch.setattr(Journal, "append_digest", lambda *_: None)
+    for _ in range(commits):
+        append(store, outer)
+    store.close()
+    other = dataclasses.replace(config(1), outer=OuterConfig(optimizer="nesterov", lr=0.3))
+    with pytest.raises(ConfigError, match="outer step 1 was committed with digest"):
+        Store(tmp_path, other, "run").recover()
+    recovered = Store(tmp_path, config(1), "run").recover()
+    assert recovered is not None and state(recovered) == state(outer)
+
+
+def test_a_digest_that_the_disk_refuses_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def write(descriptor: int, data: memoryview) -> int:
+        if b'"kind":"digest","outer_step":2,' in bytes(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+    store = Store(tmp_path, config(1), "run", Disk(write=write))
+    outer = founded(store, 1)
+    for _ in range(3):
+        append(store, outer)
+    store.close()
+    assert "the journal lacks the digest of outer step 2" in caplog.text
+    recovered = Store(tmp_path, config(1), "run").recover()
+    assert recovered is not None and state(recovered) == state(outer)
 
 
 def test_a_journal_of_other_groups_is_not_replayed(tmp_path: Path) -> None:
