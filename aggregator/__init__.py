@@ -30,7 +30,9 @@ Threads of the process (`server.py` makes all but the journal's)
 
     The loop gives work to `torch` and `files` through executors and awaits the result, but for metrics lines and the removal of
     spill files, which nobody waits for. `torch` waits for `journal` before a commit counts. What loop and `torch` both read is
-    replaced in one go, never changed: `CommittedState` (`data.published`), the kept updates (`storage.store`), theta's tensors.
+    replaced in one go, never changed: `CommittedState` (`data.published`), the kept updates (`storage.store`). theta is written
+    in place by a commit; the loop takes it for a snapshot only between commits, and a fragment that a reader holds is copied
+    first.
 
     lock, event, queue                              of                      set or released by           awaited by
     ----------------------------------------------  ----------------------  ---------------------------  --------------------

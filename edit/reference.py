@@ -410,7 +410,10 @@ def _two_levels(x: Tensor, edge: float) -> Tensor:
 
 
 def feedback(deltas: Sequence[Tensor], lossy: Callable[[Tensor], Tensor], decay: float) -> list[Tensor]:
-    """Return what is sent of each of a peer's contributions: u = Delta + decay e; send lossy(u); e <- u - lossy(u)."""
+    """Return what is sent of each of a row of vectors: u = Delta + decay e; send lossy(u); e <- u - lossy(u).
+
+    Contributions of one peer; merges as they are recorded for the outer optimizer; outer steps as they are published.
+    """
     error, sent = torch.zeros_like(deltas[0]), []
     for delta in deltas:
         total = delta + decay * error

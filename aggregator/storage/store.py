@@ -48,6 +48,7 @@ class Store:
         self._journal: Journal | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
         self._writing: Future[None] | None = None
+        self._noting: Future[None] | None = None
         self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
 
     # ---- the published updates ---------------------------------------------------------------------------------------------
@@ -105,6 +106,8 @@ class Store:
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
             base: digest of the outer parameters before it, which a recovery must come to, too.
         """
+        if self._noting is not None:
+            self._noting.result()  # done long ago; a bug in it is raised
         total = min(self.tokens + tokens, MOST_TOKENS)
         self._writer.submit(
             lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, base)
@@ -114,7 +117,7 @@ class Store:
     def applied(self, commit: Commit) -> None:
         """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same."""
         self.publish(commit)
-        self._writer.submit(self._note_digest, commit.outer_step, commit.digest)
+        self._noting = self._writer.submit(self._note_digest, commit.outer_step, commit.digest)
 
     def _note_digest(self, outer_step: int, digest: str) -> None:
         try:
