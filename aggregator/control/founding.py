@@ -7,8 +7,9 @@ Members take turns, in the order in which they attended. A member's turn ends, a
     what it sends is bad   not what it announced, damaged, not finite
 
 and somebody else attends. Then it is the last in line, and is asked again when its turn comes. Where nobody else attends, it is
-waited for, also while only its control connection is broken: nothing is lost by that. Once all its bytes are here and right,
-they are the run's, whatever becomes of its connections.
+waited for, also while only its control connection is broken: nothing is lost by that. What is here of its parameters stays
+until another member is asked: it goes on where it broke off. Once all its bytes are here and right, they are the run's,
+whatever becomes of its connections.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from aggregator.control.attendance import Attendances
@@ -28,6 +30,7 @@ from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageEr
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from editpb.messages import FoundHeader
+from editpb.transport.chunks import Chunk, Reassembly
 
 __all__ = ["STALL_S", "Founding", "Transfer", "Turn"]
 
@@ -41,26 +44,59 @@ class Turn:
     def __init__(self, peer_id: str, now: float) -> None:
         self.peer_id, self.since = peer_id, now
         self.moved_at = now  # when bytes came that are new
-        self.received_bytes = 0  # the most of any of its transfers: who begins again brings nothing new until there
+        self.received_bytes = 0  # the most that was here: who begins again brings nothing new until there
         self.total_bytes = 0  # 0 before its first transfer
+        self.digest = ""  # that the parameters are to have
+        self.parts: list[Reassembly] = []  # what is here of them, one per fragment
         self.transfer: Transfer | None = None
         self.processing = False  # all bytes are here: what takes time now is not its fault
         self.accepted = False  # and they are right: they are being written
 
+    def begin(self, schema: Schema, digest: str) -> None:
+        """Make ready for these parameters; what is here of them already stays."""
+        if digest != self.digest:
+            self.parts = [Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in schema.fragments]
+            self.digest = digest
+        self.total_bytes = 4 * schema.numel
+
+    def go_on(self, before: Turn) -> None:
+        """Take over what is here from the same member's turn before, if nobody was asked since."""
+        self.digest, self.parts, self.received_bytes = before.digest, before.parts, before.received_bytes
+
+    def forget(self) -> None:
+        """Let go of what is here: it is bad, or it is the run's."""
+        self.digest, self.parts = "", []
+
 
 class Transfer(OpenCall):
-    """One call of the founder's that brings the parameters. It ends with a StaleError when the turn does."""
+    """One call of the founder's that brings parameters. It ends with a StaleError when the turn does."""
 
     def __init__(self, turn: Turn, schema: Schema, now: Callable[[], float]) -> None:
         super().__init__()
         self.turn, self.schema = turn, schema
-        self._received_bytes, self._now = 0, now
+        self._now = now
 
-    def received(self, count: int) -> None:
-        """Take note of so many bytes more."""
-        self._received_bytes += count
-        if self._received_bytes > self.turn.received_bytes:
-            self.turn.received_bytes, self.turn.moved_at = self._received_bytes, self._now()
+    @property
+    def received_bytes(self) -> int:
+        """What is here, over all calls of this turn: where the next chunk must begin."""
+        return sum(part.received for part in self.turn.parts)
+
+    def take(self, fragment_id: int, chunk: Chunk) -> None:
+        """Append a chunk; the first byte of all begins anew. Raises RemoteProtocolError."""
+        turn = self.turn
+        if fragment_id == 0 and chunk.offset == 0:
+            for part in turn.parts:
+                part.clear()
+        present = next((i for i, part in enumerate(turn.parts) if not part.complete), None)
+        if fragment_id != present:
+            raise RemoteProtocolError(f"a chunk of fragment {fragment_id} is out of turn")
+        turn.parts[fragment_id].take(chunk)
+        if (received := self.received_bytes) > turn.received_bytes:
+            turn.received_bytes, turn.moved_at = received, self._now()
+
+    def theta(self) -> list[Tensor]:
+        """Return all fragments, fp32, once they are here."""
+        return [torch.frombuffer(part.finish(), dtype=torch.float32) for part in self.turn.parts]
 
 
 class Founding:
@@ -82,6 +118,7 @@ class Founding:
         changed: Callable[[], None],
     ) -> None:
         self.turn: Turn | None = None
+        self._before: Turn | None = None  # the last one, while nobody is asked
         self._config, self._store, self._background, self._attendances = config, store, background, attendances
         self._feed, self._now, self._changed = feed, now, changed
         self._line: dict[str, None] = {}  # the members that attend: who is to be asked next comes first
@@ -151,13 +188,15 @@ class Founding:
         turn = self.turn
         if turn is not None and turn.accepted:
             return
-        self.turn = None
+        self.turn, self._before = None, turn or self._before
         if turn is not None and turn.transfer is not None:
             turn.transfer.end(StaleError(f"{reason}; another member may found the run now"))
         members = self._attendances.membership.members
         live = (peer_id for peer_id in self._line if members[peer_id].live)
         if (peer_id := next(live, next(iter(self._line), None))) is not None:
-            self.turn = Turn(peer_id, self._now())
+            self.turn, before, self._before = Turn(peer_id, self._now()), self._before, None
+            if before is not None and before.peer_id == peer_id:
+                self.turn.go_on(before)
 
     def _end_if_gone(self, turn: Turn) -> None:
         if self.turn is turn and turn.peer_id not in self._line and not self._sends():
@@ -192,11 +231,12 @@ class Founding:
                 raise RemoteProtocolError("founding with another schema than the one announced")
             if turn.transfer is not None:
                 turn.transfer.end(StaleError("a newer transfer of the initial parameters has begun"))
-            turn.total_bytes = 4 * attendance.schema.numel
+            turn.begin(attendance.schema, header.digest)
             turn.transfer = transfer = Transfer(turn, attendance.schema, self._now)
             with transfer:
                 yield transfer
         except RemoteProtocolError as error:
+            turn.forget()
             if self.turn is turn:
                 self._pass_on(f"sent bad initial parameters ({error})")
             raise
@@ -222,6 +262,7 @@ class Founding:
         try:
             outer = await self._background.in_worker(work)
             turn.accepted = True
+            turn.forget()
         finally:
             turn.processing = turn.accepted
         return outer

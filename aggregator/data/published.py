@@ -117,21 +117,28 @@ class PublishedState:
 
     async def payloads(
         self, commit: Commit, wanted: UpdateRequest, room: asyncio.Semaphore
-    ) -> AsyncGenerator[tuple[int, EncodedTensor], None]:
-        """Yield (fragment_id, what of it is wanted) in the commit's order, without those that were rolled back.
+    ) -> AsyncGenerator[tuple[int, EncodedTensor, int], None]:
+        """Yield (fragment_id, what of it is wanted, the first byte of that) in the commit's order, from wanted.offset on.
 
-        room: for a shard that is cut, until the next one is asked for. Close the generator when it is not read to its end.
+        Those that were rolled back are left out. room: for a shard that is cut, until the next one is asked for. Close the
+        generator when it is not read to its end.
         """
+        skipped = wanted.offset
         for fragment in commit.fragments:
             payload = fragment.payload
             if payload is None:
                 continue
-            shard = wanted.shards[fragment.fragment_id] if wanted.shards is not None else None
-            if shard is None or shard.is_whole:
-                yield fragment.fragment_id, payload
+            of, shard = codec(payload.codec), wanted.shards[fragment.fragment_id] if wanted.shards is not None else None
+            size = of.encoded_size(payload.numel if shard is None else of.cut_numel(shard))
+            if size <= skipped:
+                skipped -= size
                 continue
-            async with room:
-                yield fragment.fragment_id, await self._background.in_worker(codec(payload.codec).cut, payload, shard)
+            if shard is None or shard.is_whole:
+                yield fragment.fragment_id, payload, skipped
+            else:
+                async with room:
+                    yield fragment.fragment_id, await self._background.in_worker(of.cut, payload, shard), skipped
+            skipped = 0
 
     async def describe_snapshot(self) -> SnapshotManifest:
         """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls.

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from aggregator.control.snapshot_donors import donors_of
 from aggregator.control.views import injection_state
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import SnapshotReaders, UpdateReaders, send
-from edit.errors import EditError, RefusedError, RemoteProtocolError
+from edit.errors import EditError, GoneError, RefusedError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injection
 from editpb import data_pb2 as dpb
@@ -33,7 +33,7 @@ from editpb.data_messages import (
 )
 from editpb.identity import Identity
 from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
-from editpb.limits import MAX_READ_S
+from editpb.limits import MAX_COUNT, MAX_READ_S
 from editpb.messages import ContributionHeader, UpdateRequest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
@@ -114,7 +114,7 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> None:
-        """Send one commit, or what of it concerns a rank: the same bytes for every request of the same boxes."""
+        """Send one commit, or what of it concerns a rank, or a range of that: the same bytes for every request of the same."""
         async with abort_on_error(context):
             identity = self._authorizer.authorize(context, "peer")
             published = self._run.rounds.published
@@ -128,12 +128,19 @@ class DataService:
     ) -> AsyncGenerator[dpb.UpdatePart | bytes, None]:
         published = self._run.rounds.published
         commit = published.update(wanted.outer_step)
-        yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
+        if not wanted.offset:
+            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
+        elif wanted.digest != commit.digest:
+            raise GoneError(f"the update to outer step {wanted.outer_step} is another one now than was begun")
+        left = wanted.limit or MAX_COUNT
         async with contextlib.aclosing(published.payloads(commit, wanted, room)) as payloads:
-            async for fragment_id, payload in payloads:
-                for frame in update_frames(fragment_id, payload.data):
+            async for fragment_id, payload, start in payloads:
+                data = memoryview(payload.data).cast("B")[: start + left]
+                for frame in update_frames(fragment_id, data, start=start):
                     self._authorizer.authorize(context, "peer")
                     yield frame
+                if (left := left - (len(data) - start)) <= 0:
+                    return
 
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         """Describe the newest snapshot, and name members that serve it, too."""
@@ -146,7 +153,7 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> None:
-        """Send one fragment of a snapshot that was described, or the boxes of it that are wanted.
+        """Send fragments of a snapshot that was described, or the boxes of them that are wanted.
 
         A request for none of its bytes keeps the snapshot for longer, and takes no reader's place. The call must have a
         deadline: at that, gRPC takes back what is not read, which nothing else does.
@@ -159,7 +166,7 @@ class DataService:
             self._run.check_run_id(wanted.run_id)
             if not (context.time_remaining() or math.inf) <= MAX_READ_S + _CLOCKS_S:
                 raise RemoteProtocolError(f"a snapshot is read with a deadline of at most {MAX_READ_S:g} s")
-            chunks = published.snapshot_chunks(wanted)
+            chunks = _limited(itertools.chain.from_iterable(map(published.snapshot_chunks, wanted.one_by_one())), wanted.limit)
             if (first := next(chunks, None)) is not None:
                 with self._snapshot_readers.place(identity.peer_id, identity.role) as place:
 
@@ -171,19 +178,21 @@ class DataService:
                     await send(context.write, admitted(), stalled=place.give_up)
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
-        """Receive the founder's initial parameters."""
+        """Receive the founder's initial parameters, or some of them, or only say how much of them is here."""
         async with abort_on_error(context):
             with self._authorizer.admit(context, "peer") as identity:
                 header = found_header_from_pb((await _first(parts, "founding")).header)
                 with self._run.receive_founding(identity.peer_id, header) as transfer:
-
-                    def received(count: int) -> None:
-                        transfer.received(count)
+                    async for part in parts:
+                        if part.WhichOneof("kind") != "chunk":
+                            raise RemoteProtocolError("after the header only chunks follow")
+                        transfer.take(part.chunk.fragment_id, part.chunk.chunk)
                         self._run.attendances.progress(identity.peer_id)
-
-                    theta = await _receive_fragments(transfer.schema.fragments, parts, received)
-                    await self._run.found(transfer, list(theta.values()), header.digest)
-        return dpb.FoundReply()
+                    if (received := transfer.received_bytes) == transfer.turn.total_bytes:
+                        await self._run.found(transfer, transfer.theta(), header.digest)
+                        return dpb.FoundReply(received_bytes=received, complete=True)
+                    return dpb.FoundReply(received_bytes=received)
+        raise AssertionError("unreachable: abort raises")
 
     async def Inject(self, parts: AsyncIterator[dpb.InjectPart], context: Context) -> dpb.InjectReply:
         """Receive what the run above has decided; the regional aggregator alone may send it."""
@@ -218,21 +227,22 @@ async def _first(parts: AsyncIterator[_Part | ReceivedChunk], what: str) -> _Par
     return first
 
 
-async def _receive_fragments(
-    fragments: Sequence[FragmentSpec],
-    parts: AsyncIterator[dpb.FoundPart] | AsyncIterator[dpb.InjectPart],
-    received: Callable[[int], None] = lambda _: None,
-) -> dict[int, Tensor]:
-    """Return these fragments' fp32 values, by fragment_id. Raises RemoteProtocolError.
+def _limited(chunks: Iterator[tpb.Chunk], limit: int) -> Iterator[tpb.Chunk]:
+    """Yield the first `limit` bytes, or all where that is 0."""
+    left = limit or MAX_COUNT
+    for chunk in chunks:
+        yield chunk if len(chunk.data) <= left else tpb.Chunk(offset=chunk.offset, data=chunk.data[:left])
+        if (left := left - len(chunk.data)) <= 0:
+            return
 
-    received: called after each chunk, with its number of bytes.
-    """
+
+async def _receive_fragments(fragments: Sequence[FragmentSpec], parts: AsyncIterator[dpb.InjectPart]) -> dict[int, Tensor]:
+    """Return these fragments' fp32 values, by fragment_id. Raises RemoteProtocolError."""
     buffers = {f.fragment_id: Reassembly(f"fragment {f.name}", 4 * f.numel, 4 * f.numel) for f in fragments}
     async for part in parts:
         if part.WhichOneof("kind") != "chunk" or part.chunk.fragment_id not in buffers:
             raise RemoteProtocolError("after the header only chunks of the fragments that it names follow")
         buffers[part.chunk.fragment_id].take(part.chunk.chunk)
-        received(len(part.chunk.chunk.data))
     return {i: torch.frombuffer(buffer.finish(), dtype=torch.float32) for i, buffer in buffers.items()}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
 
 from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema
@@ -110,8 +111,8 @@ def _check_numel(shard: Shard, expected: int, announced: int) -> None:
         fail(f"fragment {shard.fragment.name} has {expected} elements{where}, {announced} were announced")
 
 
-def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt, total_bytes: int) -> msg.Received:
-    """Decode how much of a contribution of `total_bytes` the aggregator holds."""
+def received_from_pb(message: dpb.ProbeReply | dpb.ContributionReceipt | dpb.FoundReply, total_bytes: int) -> msg.Received:
+    """Decode how much of a contribution, or of the founder's parameters, of `total_bytes` the aggregator holds."""
     received = within("received_bytes", message.received_bytes, 0, total_bytes)
     return msg.Received(received, message.complete)
 
@@ -123,7 +124,14 @@ def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
         for shard in request.shards or ()
         if not shard.is_whole
     ]
-    return dpb.UpdateRequest(run_id=request.run_id, outer_step=request.outer_step, held=held)
+    return dpb.UpdateRequest(
+        run_id=request.run_id,
+        outer_step=request.outer_step,
+        held=held,
+        offset=request.offset,
+        limit=request.limit,
+        digest=request.digest,
+    )
 
 
 def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.UpdateRequest:
@@ -140,6 +148,9 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
         check_id("run_id", message.run_id),
         within("outer_step", message.outer_step, 1, lim.MAX_STEP),
         None if all(shard.is_whole for shard in shards) else shards,
+        within("offset", message.offset, 0, lim.MAX_COUNT),
+        within("limit", message.limit, 0, lim.MAX_COUNT),
+        check_digest("digest", message.digest, empty=message.offset == 0),
     )
 
 
@@ -272,7 +283,11 @@ def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | No
 
 
 def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
-    """Encode the request for one fragment of a snapshot."""
+    """Encode the request for fragments of a snapshot."""
+    following = [
+        dpb.SnapshotPart(fragment_id=shard.fragment.fragment_id, boxes=boxes_to_pb(() if shard.is_whole else shard.boxes))
+        for shard in request.following
+    ]
     return dpb.SnapshotRequest(
         run_id=request.run_id,
         outer_step=request.outer_step,
@@ -280,12 +295,19 @@ def snapshot_request_to_pb(request: msg.SnapshotRequest) -> dpb.SnapshotRequest:
         offset=request.offset,
         boxes=boxes_to_pb(request.boxes or ()),
         ticket=request.ticket,
+        limit=request.limit,
+        following=following,
     )
 
 
 def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> msg.SnapshotRequest:
-    """Decode the request for one fragment of a snapshot, or boxes of it. offset: within the fp32 bytes of those."""
+    """Decode the request for fragments of a snapshot, or boxes of them. offset: within the fp32 bytes of the first."""
     shard = _shard_of(_fragment_of(schema, message.fragment_id), message.boxes)
+    lim.at_most("following fragments", message.following, lim.MAX_FOLLOWING)
+    following = tuple(_shard_of(_fragment_of(schema, part.fragment_id), part.boxes) for part in message.following)
+    for before, after in pairwise((shard, *following)):
+        if after.fragment.fragment_id <= before.fragment.fragment_id:
+            fail(f"fragment {after.fragment.fragment_id} is named after fragment {before.fragment.fragment_id}")
     return msg.SnapshotRequest(
         run_id=check_id("run_id", message.run_id),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
@@ -293,6 +315,8 @@ def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> ms
         offset=within("offset", message.offset, 0, 4 * shard.numel),
         boxes=None if shard.is_whole else shard.boxes,
         ticket=check_id("ticket", message.ticket) if message.ticket else "",
+        limit=within("limit", message.limit, 0, lim.MAX_COUNT),
+        following=following,
     )
 
 

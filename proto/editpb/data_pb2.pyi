@@ -73,14 +73,20 @@ class FragmentBoxes(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "held")
+    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     held: _containers.RepeatedCompositeFieldContainer[FragmentBoxes]
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ...) -> None: ...
+    offset: int
+    limit: int
+    digest: str
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FragmentUpdate(_message.Message):
     __slots__ = ("fragment_id", "rollback", "codec", "numel", "total_bytes", "verdicts")
@@ -157,20 +163,32 @@ class SnapshotManifest(_message.Message):
     def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ..., donors: _Optional[_Iterable[_Union[Donor, _Mapping]]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "fragment_id", "offset", "boxes", "ticket")
+    __slots__ = ("run_id", "outer_step", "fragment_id", "offset", "boxes", "ticket", "limit", "following")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     fragment_id: int
     offset: int
     boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
     ticket: str
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., ticket: _Optional[str] = ...) -> None: ...
+    limit: int
+    following: _containers.RepeatedCompositeFieldContainer[SnapshotPart]
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., offset: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., ticket: _Optional[str] = ..., limit: _Optional[int] = ..., following: _Optional[_Iterable[_Union[SnapshotPart, _Mapping]]] = ...) -> None: ...
+
+class SnapshotPart(_message.Message):
+    __slots__ = ("fragment_id", "boxes")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    BOXES_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    boxes: _containers.RepeatedCompositeFieldContainer[_tensors_pb2.Box]
+    def __init__(self, fragment_id: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
 
 class FoundPart(_message.Message):
     __slots__ = ("header", "chunk")
@@ -191,8 +209,12 @@ class FoundHeader(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., schema_hash: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FoundReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("received_bytes", "complete")
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    received_bytes: int
+    complete: bool
+    def __init__(self, received_bytes: _Optional[int] = ..., complete: bool = ...) -> None: ...
 
 class Injected(_message.Message):
     __slots__ = ("run_id", "upper_step", "lower_step")

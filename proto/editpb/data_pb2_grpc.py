@@ -113,7 +113,8 @@ class DataServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Found(self, request_iterator, context):
-        """The founder sends its initial parameters. Refused once the run has parameters.
+        """The founder sends its initial parameters, in as many calls as it takes: a header alone asks how much is here. Refused once
+        the run has parameters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

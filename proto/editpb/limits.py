@@ -19,6 +19,7 @@ __all__ = [
     "MAX_COUNT",
     "MAX_DIMS",
     "MAX_DONORS",
+    "MAX_FOLLOWING",
     "MAX_FRAGMENTS",
     "MAX_NAME_CHARS",
     "MAX_NUMEL",
@@ -60,6 +61,7 @@ MAX_CONTROL_BYTES = 32 << 10  # of a peer's message on Attend, except a schema t
 MAX_CONFIG_CHARS = 1 << 20
 MAX_READ_S = 600.0  # deadline of a call that reads a snapshot; a reader that needs longer goes on from where it was
 MAX_DONORS = 8  # named for one snapshot
+MAX_FOLLOWING = 256  # fragments that one call asks for after its first
 MAX_VERDICTS = 1 << 16  # peers in one round
 MAX_STEP = 1 << 48  # outer and inner steps
 MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from edit.fragments.schema import Schema
@@ -41,7 +42,7 @@ __all__ = [
 
 # The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
 # coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class PeerState(Enum):
@@ -188,7 +189,7 @@ class ContributionHeader:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """How much of a contribution the aggregator holds."""
+    """How much of a contribution, or of the founder's parameters, the aggregator holds."""
 
     received_bytes: int
     complete: bool  # all bytes are in and intact
@@ -201,6 +202,9 @@ class UpdateRequest:
     run_id: str
     outer_step: int
     shards: tuple[Shard, ...] | None = None  # what this rank holds, one per fragment of the schema; None: everything
+    offset: int = 0  # the first byte, counted over all fragments
+    limit: int = 0  # the most bytes; 0: all that are left
+    digest: str = ""  # of the update that was begun, where offset > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +249,7 @@ class SnapshotManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRequest:
-    """Asks for one fragment of the snapshot at `outer_step`."""
+    """Asks for one fragment of the snapshot at `outer_step`, and for others after it."""
 
     run_id: str
     outer_step: int
@@ -253,6 +257,15 @@ class SnapshotRequest:
     offset: int = 0  # the first byte, within the fp32 bytes of the boxes
     boxes: tuple[Box, ...] | None = None  # what of the fragment is wanted; None: all of it
     ticket: str = ""  # of the donor that is asked; empty: the aggregator is asked
+    limit: int = 0  # the most bytes, of all fragments together; 0: no bound
+    following: tuple[Shard, ...] = ()  # what is sent after it, by ascending fragment_id
+
+    def one_by_one(self) -> Iterator[SnapshotRequest]:
+        """Yield a request without limit for each of the fragments."""
+        yield replace(self, limit=0, following=())
+        for shard in self.following:
+            boxes = None if shard.is_whole else shard.boxes
+            yield replace(self, fragment_id=shard.fragment.fragment_id, offset=0, boxes=boxes, limit=0, following=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

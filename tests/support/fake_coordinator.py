@@ -66,7 +66,7 @@ class FakeCoordinator:
         self.offered: dict[Slot, ContributionHeader] = {}
         self.headers: dict[Slot, ContributionHeader] = {}  # of those that are complete
         self.merged: set[int] = set()  # rounds that contributions named which are merged
-        self.starts: list[int] = []  # offsets at which contribution and snapshot streams began
+        self.starts: list[int] = []  # offsets at which streams of contributions and snapshots began
         self.break_contribution_after: list[int] = []  # bytes after which the next streams break
         self.break_snapshot_after: list[int] = []
         self.refuse_contributions: list[tuple[grpc.StatusCode, str]] = []
@@ -76,7 +76,12 @@ class FakeCoordinator:
         self.lose_snapshots = 0
         self.refuse_update: Callable[[Sequence[Shard] | None], tuple[grpc.StatusCode, str] | None] = lambda shards: None
         self.broken_gates: set[int] = set()
-        self.asked_for: list[Sequence[Shard] | None] = []  # in FetchUpdate
+        self.asked_for: list[Sequence[Shard] | None] = []  # in each FetchUpdate from the first byte on
+        self.update_offsets: list[int] = []  # at which each FetchUpdate began
+        self.founding: dict[str, list[bytearray]] = {}  # what is here of a founder's parameters, by their digest
+        self.break_founding_after: list[int] = []
+        self.founding_starts: list[int] = []  # bytes that were here when each call of a founder began
+        self.break_update_after: list[int] = []
         self._gates: dict[int, asyncio.Event] = {}
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.port = 0

@@ -55,7 +55,8 @@ class FakeData(data_pb2_grpc.DataServicer):
             into += part.chunk.data
             if limit is not None and len(into) >= limit:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-        fake.io.change(lambda: self._contributed(slot, header))
+        if len(into) == header.total_bytes:
+            fake.io.change(lambda: self._contributed(slot, header))
         return data_pb2.ContributionReceipt(complete=len(into) == header.total_bytes, received_bytes=len(into))
 
     def _offer(self, slot: Slot, header: ContributionHeader) -> bool:
@@ -98,12 +99,26 @@ class FakeData(data_pb2_grpc.DataServicer):
         if (refusal := fake.refuse_update(shards)) is not None:
             await context.abort(*refusal)
         commit = _cut(commit, shards) if shards is not None else commit
-        fake.asked_for.append(shards)
-        yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
+        fake.update_offsets.append(request.offset)
+        if request.offset == 0:
+            fake.asked_for.append(shards)
+            yield data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit))
+        else:
+            assert request.digest == commit.digest
+        at, stop, sent = 0, request.offset + request.limit, 0
+        limit = fake.break_update_after.pop(0) if fake.break_update_after else None
         for fragment in commit.fragments:
+            data = memoryview(fragment.payload.data).cast("B") if fragment.payload is not None else memoryview(b"")
+            start, end = max(0, request.offset - at), min(len(data), stop - at)
+            at += len(data)
+            if start >= end:
+                continue
             if await fake.gate(fragment.fragment_id):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-            for chunk in make_chunks(fragment.payload.data if fragment.payload is not None else b""):
+            for chunk in make_chunks(data[:end], 1 << 16, start=start):
+                if limit is not None and sent >= limit:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+                sent += len(chunk.data)
                 if fake.damage_updates > 0:
                     fake.damage_updates -= 1
                     chunk = tensors_pb2.Chunk(offset=chunk.offset + 1, data=chunk.data)
@@ -135,16 +150,16 @@ class FakeData(data_pb2_grpc.DataServicer):
         fake.starts.append(request.offset)
         assert fake.state is not None
         sent, limit = 0, fake.break_snapshot_after.pop(0) if fake.break_snapshot_after else None
-        wanted = snapshot_request_from_pb(request, fake.schema)
-        part = Shard(fake.schema.fragments[wanted.fragment_id], wanted.boxes).take(fake.state.theta[wanted.fragment_id])
-        for chunk in make_chunks(part.numpy().data, 1024, start=wanted.offset):
-            if limit is not None and sent >= limit:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
-            if fake.damage_snapshots > 0:
-                fake.damage_snapshots -= 1
-                chunk = _damaged(chunk)
-            sent += len(chunk.data)
-            yield chunk
+        for wanted in snapshot_request_from_pb(request, fake.schema).one_by_one():
+            part = Shard(fake.schema.fragments[wanted.fragment_id], wanted.boxes).take(fake.state.theta[wanted.fragment_id])
+            for chunk in make_chunks(part.numpy().data, 1024, start=wanted.offset):
+                if limit is not None and sent >= limit:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+                if fake.damage_snapshots > 0:
+                    fake.damage_snapshots -= 1
+                    chunk = _damaged(chunk)
+                sent += len(chunk.data)
+                yield chunk
 
     async def Found(
         self, requests: AsyncIterator[data_pb2.FoundPart], context: grpc.aio.ServicerContext
@@ -152,11 +167,18 @@ class FakeData(data_pb2_grpc.DataServicer):
         fake = self._fake
         fake.calls["Found"] += 1
         header = (await anext(requests)).header
-        data = [bytearray() for _ in fake.schema.fragments]
+        data = fake.founding.setdefault(header.digest, [bytearray() for _ in fake.schema.fragments])
+        total, limit = 4 * fake.schema.numel, fake.break_founding_after.pop(0) if fake.break_founding_after else None
+        fake.founding_starts.append(sum(map(len, data)))
         async for part in requests:
+            assert part.chunk.chunk.offset == len(data[part.chunk.fragment_id])
             data[part.chunk.fragment_id] += part.chunk.chunk.data
-        fake.io.change(lambda: self._founded(header.digest, data))
-        return data_pb2.FoundReply()
+            if limit is not None and sum(map(len, data)) >= limit:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+        received = sum(map(len, data))
+        if received == total:
+            fake.io.change(lambda: self._founded(header.digest, data))
+        return data_pb2.FoundReply(received_bytes=received, complete=received == total)
 
     def _founded(self, claimed: str, data: Sequence[bytearray]) -> None:
         fake = self._fake

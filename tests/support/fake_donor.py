@@ -29,14 +29,13 @@ async def honest(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_
 
 
 def breaking(after: int, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> Answer:
-    """Sends so many chunks, then breaks off."""
+    """Sends so many chunks of a fragment, then breaks off."""
 
     async def answer(wanted: SnapshotRequest, data: bytes) -> AsyncIterator[tensors_pb2.Chunk]:
         for i, chunk in enumerate(make_chunks(data, PIECE, start=wanted.offset)):
             if i == after:
-                break
+                raise Break(code)
             yield chunk
-        raise Break(code)
 
     return answer
 
@@ -103,12 +102,18 @@ class FakeDonor(data_pb2_grpc.DataServicer):
     async def FetchSnapshot(
         self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[tensors_pb2.Chunk]:
-        wanted = snapshot_request_from_pb(request, self.schema)
-        self.asked.append((wanted.fragment_id, wanted.offset, wanted.ticket))
-        part = Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes).take(self.theta[wanted.fragment_id])
+        request_ = snapshot_request_from_pb(request, self.schema)
+        self.asked.append((request_.fragment_id, request_.offset, request_.ticket))
+        left = request_.limit
         try:
-            async for chunk in self.answer(wanted, part.numpy().tobytes()):
-                yield chunk
+            for wanted in request_.one_by_one():
+                part = Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes).take(self.theta[wanted.fragment_id])
+                data = part.numpy().tobytes()[: wanted.offset + left]
+                left -= len(data) - wanted.offset
+                async for chunk in self.answer(wanted, data):
+                    yield chunk
+                if left <= 0:
+                    return
         except Break as broken:
             await context.abort(broken.args[0], "told to")
 

@@ -40,9 +40,10 @@ from edit.lab.run_toml import Settings
 from edit.records import Committed, Contribution, EncodedTensor
 from editpb import control_pb2, control_pb2_grpc
 from editpb.messages import Heartbeat, PeerState
+from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.hub.data_calls import DataCalls, UpdateAssembly
+from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic
 from peers.identity.peer_folder import PeerFolder

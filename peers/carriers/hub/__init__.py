@@ -11,7 +11,10 @@ In reading order:
     channels           opens, keeps and closes every gRPC channel
     uplink             a contribution on its way to a round
     downlink           updates and snapshots on their way to all ranks
-    data_calls         the calls of the data plane, with retries; an update put together from its stream
+    data_calls         the calls of the data plane, with retries
+    range_calls        reading in calls of a bounded size, one behind the other
+    pace               how many bytes a call carries, from measured times; sans-IO
+    assemblies         an update or a snapshot, put together from its streams; no I/O
     snapshot_donors    reads a snapshot from other members
     snapshot_server    serves this peer's snapshot to other members
     all_aggregators    a peer at all aggregators of its run, and `connect_hub`, which makes it

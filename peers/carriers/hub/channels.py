@@ -41,6 +41,7 @@ class Channels:
         self._held = _Held(credentials)
         self._endpoints = tuple(endpoints)
         self._turn = 0
+        self.rtt_s = 0.0  # the least time in which a small question was answered here, in seconds; 0: none was
         self._data: tuple[tuple[str, grpc.ChannelCredentials | None], grpc.aio.Channel] | None = (
             None  # the data plane's, and what for
         )
@@ -64,6 +65,11 @@ class Channels:
     def rotate(self) -> None:
         """Let the next channel go to the next endpoint."""
         self._turn += 1
+        self.rtt_s = 0.0
+
+    def answered(self, seconds: float) -> None:
+        """Take note that a small question was answered after so long: a round trip, and more where the other side was busy."""
+        self.rtt_s = min(self.rtt_s, seconds) if self.rtt_s else seconds
 
     def control(self) -> grpc.aio.Channel:
         """Open a channel for one attempt of the control connection; `release` it afterwards."""

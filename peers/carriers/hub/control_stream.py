@@ -183,7 +183,9 @@ class Attendance:
         try:
             await call.write(peer_message_to_pb(self._hello))
             async with asyncio.timeout(ANSWER_S):
+                asked = time.monotonic()
                 answer = await call.read()
+                self._channels.answered(time.monotonic() - asked)
                 if self._schema is not None and _asks_for_schema(answer):
                     await call.write(schema_answer_to_pb(self._schema))
                     answer = await call.read()

@@ -1,20 +1,20 @@
 """The data plane: contributions up; updates, snapshots and the founder's parameters down and up.
 
 A broken stream resumes where it broke; a call is tried again a bounded number of times, while it is still wanted; a call in
-which nothing moves for a minute is given up (`StallTimeout`). Updates are put together by `UpdateAssembly`, which does no I/O.
-Which round or outer step is worth asking for is decided elsewhere.
+which nothing moves for a minute is given up (`StallTimeout`). `Pace` says how many bytes a call carries: on a slow link few, so
+that heartbeats do not wait behind them. What is read is put together by `assemblies`, which does no I/O. Which round or outer
+step is worth asking for is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar, cast
 
 import grpc
 import torch
@@ -25,37 +25,35 @@ from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Commit, EncodedTensor, Snapshot
-from editpb import data_pb2, data_pb2_grpc
+from edit.records import Snapshot
+from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.data_messages import (
-    commit_from_parts,
     contribution_header_to_pb,
     found_header_to_pb,
     received_from_pb,
     snapshot_manifest_from_pb,
     snapshot_request_to_pb,
-    update_manifest_from_pb,
     update_request_to_pb,
 )
 from editpb.limits import MAX_READ_S
 from editpb.messages import (
     ContributionHeader,
     FoundHeader,
-    FragmentUpdate,
     Received,
     SnapshotManifest,
     SnapshotRequest,
-    UpdateManifest,
-    UpdateRequest,
 )
 from editpb.transport.chunk_frames import ReceivedChunk, contribute_frames, data_stub
-from editpb.transport.chunks import Reassembly, make_chunks
+from editpb.transport.chunks import make_chunks
 from editpb.transport.status import from_rpc
+from peers.carriers.hub.assemblies import SnapshotAssembly, UpdateAssembly
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.pace import Pace
+from peers.carriers.hub.range_calls import read_in_ranges
 from peers.carriers.hub.snapshot_donors import Donors, Patience
 from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["STALL_S", "DataCalls", "StallTimeout", "UpdateAssembly", "Wanted"]
+__all__ = ["STALL_S", "DataCalls", "StallTimeout", "Wanted"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
@@ -69,6 +67,9 @@ _T = TypeVar("_T")
 _Part = TypeVar("_Part")
 _Request = TypeVar("_Request")
 _Message = TypeVar("_Message", bound=Message)
+_UpdatePart: TypeAlias = data_pb2.UpdatePart | ReceivedChunk
+_UpdateCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.UpdateRequest, _UpdatePart]
+_SnapshotCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.SnapshotRequest, tensors_pb2.Chunk]
 Wanted = Callable[[], bool]
 
 
@@ -104,66 +105,82 @@ class DataCalls:
         self._draw = draw
         self._patience = patience
         self._stall_s = stall_s
+        self._pace_up, self._pace_down = (Pace(lambda: channels.rtt_s) for _ in range(2))
 
-    async def contribute(self, header: ContributionHeader, data: memoryview, wanted: Wanted, *, resuming: bool = False) -> None:
+    async def contribute(
+        self,
+        header: ContributionHeader,
+        data: memoryview,
+        wanted: Wanted,
+        *,
+        resuming: bool = False,
+        sent: Callable[[], object] = lambda: None,
+    ) -> None:
         """Send one fragment; return once the aggregator has all of it. A broken stream resumes where it broke.
 
-        resuming: the aggregator may have some of it, or all, from before.
+        resuming: the aggregator may have some of it, or all, from before. sent: called when all bytes are on their way.
         """
         message = contribution_header_to_pb(header)
+        total = header.total_bytes
+        held = Received(0, False)
 
-        def parts(start: int) -> Iterator[data_pb2.ContributePart | bytes]:
+        def parts(start: int, stop: int, clock: _Stopwatch) -> Iterator[data_pb2.ContributePart | bytes]:
             yield self._up(data_pb2.ContributePart(header=message))
-            for frame in contribute_frames(data, start=start):
+            for frame in contribute_frames(data[:stop], start=start):
                 self._traffic.sent += len(frame)
                 yield frame
+            clock.split()
+            if stop == total:
+                sent()
 
         async def attempt() -> None:
-            nonlocal resuming
-            held = await self._probe(message) if resuming else Received(0, False)
+            nonlocal resuming, held
+            held = await self._probe(message) if resuming else held
             resuming = True
-            if held.complete:
-                return
-            async with StallTimeout(self._stall_s) as moving:
-                reply = await self._stub().Contribute(moving.sending(parts(held.received_bytes)))
-            receipt = received_from_pb(self._down(reply), header.total_bytes)
-            if not receipt.complete:
-                raise TransportError(f"the stream ended after {receipt.received_bytes} of {header.total_bytes} bytes")
+            while not held.complete:
+                start = held.received_bytes
+                stop, clock = self._pace_up.stop(start, total), _Stopwatch()
+                async with StallTimeout(self._stall_s) as moving:
+                    reply = await self._stub().Contribute(moving.sending(parts(start, stop, clock), ends=stop == total))
+                held = received_from_pb(self._down(reply), total)
+                if held.received_bytes < stop or (stop == total and not held.complete):
+                    raise TransportError(f"the stream ended after {held.received_bytes} of {total} bytes")
+                if stop < total:
+                    self._pace_up.carried(stop - start, clock.seconds(), asked=stop - start)
+                else:  # the answer waits until the fragment is measured
+                    self._pace_up.carried(stop - start, clock.split_s, asked=stop - start + 1)
 
-        await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted)
+        await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted, lambda: held.received_bytes)
 
     async def update(self, assembly: UpdateAssembly, wanted: Wanted, arrived: Callable[[], None]) -> None:
         """Complete `assembly`. arrived: called when its manifest is in, and each time one of its fragments is."""
 
+        def ask(start: int, limit: int) -> _UpdateCall:
+            message = update_request_to_pb(assembly.request(self._run_id, start, limit))
+            call: _UpdateCall = self._stub().FetchUpdate(self._up(message))
+            return call
+
+        def take(part: _UpdatePart) -> None:
+            if isinstance(part, ReceivedChunk):
+                self._traffic.received += len(part.data)
+            else:
+                self._down(part)
+            if assembly.take(part):
+                arrived()
+
         async def attempt() -> None:
-            request = UpdateRequest(self._run_id, assembly.outer_step, assembly.missing)
-            call = self._stub().FetchUpdate(self._up(update_request_to_pb(request)))
-            begun = False
-            try:
-                async with StallTimeout(self._stall_s) as moving:
-                    async for part in moving.reading(call):
-                        if begun == isinstance(part, data_pb2.UpdatePart):
-                            raise RemoteProtocolError("an update is its manifest, and then chunks")
-                        if isinstance(part, data_pb2.UpdatePart):
-                            assembly.begin(self._down(part))
-                            begun = True
-                        else:
-                            self._traffic.received += len(part.data)
-                            if not assembly.take(part):
-                                continue
-                        arrived()
-            finally:
-                call.cancel()
+            async with StallTimeout(self._stall_s) as moving:
+                await read_in_ranges(assembly, self._pace_down, ask, moving.read, take)
             assembly.finish()
 
-        await _retrying(f"update {assembly.outer_step}", attempt, wanted)
+        await _retrying(f"update {assembly.outer_step}", attempt, wanted, lambda: assembly.received)
 
     async def describe(self, schema: Schema | None, wanted: Wanted) -> SnapshotManifest:
         """Return what the snapshot of the latest commit consists of. schema: None where it is not known yet."""
 
         async def attempt() -> SnapshotManifest:
             request = self._up(data_pb2.SnapshotManifestRequest(run_id=self._run_id))
-            reply = await self._stub().DescribeSnapshot(request, timeout=ANSWER_S)
+            reply = await self._answer(self._stub().DescribeSnapshot(request, timeout=ANSWER_S))
             manifest = snapshot_manifest_from_pb(self._down(reply), schema)
             if combine(manifest.fragment_hash) != manifest.digest:
                 raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
@@ -177,34 +194,86 @@ class DataCalls:
         Whole fragments are checked against their hashes, and come from the manifest's donors as long as there are any;
         everything else comes from the aggregator.
         """
+        held = [shard for shard in shards if shard.numel]
+        whole = SnapshotAssembly(manifest, [shard for shard in held if shard.is_whole])
+        cut = SnapshotAssembly(manifest, [shard for shard in held if not shard.is_whole])
         donors = Donors(manifest, self._run_id, self._channels, self._traffic, self._draw, self._patience)
         reminder = asyncio.create_task(self._remind(manifest))
         try:
-            fragments = [await self._snapshot_fragment(manifest, shard, donors, wanted) for shard in shards]
+            await donors.read(whole)
         finally:
             reminder.cancel()
             await asyncio.wait([reminder])
             await donors.close()
+        for assembly in (whole, cut):
+            if not assembly.complete:
+                donors.sources[AGGREGATOR] = None
+                await self._read_snapshot(assembly, wanted)
         self.origin = Origin(manifest.outer_step, manifest.digest, tuple(donors.sources))
         _log.info("snapshot of outer step %d from %s", manifest.outer_step, ", ".join(donors.sources))
+        fragments = [(whole if shard.is_whole else cut).tensor(shard) if shard.numel else torch.empty(0) for shard in shards]
         return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
+
+    async def _read_snapshot(self, assembly: SnapshotAssembly, wanted: Wanted) -> None:
+        """Complete it from the aggregator."""
+
+        def ask(start: int, limit: int) -> _SnapshotCall:
+            message = snapshot_request_to_pb(assembly.request(self._run_id, start, limit))
+            call: _SnapshotCall = self._stub().FetchSnapshot(self._up(message), timeout=MAX_READ_S)
+            return call
+
+        async def attempt() -> None:
+            before = assembly.received
+            try:
+                async with StallTimeout(self._stall_s) as moving:
+                    await read_in_ranges(
+                        assembly, self._pace_down, ask, moving.read, lambda chunk: assembly.take(self._down(chunk))
+                    )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or assembly.received == before:
+                    raise
+                await attempt()
+            except RemoteProtocolError:
+                assembly.clear_unfinished()
+                raise
+
+        await _retrying("snapshot", attempt, wanted, lambda: assembly.received)
 
     async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
         """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""
-        header = FoundHeader(run_id=self._run_id, schema_hash=schema.schema_hash, digest=digest)
+        message = found_header_to_pb(FoundHeader(run_id=self._run_id, schema_hash=schema.schema_hash, digest=digest))
+        total, reached = 4 * schema.numel, 0
 
-        def parts() -> Iterator[data_pb2.FoundPart]:
-            yield self._up(data_pb2.FoundPart(header=found_header_to_pb(header)))
+        def parts(start: int, stop: int) -> Iterator[data_pb2.FoundPart]:
+            yield self._up(data_pb2.FoundPart(header=message))
             for fragment, theta in zip(schema.fragments, fragments, strict=True):
-                for chunk in make_chunks(theta.numpy().data, FOUNDING_CHUNK_BYTES):
-                    part = data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk)
-                    yield self._up(data_pb2.FoundPart(chunk=part))
+                size = 4 * fragment.numel
+                if size > 0 and start < size and stop > 0:
+                    data = memoryview(theta.numpy().data).cast("B")[:stop]
+                    for chunk in make_chunks(data, FOUNDING_CHUNK_BYTES, start=max(0, start)):
+                        part = data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk)
+                        yield self._up(data_pb2.FoundPart(chunk=part))
+                start, stop = start - size, stop - size
+
+        async def send(start: int, stop: int) -> Received:
+            async with StallTimeout(self._stall_s) as moving:
+                reply = self._down(await self._stub().Found(moving.sending(parts(start, stop), ends=stop == total)))
+            return received_from_pb(reply, total)
 
         async def attempt() -> None:
-            async with StallTimeout(self._stall_s) as moving:
-                self._down(await self._stub().Found(moving.sending(parts())))
+            nonlocal reached
+            held = await send(0, 0)  # some of it may be here, also from before the connections broke
+            while not held.complete:
+                start, clock = held.received_bytes, _Stopwatch()
+                stop = self._pace_up.stop(start, total)
+                held = await send(start, stop)
+                reached = held.received_bytes
+                if held.received_bytes < stop or (stop == total and not held.complete):
+                    raise TransportError(f"the stream ended after {held.received_bytes} of {total} bytes")
+                if stop < total:
+                    self._pace_up.carried(stop - start, clock.seconds(), asked=stop - start)
 
-        await _retrying("founding", attempt, wanted)
+        await _retrying("founding", attempt, wanted, lambda: reached)
 
     async def _remind(self, manifest: SnapshotManifest) -> None:
         """Ask the aggregator for the empty end of a fragment now and then, while donors are read.
@@ -223,52 +292,18 @@ class DataCalls:
                 async for _ in self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(end)), timeout=ANSWER_S):
                     pass
 
-    async def _snapshot_fragment(self, manifest: SnapshotManifest, shard: Shard, donors: Donors, wanted: Wanted) -> Tensor:
-        fragment = shard.fragment
-        if shard.numel == 0:
-            return torch.empty(0)
-        digest = manifest.fragment_hash[fragment.fragment_id] if shard.is_whole else None
-        into = Reassembly(f"snapshot of fragment {fragment.name}", 4 * shard.numel, 4 * shard.numel, digest)
-
-        async def read_on() -> None:
-            request = SnapshotRequest(
-                run_id=self._run_id,
-                outer_step=manifest.outer_step,
-                fragment_id=fragment.fragment_id,
-                offset=into.received,
-                boxes=None if shard.is_whole else shard.boxes,
-            )
-            call = self._stub().FetchSnapshot(self._up(snapshot_request_to_pb(request)), timeout=MAX_READ_S)
-            try:
-                async with StallTimeout(self._stall_s) as moving:
-                    async for chunk in moving.reading(call):
-                        into.take(self._down(chunk))
-            finally:
-                call.cancel()
-
-        async def attempt() -> memoryview:
-            while True:
-                before = into.received
-                try:
-                    await read_on()
-                    return into.finish()
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or into.received == before:
-                        raise
-                except RemoteProtocolError:
-                    into.clear()
-                    raise
-
-        if (data := await donors.read(shard, into)) is None:
-            donors.sources[AGGREGATOR] = None
-            data = await _retrying(f"snapshot of fragment {fragment.name}", attempt, wanted)
-        return torch.frombuffer(data, dtype=torch.float32)
-
     async def _probe(self, header: data_pb2.ContributionHeader) -> Received:
-        reply = self._down(await self._stub().Probe(self._up(header), timeout=ANSWER_S))
+        reply = self._down(await self._answer(self._stub().Probe(self._up(header), timeout=ANSWER_S)))
         held = received_from_pb(reply, header.total_bytes)
         _log.info("fragment %d: %d of %d bytes have arrived", header.fragment_id, held.received_bytes, header.total_bytes)
         return held
+
+    async def _answer(self, call: Awaitable[_T]) -> _T:
+        """Return the answer to a small question; on a connection that is there it takes a round trip."""
+        clock = _Stopwatch()
+        answer = await call
+        self._channels.answered(clock.seconds())
+        return answer
 
     def _stub(self) -> data_pb2_grpc.DataStub:
         return data_stub(self._channels.data())
@@ -280,110 +315,6 @@ class DataCalls:
     def _down(self, message: _Message) -> _Message:
         self._traffic.received += message.ByteSize()
         return message
-
-
-class UpdateAssembly:
-    """This rank's shards of one update, over as many streams as it takes.
-
-    A stream begins with its manifest; then come the bytes of each fragment that was not rolled back, one after the other. The
-    next stream need not repeat fragments that are complete (see `missing`). Raises RemoteProtocolError for whatever does not
-    fit `schema`, `outer_step`, `due` or the manifest.
-
-    Args:
-        schema: of the model.
-        outer_step: the one that the update leads to.
-        due: the fragments that the update is of, ascending.
-        shards: what this rank holds, one per fragment of the schema.
-    """
-
-    def __init__(self, schema: Schema, outer_step: int, due: Sequence[int], shards: Sequence[Shard]) -> None:
-        self.outer_step = outer_step
-        self._schema = schema
-        self._due = tuple(due)
-        self._shards = tuple(shards)
-        self._manifest: UpdateManifest | None = None
-        self._updates: list[FragmentUpdate] = []  # of the first stream's manifest, which lists all fragments
-        self._data: dict[int, memoryview] = {}  # by position in the manifest; whole ones only
-        self._arriving: list[tuple[int, Reassembly]] = []  # of the present stream, in their order
-
-    @property
-    def missing(self) -> tuple[Shard, ...]:
-        """What to ask for: this rank's shards, empty for the fragments that are here."""
-        here = {self._due[position] for position in self._data}
-        return tuple(Shard(shard.fragment, ()) if i in here else shard for i, shard in enumerate(self._shards))
-
-    @property
-    def manifest(self) -> Commit | None:
-        """The commit without its payloads, once the first message is in."""
-        manifest = self._manifest
-        if manifest is None:
-            return None
-        fragments = tuple(update.commit for update in self._updates)
-        return Commit(
-            outer_step=manifest.outer_step,
-            round_id=manifest.round_id,
-            digest=manifest.digest,
-            reason=manifest.reason,
-            fragments=fragments,
-        )
-
-    def rolled_back(self, position: int) -> bool:
-        """Return whether the fragment at this position of the manifest comes without a payload."""
-        return self._updates[position].codec is None
-
-    def payload(self, position: int) -> EncodedTensor | None:
-        """Return the fragment at this position of the manifest; None while bytes are missing."""
-        update, data = self._updates[position], self._data.get(position)
-        return None if update.codec is None or data is None else EncodedTensor(update.codec, update.numel, data)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all is here."""
-        return self._manifest is not None and all(
-            update.codec is None or position in self._data for position, update in enumerate(self._updates)
-        )
-
-    def begin(self, first: data_pb2.UpdatePart) -> None:
-        """Take a stream's first message. What an earlier stream left incomplete is forgotten."""
-        if first.WhichOneof("kind") != "manifest":
-            raise RemoteProtocolError("an update does not begin with its manifest")
-        manifest = update_manifest_from_pb(first.manifest, self._schema, self.outer_step, due=self._due, shards=self.missing)
-        if self._manifest is None:
-            self._manifest, self._updates = manifest, list(manifest.fragments)
-        elif (manifest.digest, manifest.round_id) != (self._manifest.digest, self._manifest.round_id):
-            raise RemoteProtocolError(f"the update to outer step {self.outer_step} is another than before")
-        self._arriving = []
-        for position, (update, fragment_id) in enumerate(zip(manifest.fragments, self._due, strict=True)):
-            if update.codec is not None and position not in self._data:
-                name = f"update of fragment {self._schema.fragments[fragment_id].name}"
-                self._arriving.append((position, Reassembly(name, update.total_bytes, update.total_bytes)))
-        self._move_on()
-
-    def take(self, chunk: ReceivedChunk) -> bool:
-        """Append one chunk to the fragment whose turn it is; return whether that is complete now."""
-        if not self._arriving or chunk.fragment_id != self._due[self._arriving[0][0]]:
-            raise RemoteProtocolError(f"an update's chunk of fragment {chunk.fragment_id} is out of turn")
-        self._arriving[0][1].take(chunk)
-        return self._move_on()
-
-    def finish(self) -> Commit:
-        """Return the commit with its payloads, once all bytes are here."""
-        if self._manifest is None:
-            raise RemoteProtocolError("an empty update")
-        if self._arriving:
-            self._arriving[0][1].finish()
-        return commit_from_parts(
-            dataclasses.replace(self._manifest, fragments=tuple(self._updates)),
-            [self._data.get(position) for position in range(len(self._updates))],
-        )
-
-    def _move_on(self) -> bool:
-        """Move on to the next fragment that has bytes to come."""
-        before = len(self._arriving)
-        while self._arriving and self._arriving[0][1].complete:
-            position, payload = self._arriving.pop(0)
-            self._data[position] = payload.finish()
-        return len(self._arriving) < before
 
 
 class StallTimeout:
@@ -416,31 +347,56 @@ class StallTimeout:
         """Restart the time, also from another task. After the end it changes nothing."""
         self._allow(asyncio.get_running_loop().time() + self._seconds)
 
-    async def reading(self, call: grpc.aio.UnaryStreamCall[_Request, _Part]) -> AsyncIterator[_Part]:
-        """Yield what comes; each message is a movement."""
-        async for part in call:
-            self.moved()
-            yield part
+    async def read(self, call: grpc.aio.UnaryStreamCall[_Request, _Part]) -> _Part | None:
+        """Return the next message, which is a movement; None at the end."""
+        part = await call.read()
+        self.moved()
+        return None if part is grpc.aio.EOF else cast(_Part, part)
 
-    def sending(self, parts: Iterable[_Part]) -> Iterable[_Part]:
+    def sending(self, parts: Iterable[_Part], *, ends: bool = True) -> Iterable[_Part]:
         """Yield what goes; each message is asked for, and so a movement, when the ones before are on their way.
 
-        When all are, the answer may take as long as the connection lives: a large state is on disk before it comes.
+        ends: with these parts everything is there. Then the answer may take as long as the connection lives: a large state is
+        on disk before it comes.
         """
         for part in parts:
             self.moved()
             yield part
-        self._allow(None)
+        if ends:
+            self._allow(None)
 
     def _allow(self, until: float | None) -> None:
         if self._open and not self._bound.expired():
             self._bound.reschedule(until)
 
 
-async def _retrying(what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wanted) -> _T:
-    """Try until an attempt succeeds, with growing delays; raise the last error when no other try may help."""
+class _Stopwatch:
+    """Seconds since it was made, on the loop's clock."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._began = self._now()
+        self.split_s = 0.0  # at the last `split`
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._now() - self._began
+
+    def split(self) -> None:
+        """Keep the seconds so far."""
+        self.split_s = self.seconds()
+
+
+async def _retrying(
+    what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wanted, reached: Callable[[], int] = lambda: 0
+) -> _T:
+    """Try until an attempt succeeds, with growing delays; raise the last error when no other try may help.
+
+    reached: bytes so far; a try that has brought some begins the count of tries anew.
+    """
     failures, damaged = 0, 0
     while True:
+        before = reached()
         try:
             return await attempt()
         except grpc.aio.AioRpcError as error:
@@ -451,7 +407,7 @@ async def _retrying(what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wan
             damaged += 1
         if not isinstance(blame, (TransportError, RemoteProtocolError)) or damaged >= DAMAGED_TRIES:
             raise blame
-        failures += 1
+        failures = 1 if reached() > before else failures + 1
         if failures >= TRIES or not wanted():
             raise blame
         _log.log(logging.INFO if failures == 1 else logging.DEBUG, "%s: %s; trying again", what, blame)

@@ -19,7 +19,8 @@ from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
-from peers.carriers.hub.data_calls import DataCalls, UpdateAssembly, Wanted
+from peers.carriers.hub.assemblies import UpdateAssembly
+from peers.carriers.hub.data_calls import DataCalls, Wanted
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 

@@ -15,16 +15,17 @@ from typing import TypeAlias
 import grpc
 
 from edit.errors import EditError, RemoteProtocolError, TransportError
-from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
-from editpb.messages import Donor, SnapshotManifest, SnapshotRequest
+from editpb.messages import Donor, SnapshotManifest
 from editpb.snapshot_cache import KEPT_S
-from editpb.transport.chunks import Reassembly
 from editpb.transport.status import from_rpc
+from peers.carriers.hub.assemblies import SnapshotAssembly
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.pace import Pace
+from peers.carriers.hub.range_calls import read_in_ranges
 from peers.carriers.run_connection import Traffic
 
 __all__ = ["Donors", "Patience"]
@@ -71,6 +72,7 @@ class Donors:
         self._patience = patience
         self._line = sorted(manifest.donors, key=lambda _: draw())  # those still to be asked; the first is being asked
         self._channel: grpc.aio.Channel | None = None
+        self._pace = Pace()  # to the first donor
         self._until = 0.0  # the deadline of the first donor, on the loop's clock
         self.sources: dict[str, None] = {}  # an ordered set: whose bytes were taken; the caller may add others
 
@@ -80,55 +82,53 @@ class Donors:
             await self._channels.release(self._channel)
             self._channel = None
 
-    async def read(self, shard: Shard, into: Reassembly) -> memoryview | None:
-        """Complete `into` and return its bytes; one donor goes on where another broke off.
+    async def read(self, assembly: SnapshotAssembly) -> None:
+        """Complete `assembly`, of whole fragments, as far as the donors give it; one goes on where another broke off.
 
-        Return None when no donor is left; what is in `into` then may be completed elsewhere. Of a part of a fragment nothing is
-        read, for its hash is not known.
+        What is missing when no donor is left may be read elsewhere.
         """
-        givers: list[Donor] = []
-        while shard.is_whole and self._line:
-            donor, before = self._line[0], into.received
+        givers: list[Donor] = []  # of what is here of the fragment that is not complete
+        while self._line and not assembly.complete:
+            donor, finished, before = self._line[0], assembly.finished, assembly.received
+            error: EditError | None = None
             try:
-                await self._fetch(donor, shard, into)
-                data = into.finish()
-            except RemoteProtocolError as error:
-                into.clear()  # any of those who gave bytes may have lied
+                await self._fetch(donor, assembly)
+            except EditError as failure:
+                error = failure
+            if assembly.finished > finished:
+                self._gave([*givers, donor])
+                givers = []
+            if isinstance(error, RemoteProtocolError):
+                assembly.clear_unfinished()  # any of those who gave bytes may have lied
                 await self._dismiss([*givers, donor], error)
                 givers = []
-            except EditError as error:
-                givers += [donor] if into.received > before else []
+            elif error is not None:
+                givers += [donor] if assembly.received > before and not assembly.at_an_end else []
                 await self._dismiss([donor], error)
-            else:
-                self._gave([*givers, donor])
-                return data
         self._gave(givers)
-        return None
 
-    async def _fetch(self, donor: Donor, shard: Shard, into: Reassembly) -> None:
+    async def _fetch(self, donor: Donor, assembly: SnapshotAssembly) -> None:
         stub = data_pb2_grpc.DataStub(self._connection(donor))
-        request = SnapshotRequest(
-            run_id=self._run_id,
-            outer_step=self._manifest.outer_step,
-            fragment_id=shard.fragment.fragment_id,
-            offset=into.received,
-            ticket=donor.serving.ticket,
-        )
-        message = snapshot_request_to_pb(request)
-        self._traffic.sent += message.ByteSize()
-        self._until += (4 * shard.numel - into.received) / self._patience.bytes_per_s
-        call = stub.FetchSnapshot(message)
+
+        def ask(start: int, limit: int) -> _Call:
+            self._until += min(limit, assembly.total_bytes - start) / self._patience.bytes_per_s
+            bound.reschedule(self._until)
+            message = snapshot_request_to_pb(assembly.request(self._run_id, start, limit, donor.serving.ticket))
+            self._traffic.sent += message.ByteSize()
+            call: _Call = stub.FetchSnapshot(message)
+            return call
+
+        def take(chunk: tensors_pb2.Chunk) -> None:
+            self._traffic.received += chunk.ByteSize()
+            assembly.take(chunk)
+
         try:
-            async with asyncio.timeout_at(self._until):
-                while not into.complete and (chunk := await self._next(call)) is not None:
-                    self._traffic.received += chunk.ByteSize()
-                    into.take(chunk)
+            async with asyncio.timeout_at(self._until) as bound:
+                await read_in_ranges(assembly, self._pace, ask, self._next, take)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error) from error
         except TimeoutError:
             raise TransportError("too slow") from None
-        finally:
-            call.cancel()
 
     async def _next(self, call: _Call) -> tensors_pb2.Chunk | None:
         async with asyncio.timeout(self._patience.chunk_s):
@@ -140,6 +140,7 @@ class Donors:
             identity = Identity(self._run_id, "peer", donor.peer_id)
             self._channel = self._channels.member(donor.serving.address, identity.server_name)
             self._until = asyncio.get_running_loop().time() + self._patience.grace_s
+            self._pace = Pace()
         return self._channel
 
     async def _dismiss(self, donors: Sequence[Donor], error: EditError) -> None:

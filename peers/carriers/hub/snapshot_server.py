@@ -29,6 +29,7 @@ from edit.replica.replica import Outer
 from editpb import data_pb2, tensors_pb2
 from editpb.data_messages import snapshot_request_from_pb
 from editpb.identity import admitted
+from editpb.limits import MAX_COUNT
 from editpb.messages import Serving, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import SnapshotCache
 from editpb.transport.abort_on_error import abort_on_error
@@ -38,9 +39,9 @@ from peers.carriers.run_connection import Traffic
 
 __all__ = ["MAX_PAST", "MAX_READERS", "SnapshotServer"]
 
-MAX_READERS = 4  # at a time; each takes a share of this peer's uplink
+MAX_READERS = 8  # calls at a time, of which a member has two while one goes over into the next; they share this peer's uplink
 MAX_PAST = 2  # past outer steps that readers may hold in memory
-MAX_CALLS = 16  # with those whose readers have been let go, and whose connections are not gone yet
+MAX_CALLS = 24  # with those whose readers have been let go, and whose connections are not gone yet
 STALL_S = 30.0  # a reader that takes no chunk for so long is let go
 CLOSE_S = 0.5
 REQUEST_BYTES = 1 << 16  # the largest request
@@ -143,12 +144,17 @@ class SnapshotServer:
             admitted(context.auth_context(), self._run_id, ("peer", "region", "observer"))
             if self._readers >= MAX_READERS:
                 raise TransportError(f"{self._readers} others read here already; ask another")
-            wanted, fragment = self._wanted(request)
+            wanted = self._wanted(request)
             self._readers += 1
             try:
-                for chunk in make_chunks(fragment.numpy().data, start=wanted.offset):
-                    self.traffic.sent += chunk.ByteSize()
-                    await self._write(context, chunk)
+                left = wanted.limit or MAX_COUNT
+                for one in wanted.one_by_one():
+                    data = self._fragment(one).numpy().data.cast("B")[: one.offset + left]
+                    for chunk in make_chunks(data, start=one.offset):
+                        self.traffic.sent += chunk.ByteSize()
+                        await self._write(context, chunk)
+                    if (left := left - (len(data) - one.offset)) <= 0:
+                        return
             finally:
                 self._readers -= 1
 
@@ -159,20 +165,23 @@ class SnapshotServer:
         except TimeoutError:  # a status would wait behind the bytes that are not read; the connection's age ends the call
             raise asyncio.CancelledError(f"nothing was read for {self._stall_s:g} s") from None
 
-    def _wanted(self, request: data_pb2.SnapshotRequest) -> tuple[SnapshotRequest, Tensor]:
+    def _wanted(self, request: data_pb2.SnapshotRequest) -> SnapshotRequest:
         if self._held is None:
             raise StaleError("this peer has no outer parameters yet")
         wanted = snapshot_request_from_pb(request, self._held.manifest.schema)
         if wanted.run_id != self._run_id:
             raise RefusedError(f"this is run {self._run_id}, not {wanted.run_id}")
-        if wanted.boxes is not None:
+        if any(one.boxes is not None for one in wanted.one_by_one()):
             raise RemoteProtocolError("a peer serves whole fragments only")
         if (word := self._tickets.get(wanted.outer_step)) is None:
             raise GoneError(f"outer step {wanted.outer_step} is not to be had here")
         if not hmac.compare_digest(word, wanted.ticket):
             raise RefusedError(f"this is not the ticket for outer step {wanted.outer_step}")
         self._keep(wanted.outer_step)
-        return wanted, self._past.take(wanted.outer_step, wanted.fragment_id, self._clock())
+        return wanted
+
+    def _fragment(self, one: SnapshotRequest) -> Tensor:
+        return self._past.take(one.outer_step, one.fragment_id, self._clock())
 
     def _keep(self, outer_step: int) -> None:
         """Keep the present step for a while, also when it is past: a member reads it."""

@@ -1,8 +1,8 @@
 """What this rank contributes at present: its fragments, or its shards of them, on their way to one round.
 
-The uplink queues the fragments, chooses the round that they name, sends at most two at a time, sends again what the coordinator
-may have lost, and gives up when the attempt is over. Its state changes on the loop's thread only, under the lock of `IoThread`;
-the main thread reads it there.
+The uplink queues the fragments, chooses the round that they name, sends the bytes of at most two at a time, sends again what
+the coordinator may have lost, and gives up when the attempt is over. Its state changes on the loop's thread only, under the
+lock of `IoThread`; the main thread reads it there.
 
 A replica's contribution is taken only whole: from one attempt, all shards naming the round that rank 0's do. With S the run's
 max_staleness:
@@ -34,7 +34,8 @@ from peers.carriers.io_thread import IoThread
 __all__ = ["ATTEMPTS", "RoundContext", "Stage", "Uplink", "as_it_is"]
 
 ATTEMPTS = 1 << 20  # of one life of the replica; a later life's numbers start above
-IN_FLIGHT = 2
+SENDING = 2  # fragments whose bytes go out at a time
+ON_THE_WAY = 16  # with those whose receipt is still on its way back; of the 32 calls that one connection may have
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +75,8 @@ class _Attempt:
     kept: list[Contribution] = field(default_factory=list)  # what may have to be sent again
     staged: dict[int, Contribution] = field(default_factory=dict)  # by fragment: what is sent to the round that it names
     begun: set[int] = field(default_factory=set)  # the fragments of which the coordinator may hold bytes
-    sending: set[asyncio.Task[None]] = field(default_factory=set)
+    sending: set[asyncio.Task[None]] = field(default_factory=set)  # until the receipt
+    unsent: set[asyncio.Task[None]] = field(default_factory=set)  # of these, until all bytes are on their way
     seen: tuple[int, int] = (0, 0)  # the connection and the lost round after which it was sent
 
 
@@ -197,10 +199,16 @@ class Uplink:
             return
         if self._session.carries:
             self._offer_again(attempt)
-        while attempt.queue and len(attempt.sending) < IN_FLIGHT:
-            task = self._io.start(self._send(attempt, attempt.sent.round_id, attempt.queue.popleft()))
-            attempt.sending.add(task)
-            task.add_done_callback(lambda done: self._io.change(lambda: self._done(attempt, done)))
+        while attempt.queue and len(attempt.unsent) < SENDING and len(attempt.sending) < ON_THE_WAY:
+            self._begin(attempt, attempt.queue.popleft())
+
+    def _begin(self, attempt: _Attempt, contribution: Contribution) -> None:
+        """Send a fragment; the one after it follows its bytes, and not its receipt a round trip later."""
+        sent = lambda: self._io.change(lambda: self._all_sent(attempt, task))  # noqa: E731
+        task = self._io.start(self._send(attempt, attempt.sent.round_id, contribution, sent))
+        attempt.sending.add(task)
+        attempt.unsent.add(task)
+        task.add_done_callback(lambda done: self._io.change(lambda: self._done(attempt, done)))
 
     def _drop(self) -> None:
         attempt, self._attempt = self._attempt, None
@@ -219,6 +227,7 @@ class Uplink:
         if before:
             while attempt.sending:
                 attempt.sending.pop().cancel()
+            attempt.unsent.clear()
             attempt.queue = deque(attempt.kept)
             attempt.staged.clear()
         attempt.sent = attempt.sent._replace(round_id=round_id)
@@ -238,20 +247,26 @@ class Uplink:
         current = attempt is self._attempt and attempt.sent.round_id == round_id
         return current and attempt.sent.refused_at is None and self._session.takes(round_id)
 
+    def _all_sent(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
+        attempt.unsent.discard(task)
+        self.advance()
+
     def _done(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
         attempt.sending.discard(task)
+        attempt.unsent.discard(task)
         if not task.cancelled():
             self.advance()
 
-    async def _send(self, attempt: _Attempt, round_id: int, contribution: Contribution) -> None:
+    async def _send(self, attempt: _Attempt, round_id: int, contribution: Contribution, sent: Callable[[], object]) -> None:
         header, data = self._prepare(attempt, round_id, contribution)
         again = contribution.fragment_id in attempt.begun
         attempt.begun.add(contribution.fragment_id)
         carries = self._session.carries
+        wanted = lambda: self._wanted(attempt, round_id)  # noqa: E731
         try:
-            await self._data.contribute(header, data, lambda: self._wanted(attempt, round_id), resuming=again and carries)
+            await self._data.contribute(header, data, wanted, resuming=again and carries, sent=sent)
         except EditError as error:
-            reached = await self._step_of_refusal(error, lambda: self._wanted(attempt, round_id)) if carries else None
+            reached = await self._step_of_refusal(error, wanted) if carries else None
             self._io.change(partial(self._failed, attempt, header, error, reached))
 
     def _prepare(self, attempt: _Attempt, round_id: int, contribution: Contribution) -> tuple[ContributionHeader, memoryview]:

@@ -49,15 +49,15 @@ def contribute_frames(data: bytes | bytearray | memoryview, *, start: int = 0) -
     return _frames(data, start, lambda chunk_bytes: _begin(_CHUNK, chunk_bytes))
 
 
-def update_frames(fragment_id: int, data: bytes | bytearray | memoryview) -> Iterator[bytes]:
-    """Yield a serialized UpdatePart for each chunk of a fragment's payload."""
+def update_frames(fragment_id: int, data: bytes | bytearray | memoryview, *, start: int = 0) -> Iterator[bytes]:
+    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on."""
     inner = bytes([_FRAGMENT_ID]) + _varint(fragment_id) if fragment_id else b""
 
     def head(chunk_bytes: int) -> bytes:
         wrapped = inner + _begin(_CHUNK, chunk_bytes)
         return _begin(_CHUNK, len(wrapped) + chunk_bytes) + wrapped
 
-    return _frames(data, 0, head)
+    return _frames(data, start, head)
 
 
 def _frames(data: bytes | bytearray | memoryview, start: int, head: Callable[[int], bytes]) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ from edit.config.run import MembershipConfig, RunConfig
 from edit.errors import RefusedError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from editpb.messages import FoundHeader
+from editpb.tensors_pb2 import Chunk
 from tests.support.loops import on_a_loop
 
 NUMEL = 1 << 20
@@ -64,8 +65,14 @@ class Site:
 
         task = asyncio.create_task(receive())
         transfer = await begun
-        transfer.received(received)
+        if received:
+            transfer.take(0, Chunk(offset=0, data=bytes(received)))
         return transfer, task
+
+
+def bring(transfer: Transfer, count: int) -> None:
+    """So many bytes more."""
+    transfer.take(0, Chunk(offset=transfer.received_bytes, data=bytes(count)))
 
 
 @pytest.fixture
@@ -125,12 +132,12 @@ async def test_a_slow_link_that_moves_keeps_its_turn_and_a_trickle_does_not(site
     transfer, task = await site.begin("slow")
     least = 4 * NUMEL / site.founding.longest_s  # bytes per second
     for _ in range(20):
-        transfer.received(int(1.05 * least * (STALL_S - 1)))
+        bring(transfer, int(1.05 * least * (STALL_S - 1)))
         assert site.tick(STALL_S - 1) == "slow"
     seconds = 0.0
     while site.founding.founder == "slow":
         assert seconds < site.founding.longest_s / 2
-        transfer.received(1)
+        bring(transfer, 1)
         seconds += STALL_S - 1
         site.tick(STALL_S - 1)
     await stale(task, r"slow would bring the initial parameters in more than 2400 s; another member")
@@ -198,6 +205,56 @@ async def test_a_lone_founder_whose_control_connection_breaks_goes_on_sending(si
     task.cancel()
     await asyncio.wait([task])
     assert site.founding.founder is None
+
+
+@on_a_loop
+async def test_what_is_here_stays_until_another_turn_begins(site: Site) -> None:
+    site.attend("a")
+    _, task = await site.begin("a", 1000)
+    task.cancel()
+    await asyncio.wait([task])
+    again, task = await site.begin("a")
+    assert again.received_bytes == 1000, "the stream broke"
+    task.cancel()
+    await asyncio.wait([task])
+    site.leave("a")
+    assert site.founding.founder is None
+    site.attend("a")
+    again, task = await site.begin("a")
+    assert again.received_bytes == 1000, "both connections broke, and nobody else was asked"
+    bring(again, 500)
+    site.attend("b")
+    site.leave("a")
+    await stale(task, "a is no longer here")
+    site.attend("a")
+    site.leave("b")
+    anew, task = await site.begin("a")
+    assert anew.received_bytes == 0, "b was asked meanwhile"
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@on_a_loop
+async def test_bad_bytes_are_not_kept(site: Site) -> None:
+    site.attend("a")
+    await site.begin("a", 1000)
+    with pytest.raises(RemoteProtocolError, match="out of turn"), site.founding.transfer("a", header()) as transfer:
+        transfer.take(7, Chunk(offset=0, data=b"x"))
+    with site.founding.transfer("a", header()) as transfer:
+        assert transfer.received_bytes == 0
+        transfer.take(0, Chunk(offset=0, data=b"four"))
+        with pytest.raises(RemoteProtocolError, match="a chunk at byte 9 where 4 was due"):
+            transfer.take(0, Chunk(offset=9, data=b"x"))
+
+
+@on_a_loop
+async def test_other_parameters_are_not_mixed_with_what_is_here(site: Site) -> None:
+    site.attend("a")
+    _, task = await site.begin("a", 1000)
+    other = FoundHeader(run_id="run", schema_hash=schema().schema_hash, digest="1" * 64)
+    with site.founding.transfer("a", other) as transfer:
+        assert transfer.received_bytes == 0
+    await stale(task, "a newer transfer")
 
 
 @on_a_loop

@@ -54,7 +54,7 @@ def test_what_misses_commits_is_carried_until_its_verdict_comes_and_nothing_is_s
 
 def test_one_that_is_on_its_way_goes_on_under_the_round_it_named() -> None:
     with run_of(LARGE, max_staleness=2) as (fake, peer):
-        fake.break_contribution_after = [1 << 40, 1 << 20]
+        fake.break_contribution_after = [1 << 40, 1 << 18]
         fake.script = lambda f: f.commit(named=FIRST_ROUND)
         peer.contribute(vectors(LARGE, 1))
         fake.await_(lambda f: f.calls["Probe"])

@@ -44,7 +44,7 @@ def test_the_founder_sends_its_parameters_and_waits_for_the_first_round() -> Non
         snapshot = peer.collective.join(peer.schema, lambda: mine)
         assert fake.view.round_id == FIRST_ROUND
         assert all(torch.equal(a, b) for a, b in zip(snapshot.fragments, mine, strict=True))
-        assert fake.calls["Found"] == 1
+        assert fake.founding_starts == [0, 0], "it asks how much is here, and sends everything"
 
 
 def test_a_round_commits_and_the_update_is_what_the_coordinator_applied() -> None:
@@ -154,11 +154,19 @@ def test_a_view_that_says_so_means_behind() -> None:
 def test_a_broken_contribution_resumes_where_it_broke() -> None:
     with run_of(LARGE) as (fake, peer):
         fake.script = FakeCoordinator.commit
-        fake.break_contribution_after = [1 << 40, 1 << 20, 1]  # the small fragment, then the large one twice
+        fake.break_contribution_after = [1 << 40, 1 << 18, 1]  # the small fragment, then the large one twice
         peer.contribute(vectors(LARGE, 1))
         assert isinstance(peer.ask(), Committed)
-        assert 1 << 20 in fake.starts
+        assert 1 << 18 in fake.starts
         assert fake.calls["Probe"] >= 2
+
+
+def test_a_founder_whose_stream_broke_goes_on_where_it_broke() -> None:
+    with run_of(LARGE, join=False, founded=False) as (fake, peer):
+        fake.break_founding_after, fake.on_heartbeat = [1 << 40, 1 << 17], open_when_ready
+        peer.collective.join(peer.schema, lambda: vectors(LARGE, 7))
+        assert digest(fake.founded) == digest(vectors(LARGE, 7))
+        assert fake.founding_starts[:2] == [0, 0] and min(fake.founding_starts[2:]) >= 1 << 17
 
 
 def test_a_refused_contribution_waits_for_the_outcome_of_its_round() -> None:
@@ -181,7 +189,7 @@ def test_a_refusal_for_good_ends_the_peer() -> None:
 
 def test_a_broken_snapshot_resumes_and_a_damaged_one_is_fetched_again() -> None:
     with run_of(join=False, sizes=(24, 4000)) as (fake, peer):
-        fake.break_snapshot_after = [1 << 40, 2048]
+        fake.break_snapshot_after = [4 * 24 + 2048]
         snapshot = peer.collective.join(peer.schema, lambda: [])
         assert snapshot.digest == fake.view.digest
         assert 2048 in fake.starts
@@ -195,11 +203,11 @@ def test_a_broken_snapshot_resumes_and_a_damaged_one_is_fetched_again() -> None:
 def test_a_snapshot_fetched_ahead_is_what_join_returns() -> None:
     with run_of(join=False) as (fake, peer):
         peer.collective.prefetch()
-        fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == 1)
         assert not fake.heartbeats
         snapshot = peer.collective.join(peer.schema, lambda: [])
         assert snapshot.digest == fake.view.digest and digest(snapshot.fragments) == snapshot.digest
-        assert (fake.calls["DescribeSnapshot"], fake.calls["FetchSnapshot"]) == (1, len(SMALL))
+        assert (fake.calls["DescribeSnapshot"], fake.calls["FetchSnapshot"]) == (1, 1)
         assert peer.collective.snapshot().digest == fake.view.digest
         assert fake.calls["DescribeSnapshot"] == 2, "it is given once"
 
@@ -207,7 +215,7 @@ def test_a_snapshot_fetched_ahead_is_what_join_returns() -> None:
 def test_what_the_run_commits_while_a_snapshot_was_fetched_ahead_is_caught_up_with() -> None:
     with run_of(join=False) as (fake, peer):
         peer.collective.prefetch()
-        fake.await_(lambda f: f.calls["FetchSnapshot"] == len(SMALL))
+        fake.await_(lambda f: f.calls["FetchSnapshot"] == 1)
         theirs = [encode("fp32", delta) for delta in vectors(SMALL, 2)]
         fake.io.change(lambda: fake.other_peer_commits(theirs))
         snapshot = peer.collective.join(peer.schema, lambda: [])

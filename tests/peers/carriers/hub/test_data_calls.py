@@ -15,8 +15,9 @@ from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.messages import SnapshotManifest, SnapshotRequest
 from editpb.transport.chunks import make_chunks
+from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.data_calls import STALL_S, DataCalls, StallTimeout, UpdateAssembly
+from peers.carriers.hub.data_calls import STALL_S, DataCalls, StallTimeout
 from peers.carriers.run_connection import Traffic
 from tests.support.fake_donor import Break, FakeDonor, dripping, listening, silent
 from tests.support.fake_run import schema_of, vectors

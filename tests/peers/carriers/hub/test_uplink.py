@@ -42,7 +42,7 @@ def test_what_is_sent_is_what_the_stage_gives() -> None:
 def test_a_stream_that_broke_goes_on_with_the_same_bytes() -> None:
     mask = Mask()
     with run_of(LARGE, stage=mask) as (fake, peer):
-        fake.break_contribution_after = [1 << 40, 1 << 20]
+        fake.break_contribution_after = [1 << 40, 1 << 18]
         deltas = vectors(LARGE, 1)
         peer.contribute(deltas)
         fake.await_(lambda f: f.complete(FIRST_ROUND))

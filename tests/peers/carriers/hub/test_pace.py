@@ -1,0 +1,83 @@
+"""How many bytes a call carries: what the link takes in the time that a call may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.carriers.hub.pace import (
+    CALL_S,
+    ENOUGH_BYTES,
+    LEAST_BYTES,
+    LONGEST_S,
+    MOST_BYTES,
+    ROUND_TRIPS,
+    START_BYTES,
+    Pace,
+)
+
+
+def settled(bytes_per_s: float, rtt_s: float, *, before: int = 0) -> tuple[Pace, list[int]]:
+    """A pace after 20 calls, one by one, over a link of this rate and round trip; and what each of them carried."""
+    pace, sizes = Pace(lambda: rtt_s), []
+    for _ in range(20):
+        sizes.append(pace.bytes)
+        pace.carried(pace.bytes, rtt_s + (before + pace.bytes) / bytes_per_s, asked=pace.bytes)
+    return pace, sizes
+
+
+@pytest.mark.parametrize("mbit", [0.1, 1, 10, 100, 1000])
+@pytest.mark.parametrize("rtt_s", [0.0, 0.02, 0.1, 0.2])
+def test_calls_one_after_the_other_fill_a_link_and_take_no_longer_than_they_may(mbit: float, rtt_s: float) -> None:
+    rate = mbit * 125_000
+    pace, _ = settled(rate, rtt_s)
+    assert pace.bytes / rate <= max(pace.call_s, LEAST_BYTES / rate), "what is on the way, in seconds of the link"
+    if LEAST_BYTES < pace.bytes < MOST_BYTES:
+        assert rtt_s + pace.bytes / rate == pytest.approx(pace.call_s, rel=0.01)
+        assert pace.bytes / rate >= (1 - 1 / ROUND_TRIPS - 0.01) * pace.call_s
+
+
+def test_a_fast_link_is_found_out_in_a_few_calls() -> None:
+    _, sizes = settled(125e6, 0.1)
+    assert sizes[0] == START_BYTES
+    assert sizes[4] > ENOUGH_BYTES
+
+
+def test_behind_the_bytes_of_others_fewer_are_sent() -> None:
+    alone, _ = settled(1.25e6, 0.02)
+    shared, _ = settled(1.25e6, 0.02, before=200_000)
+    assert shared.bytes < alone.bytes
+
+
+def test_an_answer_that_took_long_makes_no_call_longer_than_it_may_ever_be() -> None:
+    assert Pace(lambda: 0.0).call_s == CALL_S
+    assert Pace(lambda: 0.1).call_s == pytest.approx(0.4)
+    assert Pace(lambda: 60.0).call_s == LONGEST_S
+
+
+def test_what_fits_or_nearly_fits_goes_in_one_call() -> None:
+    pace = Pace()
+    assert pace.stop(0, START_BYTES) == START_BYTES
+    assert pace.stop(100, 100 + START_BYTES * 5 // 4) == 100 + START_BYTES * 5 // 4
+    assert pace.stop(100, 10 * START_BYTES) == 100 + START_BYTES
+    pace.carried(START_BYTES, 1e-3, asked=START_BYTES)
+    assert pace.bytes >= ENOUGH_BYTES
+    assert pace.stop(5, 1 << 40) == 1 << 40, "a fast link is not paced"
+
+
+def test_what_carried_less_than_it_might_only_tells_of_a_slow_link() -> None:
+    pace = Pace(lambda: 0.1)
+    pace.carried(10, 0.1, asked=START_BYTES)
+    assert pace.bytes == START_BYTES, "a round trip"
+    pace.carried(START_BYTES - 1, 1e-6, asked=START_BYTES)
+    assert pace.bytes == START_BYTES, "no sign of a faster one"
+    pace.carried(START_BYTES // 2, 2.0, asked=START_BYTES)
+    assert pace.bytes == START_BYTES // 2 // 5
+
+
+def test_a_call_is_never_too_small_nor_too_large_to_be_worth_it() -> None:
+    pace = Pace()
+    pace.carried(START_BYTES, 1e9, asked=START_BYTES)
+    assert pace.bytes == LEAST_BYTES
+    pace.carried(LEAST_BYTES, 0.0, asked=LEAST_BYTES)
+    pace.carried(MOST_BYTES, 0.0, asked=MOST_BYTES)
+    assert pace.bytes == MOST_BYTES
