@@ -15,6 +15,9 @@ from edit.council import events as ev
 from edit.council import record as records
 from edit.council.machine import FAR, Council, Role
 from edit.council.record import Member, Stamp
+from edit.lab.council.plan import Plan, draw
+from edit.lab.council.search import failure
+from edit.lab.council.swarm import Swarm
 from tests.support.council import mutants
 from tests.support.council.table import LEASE_S, Table, start_digest, update
 
@@ -44,6 +47,26 @@ def a_candidate_that_lacks_something_gets_no_vote(council: type[Council]) -> Non
     for trial in (True, False):
         (vote,) = table.say("a#1", "c", ev.Ask(5, older, trial))
         assert isinstance(vote, ev.Vote) and not vote.granted
+
+
+def who_lost_its_disk_does_not_vote(council: type[Council]) -> None:
+    """Not even in its old life: a shell that drew no new incarnation would otherwise lose what was committed."""
+    table = Table("abc", council=council)
+    table.elect("a")
+    table.cut = {"c"}
+    table.handle("a", ev.SetPhase(records.Phase.PAUSED))
+    table.deliver()
+    committed = table.record
+    table.kill("b")
+    table.wipe("b", 1)
+    table.start("b")
+    del table.councils["a"]
+    table.cut = set()
+    table.run(5 * LEASE_S)
+    assert table.leaders == [], "c lacks what a and b agreed on"
+    table.start("a")
+    table.run(3 * LEASE_S)
+    assert len(table.leaders) == 1 and table.record.phase is committed.phase
 
 
 def what_is_said_is_on_disk_before(council: type[Council]) -> None:
@@ -270,6 +293,7 @@ SCRIPTED: dict[type[Council], Scenario] = {
     mutants.VotesTwice: one_vote_per_term,
     mutants.ForgetsVotes: a_vote_survives_a_kill,
     mutants.VotesForAnybody: a_candidate_that_lacks_something_gets_no_vote,
+    mutants.VotesBlank: who_lost_its_disk_does_not_vote,
     mutants.SaysFirst: what_is_said_is_on_disk_before,
     mutants.NoTrial: who_comes_back_deposes_nobody,
     mutants.FreshLease: the_replaced_leader_is_not_waited_for,
@@ -305,3 +329,34 @@ def test_the_council_keeps_the_rule(scenario: Scenario) -> None:
 def test_a_broken_rule_is_noticed(mutant: type[Council]) -> None:
     with pytest.raises(AssertionError):
         SCRIPTED[mutant](mutant)
+
+
+SIMULATED = [  # each is noticed by one of the first seeds
+    mutants.HastyVotesTwice,
+    mutants.KeepsShortLease,
+    mutants.ForgetsRecords,
+    mutants.CommitsOldTerms,
+    mutants.VotersWithoutState,
+    mutants.AnyHolders,
+    mutants.KeepsGrants,
+]
+
+
+@pytest.mark.parametrize("mutant", SIMULATED, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_notices_a_broken_rule(mutant: type[Council]) -> None:
+    def make(plan: Plan, lines: list[str] | None = None) -> Swarm:
+        return Swarm(plan, mutant, lines)
+
+    assert any(failure(draw(seed), make) for seed in range(60))
+
+
+def test_an_id_without_the_base_is_noticed() -> None:
+    """Two steps with equal bytes would be one: a member whose state differs would count as a holder."""
+
+    def ids_differ(make: Callable[..., str]) -> bool:
+        return make("run", 0, 1, start_digest(0), b"same") != make("run", 0, 1, start_digest(1), b"same")
+
+    def without_base(run_id: str, part: int, outer_step: int, base: str, manifest: bytes) -> str:
+        return records.update_id(run_id, part, outer_step, "", manifest)
+
+    assert ids_differ(records.update_id) and not ids_differ(without_base)

@@ -51,6 +51,17 @@ class NoTrial(Council):
         self._elect()
 
 
+class VotesBlank(Council):
+    """Votes although it has no record: its disk was lost, and with it what it voted for and accepted."""
+
+    def _receive(self, sender: str, message: ev.Message) -> None:
+        if self.record is None and isinstance(message, ev.Ask):
+            vote = ev.Vote(message.term, True, message.trial, message.sent)
+            self._effects.append(ev.Send(sender.partition("#")[0], vote))
+        else:
+            super()._receive(sender, message)
+
+
 class HastyVotesTwice(NoTrial, VotesTwice):
     """Both: without the trial vote, elections meet more often."""
 
