@@ -49,6 +49,10 @@ class _Host:
     def name(self) -> str:
         return name_of(self.peer_id, self.incarnation)
 
+    @property
+    def leads(self) -> bool:
+        return self.council is not None and self.council.role is Role.LEADER
+
 
 class Swarm:
     """All members. Raises Broken as soon as something does not hold.
@@ -227,9 +231,9 @@ class Swarm:
             raise Broken(f"{self.events} events in {self.now:.1f} s: a busy loop")
         if self._lines is not None and not isinstance(event, ev.Tick):
             self.note(f"  {host.name} <- {event}")
-        led = council.role is Role.LEADER
+        led = host.leads
         effects = council.handle(event, self._clock(host))
-        if council.role is Role.LEADER and not led and council.record is not None:
+        if host.leads and not led and council.record is not None:
             self.note(f"{host.name} leads in term {council.term}")
             self.truth.leads(host.name, council.record)
         for effect in effects:

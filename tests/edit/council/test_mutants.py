@@ -339,6 +339,7 @@ SIMULATED = [  # each is noticed by one of the first seeds
     mutants.VotersWithoutState,
     mutants.AnyHolders,
     mutants.KeepsGrants,
+    mutants.FetchesOnce,
 ]
 
 
@@ -346,6 +347,13 @@ SIMULATED = [  # each is noticed by one of the first seeds
 def test_the_simulation_notices_a_broken_rule(mutant: type[Council]) -> None:
     def make(plan: Plan, lines: list[str] | None = None) -> Swarm:
         return Swarm(plan, mutant, lines)
+
+    assert any(failure(draw(seed), make) for seed in range(60))
+
+
+def test_the_simulation_notices_a_member_that_lost_its_disk_and_keeps_its_name() -> None:
+    def make(plan: Plan, lines: list[str] | None = None) -> Swarm:
+        return Swarm(plan, Council, lines, keeps_name=True)
 
     assert any(failure(draw(seed), make) for seed in range(60))
 
