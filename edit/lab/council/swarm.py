@@ -233,9 +233,8 @@ class Swarm:
             self.note(f"  {host.name} <- {event}")
         led = host.leads
         effects = council.handle(event, self._clock(host))
-        if host.leads and not led and council.record is not None:
+        if host.leads and not led:
             self.note(f"{host.name} leads in term {council.term}")
-            self.truth.leads(host.name, council.record)
         for effect in effects:
             if host.torn:
                 host.torn -= 1
@@ -253,6 +252,8 @@ class Swarm:
             case ev.Save(saved):
                 host.disk = saved
             case ev.Send(peer_id, message):
+                if isinstance(message, ev.Append):
+                    self.truth.leads(host.name, message.stamp)
                 self._send(host, self.hosts[peer_id], ev.Received(host.name, message))
             case ev.Committed(record):
                 self.truth.committed(record)

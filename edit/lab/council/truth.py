@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Collection
 
-from edit.council.record import PartState, Record
+from edit.council.record import PartState, Record, Stamp
 
 __all__ = ["Broken", "Truth"]
 
@@ -36,11 +36,11 @@ class Truth:
         """The newest committed record."""
         return self._records[self._stamps[-1]]
 
-    def leads(self, name: str, record: Record) -> None:
-        """One leader per term."""
-        other = self._leaders.setdefault((record.lineage, record.term), name)
+    def leads(self, name: str, stamp: Stamp) -> None:
+        """One leader per term: who says that it leads, with a record of this stamp."""
+        other = self._leaders.setdefault((stamp.lineage, stamp.term), name)
         if other != name:
-            raise Broken(f"{other} and {name} lead in term {record.term}")
+            raise Broken(f"{other} and {name} lead in term {stamp.term}")
 
     def serves(self, name: str, process: int, record: Record, part: int, grant: int) -> None:
         """One process per grant (I4)."""
