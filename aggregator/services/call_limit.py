@@ -18,7 +18,7 @@ __all__ = ["CALLS_OF_MEMBER", "CALLS_OF_RANK", "RESERVED", "CallLimit"]
 
 CALLS_OF_MEMBER = 64  # while none of its ranks attends: they all connect at once
 RESERVED = 16  # of all calls, for operators, so that they can always say who is to leave
-CALLS_OF_RANK = 8  # more for each rank that attends: its stream, an update, fragments of a contribution, a snapshot
+CALLS_OF_RANK = 24  # more for each rank that attends: its stream, 16 fragments of a contribution, an update, a snapshot
 
 _Behaviour = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Any]
 

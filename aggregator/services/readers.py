@@ -23,10 +23,10 @@ __all__ = [
     "send",
 ]
 
-MAX_READERS = 32  # of snapshots at a time, those that have stalled not counted
-MAX_OF_MEMBER = 8  # of one identity, those that have stalled counted; the ranks of a replica share one
-MAX_OBSERVERS = 16  # who is no peer; the other places are the peers'
-CALLS_OF_RANK = 4  # updates that a member reads at a time, for each of its ranks that attends; those that have stalled counted
+MAX_READERS = 64  # calls that read snapshots at a time, those that have stalled not counted; a rank has one, or two
+MAX_OF_MEMBER = 16  # of one identity, those that have stalled counted; the ranks of a replica share one
+MAX_OBSERVERS = 32  # who is no peer; the other places are the peers'
+CALLS_OF_RANK = 8  # that read updates at a time, two for each, for each rank that attends; those that have stalled counted
 SHARDS_OF_MEMBER = 8  # shards of fragments, cut for one member, that are in memory at a time
 STALL_S = 30.0  # a reader that takes no message for so long gives its place to others
 
