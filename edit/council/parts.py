@@ -126,10 +126,11 @@ class Parts:
         """Get what is missing from the owner, else from the others in turn."""
         mine, record = self._parts[i], self._record
         assert record is not None
-        peers = [part.owner, *sorted(record.members.keys() - {part.owner})]
-        sources = [peer_id for peer_id in peers if peer_id in self._connected and peer_id != self._peer_id]
+        members = [part.owner, *sorted(record.members.keys() - {part.owner})]
+        peers = [peer_id for peer_id in members if peer_id != self._peer_id]
+        sources = [peer_id for peer_id in peers if peer_id in self._connected] or peers
         if not sources:
-            return  # again when `advance` is called
+            return  # it is alone; again when `advance` is called
         damaged = mine.state.outer_step == part.outer_step and bool(mine.state.digest)
         if damaged and not mine.sources:
             self._emit(Noticed(f"part {i} is damaged: outer step {part.outer_step} is {part.digest[:12]}, here it is another"))

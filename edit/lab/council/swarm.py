@@ -36,7 +36,7 @@ class _Host:
     council: Council | None = None  # None: it does not run
     process: int = 0  # how many times it was started
     stopped: bool = False
-    waiting: list[ev.Event] = field(default_factory=list)  # came while it was stopped
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # what came while it was stopped, in order
     torn: int = 0  # it is killed after so many further effects
     offset: float = 0.0  # its clock is ahead by so much
     rate: float = 1.0
@@ -176,9 +176,19 @@ class Swarm:
         host.council, host.tick_at = None, math.inf
         for other in self.hosts.values():
             if other.council is not None and (host.peer_id, other.peer_id) not in self._blocked:
-                self._later(self._latency(), other, ev.Disconnected(host.peer_id))
+                self._after(self._latency(), other, self._breaker(host, other))
         if seconds < math.inf:
             self.at(self.now + seconds, self._starter(host))
+
+    def _breaker(self, host: _Host, other: _Host) -> Callable[[], None]:
+        """Return what tells a member that its connection to a killed one broke, unless there is another by then."""
+        process = host.process
+
+        def tell() -> None:
+            if host.process == process:
+                self.handle(other, ev.Disconnected(host.peer_id))
+
+        return tell
 
     def wipe(self, host: _Host, seconds: float) -> None:
         """Kill it, and lose its disk; unless that loses for good what the others need."""
@@ -224,7 +234,7 @@ class Swarm:
         if council is None:
             return
         if host.stopped:
-            host.waiting.append(event)
+            host.waiting.append(lambda: self.handle(host, event))
             return
         self.events += 1
         if self.events > MOST_EVENTS_PER_S * (self.now + 1):
@@ -384,7 +394,7 @@ class Swarm:
             if host.council is None or host.process != process:
                 return
             if host.stopped:
-                self.at(self.now + 0.05, act)
+                host.waiting.append(act)
             else:
                 action()
 
@@ -475,8 +485,8 @@ class Swarm:
         if host.stopped:
             host.stopped = False
             waiting, host.waiting = host.waiting, []
-            for event in waiting:
-                self.handle(host, event)
+            for action in waiting:
+                action()
             host.tick_at = math.inf
             self._schedule(host)
 
