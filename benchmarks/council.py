@@ -106,7 +106,8 @@ def main() -> None:
             sys.exit(1)
         if (seed + 1) % 500 == 0:
             print(f"{result.seeds} seeds, {time.process_time() - started:.0f} s", flush=True)
-    usual, longest = sorted(result.prompt_s)[len(result.prompt_s) // 2], max(result.prompt_s)
+    prompt = sorted(result.prompt_s) or [0.0]
+    usual, longest = prompt[len(prompt) // 2], prompt[-1]
     print(f"{result.seeds} seeds, {sum(result.faults.values())} faults ({json_text(result.faults)}), {result.commits} commits")
     print(
         f"no split; two further commits after healing: {usual:.2f} s median, {longest:.2f} s at most, where messages are fast"

@@ -650,7 +650,11 @@ class Council:
         record = self._with_steps(record)
         live = {peer_of(name) for name in record.voters if name in record.names and self._is_live(peer_of(name))}
         fit = [
-            {p for p in live if self._has(p, i, part) and record.leads(name_of(p, record.members[p].incarnation))}
+            {
+                peer_of(name)
+                for name in record.names
+                if peer_of(name) in live and self._has(name, i, part) and record.leads(name)
+            }
             for i, part in enumerate(record.parts)
         ]
         changed = record.assigned(live, fit, self._moved)
@@ -669,7 +673,7 @@ class Council:
             return replace(record, before=())
         names, forget_s = record.names, max(self._timing.forget_s, 2 * self._lease_s)
         kept = [name for name in record.voters if name in names and self._heard_within(peer_of(name), forget_s)]
-        up_to_date = {n for n in names if self._is_live(peer_of(n)) and self._has_all(peer_of(n), record)}
+        up_to_date = {n for n in names if self._is_live(peer_of(n)) and self._has_all(n, record)}
         learners = sorted(up_to_date.difference(kept), key=lambda name: (self._heard_of(peer_of(name)).since, name))
         voters = (*kept, *learners)[:MOST_VOTERS]
         if voters == record.voters or not is_quorum(voters, up_to_date):
@@ -767,12 +771,13 @@ class Council:
     def _is_live(self, peer_id: str) -> bool:
         return self._is_fresh(self._heard_of(peer_id))
 
-    def _has(self, peer_id: str, i: int, part: Part) -> bool:
-        states = self._heard_of(peer_id).states
-        return i < len(states) and states[i].has(part)
+    def _has(self, name: str, i: int, part: Part) -> bool:
+        """Whether this life of a peer has said that it has a part: what a life before had is lost."""
+        heard = self._heard_of(peer_of(name))
+        return heard.name == name and i < len(heard.states) and heard.states[i].has(part)
 
-    def _has_all(self, peer_id: str, record: Record) -> bool:
-        return all(self._has(peer_id, i, part) for i, part in enumerate(record.parts))
+    def _has_all(self, name: str, record: Record) -> bool:
+        return all(self._has(name, i, part) for i, part in enumerate(record.parts))
 
     def _measure(self, sender: str, echo: float) -> None:
         """Note a round trip. What a peer says of when it was asked is bounded, and the median of all peers counts."""

@@ -68,6 +68,17 @@ def test_a_member_that_lost_its_disk_comes_back_in_another_life() -> None:
     assert table.record.voters == ("a#1", "b#1", "c#2") and {*table.steps().values()} == {0}
 
 
+def test_what_a_life_before_had_does_not_count_for_the_next() -> None:
+    table = Table("a", learners="b")
+    table.works = False
+    table.elect("a")  # a learner that has everything would vote next
+    table.wipe("b", 2)
+    table.say("b#1", "a", ev.Accepted(table.record.term, Stamp(1, 0, 0), (PartState(0, start_digest(0)),)))
+    table.say("b#2", "a", ev.Hello(Stamp(0, 0, 0), Member(incarnation=2)))
+    table.handle("a", ev.Tick())
+    assert "b#2" not in table.record.electors
+
+
 def test_an_older_life_is_refused() -> None:
     table = Table("ab")
     table.elect("a")

@@ -154,7 +154,7 @@ class OneList(Council):
 class VotersWithoutState(Council):
     """Lets members vote that have nothing."""
 
-    def _has_all(self, peer_id: str, record: Record) -> bool:
+    def _has_all(self, name: str, record: Record) -> bool:
         return True
 
 
