@@ -151,6 +151,9 @@ class Snapshot:
     outer_step: int
     digest: str  # of all of theta, at every rank
     fragments: tuple[Tensor, ...]  # flat fp32, in fragment order; at a rank of a sharded replica its shards of them
+    # The outer step that the run had reached when it was asked: further, where a snapshot is shared that others still read;
+    # updates lead from here to there. 0: this one.
+    run_outer_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,9 +147,10 @@ class DataService:
         async with abort_on_error(context):
             identity = self._authorizer.authorize(context, "peer", "region", "observer", "operator")
             self._run.check_run_id(request.run_id)
-            manifest = await self._run.rounds.published.describe_snapshot()
+            published = self._run.rounds.published
+            manifest = await published.describe_snapshot()
             donors = donors_of(manifest, self._run.attendances.membership.members.values(), identity.peer_id)
-            return snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors))
+            return snapshot_manifest_to_pb(dataclasses.replace(manifest, donors=donors, run_outer_step=published.outer_step))
         raise AssertionError("unreachable: abort raises")
 
     async def FetchSnapshot(self, request: dpb.SnapshotRequest, context: Context) -> None:

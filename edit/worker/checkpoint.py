@@ -296,19 +296,22 @@ def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int
 
 
 def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
-    """Continue from the checkpoint; `run`: where the run is now. The model holds the local parameters that were saved with it.
+    """Continue from the checkpoint. The model holds the local parameters that were saved with it.
+
+    run: the snapshot that was taken. It may be older than the run, and than the checkpoint, when others still read it.
 
     Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
     """
     scalars, exchange = checkpoint.scalars, share.exchange
     partly_applied = (scalars.get("pending") or {}).get("applied")  # then theta is between two outer steps, and so its digest
-    same_digest = bool(partly_applied) or str(scalars["digest"]) == run.digest
+    saved_step, run_step = int(scalars["outer_step"]), max(run.outer_step, run.run_outer_step)
+    comparable = saved_step == run.outer_step and not partly_applied
     way = resume(
-        int(scalars["outer_step"]),
-        run.outer_step,
+        saved_step,
+        run_step,
         strict=share.config.sync.strict,
         max_staleness=share.config.rounds.max_staleness,
-        same_digest=same_digest,
+        same_digest=not comparable or str(scalars["digest"]) == run.digest,
     )
     if isinstance(way, NotOfThisRun):
         raise ConfigError(way.reason)
@@ -317,7 +320,7 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
         start(share, run)
         return
     if checkpoint.outer is None:
-        raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run.outer_step}")
+        raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run_step}")
     share.replica.resume(checkpoint.outer)
     exchange.outer_step = checkpoint.outer.outer_step
     share.feedback.load(checkpoint.residuals)

@@ -262,6 +262,7 @@ def snapshot_manifest_to_pb(manifest: msg.SnapshotManifest) -> dpb.SnapshotManif
         schema=schema_to_pb(manifest.schema),
         fragment_hash=manifest.fragment_hash,
         donors=[dpb.Donor(peer_id=donor.peer_id, serving=serving_to_pb(donor.serving)) for donor in manifest.donors],
+        run_outer_step=manifest.run_outer_step,
     )
 
 
@@ -279,6 +280,7 @@ def snapshot_manifest_from_pb(message: dpb.SnapshotManifest, schema: Schema | No
         schema=theirs,
         fragment_hash=tuple(message.fragment_hash),
         donors=tuple(msg.Donor(check_id("peer_id", donor.peer_id), serving_from_pb(donor.serving)) for donor in message.donors),
+        run_outer_step=within("run_outer_step", message.run_outer_step, 0, lim.MAX_STEP),
     )
 
 

@@ -149,18 +149,20 @@ class Donor(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., serving: _Optional[_Union[_control_pb2.Serving, _Mapping]] = ...) -> None: ...
 
 class SnapshotManifest(_message.Message):
-    __slots__ = ("outer_step", "digest", "schema", "fragment_hash", "donors")
+    __slots__ = ("outer_step", "digest", "schema", "fragment_hash", "donors", "run_outer_step")
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_HASH_FIELD_NUMBER: _ClassVar[int]
     DONORS_FIELD_NUMBER: _ClassVar[int]
+    RUN_OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     outer_step: int
     digest: str
     schema: _tensors_pb2.Schema
     fragment_hash: _containers.RepeatedScalarFieldContainer[bytes]
     donors: _containers.RepeatedCompositeFieldContainer[Donor]
-    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ..., donors: _Optional[_Iterable[_Union[Donor, _Mapping]]] = ...) -> None: ...
+    run_outer_step: int
+    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., schema: _Optional[_Union[_tensors_pb2.Schema, _Mapping]] = ..., fragment_hash: _Optional[_Iterable[bytes]] = ..., donors: _Optional[_Iterable[_Union[Donor, _Mapping]]] = ..., run_outer_step: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("run_id", "outer_step", "fragment_id", "offset", "boxes", "ticket", "limit", "following")

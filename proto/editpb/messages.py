@@ -245,6 +245,7 @@ class SnapshotManifest:
     schema: Schema
     fragment_hash: tuple[bytes, ...]  # BLAKE3 of each fragment's fp32 little-endian bytes
     donors: tuple[Donor, ...] = ()  # members from which it can be read as well
+    run_outer_step: int = 0  # what the run had reached when this was described, where that is further
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -278,7 +278,9 @@ async def test_readers_keep_no_more_past_outer_steps_than_there_is_room_for(tmp_
         async with run.channel("observer", "observer") as channel:
             stub, kept = data_pb2_grpc.DataStub(channel), list[int]()
             for outer_step in range(1, 6):
-                kept.append((await stub.DescribeSnapshot(described(run))).outer_step)
+                manifest = await stub.DescribeSnapshot(described(run))
+                assert manifest.run_outer_step == outer_step - 1 >= manifest.outer_step
+                kept.append(manifest.outer_step)
                 await commit(peer, outer_step)
             readable = set()
             for outer_step in range(6):
@@ -287,5 +289,6 @@ async def test_readers_keep_no_more_past_outer_steps_than_there_is_room_for(tmp_
                         pass
                     readable.add(outer_step)
         assert readable <= set(kept) and len(readable) <= MAX_PAST
+        assert kept[-1] < 4  # it was shared
         assert kept[-1] in readable  # who has just been told of one can read it
         assert await peer.snapshot_part(kept[-1], HALF)

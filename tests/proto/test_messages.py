@@ -519,7 +519,8 @@ def test_a_wrong_update_manifest_is_refused(change: Callable[[dpb.UpdateManifest
 
 
 def test_a_snapshot_manifest_survives_and_another_model_is_named() -> None:
-    sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_hash=(bytes(32), b"\1" * 32))
+    hashes = (bytes(32), b"\1" * 32)
+    sent = msg.SnapshotManifest(outer_step=0, digest=DIGEST, schema=SCHEMA, fragment_hash=hashes, run_outer_step=3)
     message = snapshot_manifest_to_pb(sent)
     assert snapshot_manifest_from_pb(message, SCHEMA) == snapshot_manifest_from_pb(message) == sent
     other = Schema((*SCHEMA.fragments[:1], dataclasses.replace(SCHEMA.fragments[1], name="blocks.1")))

@@ -212,7 +212,8 @@ class DataCalls:
         self.origin = Origin(manifest.outer_step, manifest.digest, tuple(donors.sources))
         _log.info("snapshot of outer step %d from %s", manifest.outer_step, ", ".join(donors.sources))
         fragments = [(whole if shard.is_whole else cut).tensor(shard) if shard.numel else torch.empty(0) for shard in shards]
-        return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
+        run_step = max(manifest.outer_step, manifest.run_outer_step)
+        return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments), run_step)
 
     async def _read_snapshot(self, assembly: SnapshotAssembly, wanted: Wanted) -> None:
         """Complete it from the aggregator."""

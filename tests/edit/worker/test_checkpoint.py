@@ -18,7 +18,7 @@ from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConf
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.schema import plan_fragments
 from edit.local import LocalRun
-from edit.records import Contribution
+from edit.records import Contribution, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import SPECS, encode
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
@@ -431,6 +431,57 @@ def test_a_run_that_is_further_is_joined_where_it_is(kind: str, kept: Callable[[
     commit = b.worker.last_commit
     assert commit is not None
     assert {verdict.peer_id for verdict in commit.fragments[0].verdicts} == {"a", "b"}
+    for life in (back, b):
+        life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+def shared(run: LocalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever joins from now on gets the snapshot of now, whatever the run has reached: others still read it."""
+    join, past = LocalRun.join, run.snapshot()
+    past = dataclasses.replace(past, fragments=tuple(fragment.clone() for fragment in past.fragments))
+
+    def joined(self: LocalRun, *arguments: Any) -> Snapshot:
+        now = join(self, *arguments)
+        return dataclasses.replace(past, run_outer_step=now.outer_step) if self is run else now
+
+    monkeypatch.setattr(LocalRun, "join", joined)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_newer_than_a_shared_snapshot_is_gone_on_from(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_config = run_of("blocking", strict=strict)
+    run = LocalRun(run_config, NAMES)
+    lives = [Life(run, name, WorkerConfig.of(run_config)) for name in NAMES]
+    shared(run, monkeypatch)
+    for _ in range(2 * EVERY + 1):
+        for life in lives:
+            life.step()
+    saved = lives[0].save()
+    lives[0].worker.__exit__(KeyboardInterrupt, None, None)
+    with ExitStack() as stack:
+        stack.callback(lives[1].worker.__exit__, KeyboardInterrupt, None, None)
+        back = Life(run, "a", WorkerConfig.of(run_config), saved)
+        stack.callback(back.worker.__exit__, KeyboardInterrupt, None, None)
+        assert (back.worker.outer_step, back.worker.digest) == (run.state.outer_step, run.state.digest)
+        assert back.worker.outer_step == 2 and back.worker.round_inner_steps == 1
+
+
+def test_a_run_that_is_further_than_a_shared_snapshot_is_joined_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_config = run_of("blocking", strict=False)
+    run = LocalRun(run_config, NAMES)
+    a, b = (Life(run, name, WorkerConfig.of(run_config)) for name in NAMES)
+    shared(run, monkeypatch)
+    for _ in range(EVERY + 1):
+        a.step()
+        b.step()
+    saved = a.save()
+    a.worker.__exit__(KeyboardInterrupt, None, None)
+    run.leave("a")
+    while run.state.outer_step == 1:
+        b.step()
+    back = Life(run, "a", WorkerConfig.of(run_config), only_counters(saved))
+    assert (back.worker.outer_step, back.worker.digest) == (run.state.outer_step, run.state.digest)
+    assert (back.worker.inner_steps, back.worker.round_inner_steps) == (EVERY + 1, 0)
     for life in (back, b):
         life.worker.__exit__(KeyboardInterrupt, None, None)
 

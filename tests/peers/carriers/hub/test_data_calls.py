@@ -82,13 +82,15 @@ def snapshot(aggregator: FakeDonor, traffic: Traffic | None = None) -> list[torc
 
     async def scenario() -> list[torch.Tensor]:
         async with listening(aggregator):
-            manifest = SnapshotManifest(outer_step=12, digest=combine(HASHES), schema=SCHEMA, fragment_hash=HASHES)
+            hashes = {"digest": combine(HASHES), "fragment_hash": HASHES}
+            manifest = SnapshotManifest(outer_step=12, schema=SCHEMA, run_outer_step=14, **hashes)
             channels = Channels([aggregator.address])
             data = DataCalls(channels, "run-0a1b2c3d", traffic or Traffic())
             try:
                 got = await data.snapshot(manifest, WHOLE, never)
             finally:
                 await channels.close()
+            assert (got.outer_step, got.run_outer_step) == (12, 14)
             return list(got.fragments)
 
     return run_held(scenario())
