@@ -87,7 +87,8 @@ class Journal:
         self._disk = disk
         self._outer_step = survey.outer_step
         self.format = survey.format
-        self._committed = survey.end  # the file up to here is on disk
+        self._durable = survey.end  # the file up to here is on disk
+        self._committed = survey.end  # what follows is cut off when its round is given up; a digest before it is kept
         self._end = survey.end  # the file up to here is whole
         self._torn = False  # bytes behind _end could not be cut off
         self._round_id = 0
@@ -217,11 +218,12 @@ class Journal:
         try:
             self._disk.fsync(self._descriptor)
         except Exception as error:
-            self._give_up_round()  # after a failed fsync nothing since the last one can be trusted
+            self._committed = self._durable  # after a failed fsync nothing since the last one can be trusted
+            self._give_up_round()
             if isinstance(error, OSError):
                 raise StorageError(f"{self.path}: cannot be synced ({error.strerror})") from error
             raise
-        self._committed = self._end
+        self._committed = self._durable = self._end
 
     def _give_up_round(self) -> None:
         self._fragments.clear()

@@ -332,6 +332,22 @@ def test_a_commit_that_cannot_be_synced_is_none(three: Path) -> None:
     assert steps(three) == [21, 22, 23, 24]
 
 
+def test_a_failed_sync_takes_the_digest_before_it_along(path: Path) -> None:
+    """It was not durable yet: a page that the disk did not take would be damage in front of the commits after it."""
+    full = FullDisk(1 << 20)
+    journal = Journal.create(path, BASE, full.disk())
+    write_round(journal, 21, digest=False)
+    durable = path.stat().st_size
+    journal.append_digest(21, "digest 21")
+    full.syncs = 0
+    with pytest.raises(StorageError, match="cannot be synced"):
+        write_round(journal, 22)
+    assert path.stat().st_size == journal.size == durable
+    full.syncs = 1
+    write_round(journal, 22)
+    assert [(one.outer_step, one.digest) for one in replay(path, BASE)] == [(21, ""), (22, "digest 22")]
+
+
 def test_segments_follow_one_another(three: Path, tmp_path: Path) -> None:
     second = tmp_path / "step-00000023.journal"
     journal = Journal.create(second, 23)
