@@ -73,7 +73,7 @@ class Donors:
         self._line = sorted(manifest.donors, key=lambda _: draw())  # those still to be asked; the first is being asked
         self._channel: grpc.aio.Channel | None = None
         self._pace = Pace()  # to the first donor
-        self._until = 0.0  # the deadline of the first donor, on the loop's clock
+        self._begun = 0.0  # when the first donor was connected to, on the loop's clock
         self.sources: dict[str, None] = {}  # an ordered set: whose bytes were taken; the caller may add others
 
     async def close(self) -> None:
@@ -109,10 +109,11 @@ class Donors:
 
     async def _fetch(self, donor: Donor, assembly: SnapshotAssembly) -> None:
         stub = data_pb2_grpc.DataStub(self._connection(donor))
+        begun, first = self._begun, assembly.received
 
         def ask(start: int, limit: int) -> _Call:
-            self._until += min(limit, assembly.total_bytes - start) / self._patience.bytes_per_s
-            bound.reschedule(self._until)
+            asked = min(start + limit, assembly.total_bytes) - first  # since it was connected; what is asked again counts once
+            bound.reschedule(begun + self._patience.grace_s + asked / self._patience.bytes_per_s)
             message = snapshot_request_to_pb(assembly.request(self._run_id, start, limit, donor.serving.ticket))
             self._traffic.sent += message.ByteSize()
             call: _Call = stub.FetchSnapshot(message)
@@ -123,7 +124,7 @@ class Donors:
             assembly.take(chunk)
 
         try:
-            async with asyncio.timeout_at(self._until) as bound:
+            async with asyncio.timeout_at(begun + self._patience.grace_s) as bound:
                 await read_in_ranges(assembly, self._pace, ask, self._next, take)
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error) from error
@@ -139,7 +140,7 @@ class Donors:
         if self._channel is None:
             identity = Identity(self._run_id, "peer", donor.peer_id)
             self._channel = self._channels.member(donor.serving.address, identity.server_name)
-            self._until = asyncio.get_running_loop().time() + self._patience.grace_s
+            self._begun = asyncio.get_running_loop().time()
             self._pace = Pace()
         return self._channel
 

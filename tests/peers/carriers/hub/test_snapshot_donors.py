@@ -23,7 +23,7 @@ from peers.carriers.run_connection import Origin, Traffic
 from tests.support import fake_donor
 from tests.support.fake_donor import PIECE, FakeDonor, breaking, dripping, honest, listening
 from tests.support.fake_run import schema_of, vectors
-from tests.support.loops import run_held
+from tests.support.loops import pass_time, run_held
 
 SIZES = (40, 2000, 24)
 SCHEMA = schema_of(SIZES)
@@ -151,6 +151,26 @@ def test_a_donor_that_drips_is_not_waited_for_longer_than_its_bytes_may_take() -
     assert same(snapshot) and origin.sources == ("b", "c")
     assert slow.asked == [(0, 0, "ticket-of-b")]
     assert 0 < good.asked[0][1] < 4 * SIZES[0]
+
+
+def test_a_donor_that_ends_its_calls_early_does_not_get_more_time_with_each_of_them() -> None:
+    """A call may end with a fragment, before its limit; what it was asked for beyond that is asked for again."""
+
+    class OneByOne(FakeDonor):
+        async def FetchSnapshot(
+            self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[tensors_pb2.Chunk]:
+            request.ClearField("following")
+            pass_time(20.0)
+            async for chunk in super().FetchSnapshot(request, context):
+                yield chunk
+
+    patience = Patience(chunk_s=1e9, grace_s=1.0, bytes_per_s=4 * sum(SIZES) / 30.0)
+    slow, good = OneByOne(SCHEMA, THETA), donor()
+    snapshot, origin, _ = read(slow, good, patience=patience)
+    assert same(snapshot) and origin.sources == ("b", "c")
+    assert [i for i, _, _ in slow.asked] == [0, 1]
+    assert good.asked[0][:2] == (1, 0)
 
 
 def test_bytes_of_a_liar_that_broke_off_are_not_mixed_into_the_next_donors() -> None:
