@@ -17,7 +17,7 @@ StepCommitted        a commit is on disk and published
 RoundReport          a round closed, committed or aborted
 RunEnded             the last outer step or token is merged, or the run was drained; the state is checkpointed
 OrderGiven           the operator's order is on disk
-Advised              a setting cannot work, a member is too slow for it, or a certificate ends soon
+Advised              a setting cannot work, a member is too slow for it or speaks another protocol, or a certificate ends soon
 
 Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`EventLog`), the recent rounds that `status` shows
 (`aggregator.control.status`), and the run itself (`aggregator.control.run`).

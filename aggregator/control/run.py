@@ -41,6 +41,7 @@ from edit.errors import RefusedError, StaleError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
+from editpb.limits import one_line
 from editpb.messages import FoundHeader, Heartbeat, PeerState, View
 
 __all__ = ["Run"]
@@ -89,6 +90,7 @@ class Run:
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
         self._told_ahead: set[str] = set()  # members whose outer step was above the run's, as the log has said
+        self._told_misfits: set[str] = set()  # members whose software is another one than this, as the log has said
         self._held_up = ""  # as the views say it: counted once per change, not once per rank
         self._sequence = 0
         self.feed.subscribe(self._on_event)
@@ -186,6 +188,12 @@ class Run:
             self.founding.attended(peer_id)
         self._show_change()
         return attendance
+
+    def not_understood(self, peer_id: str, fault: str) -> None:
+        """Warn, once per member, of a first message that is not understood; the member goes on trying."""
+        if peer_id not in self._told_misfits:
+            self._told_misfits.add(peer_id)
+            self.feed.publish(Advised(peer_id, one_line(fault)))
 
     def leave(self, attendance: Attendance, reason: str, *, polite: bool) -> None:
         """Take the end of a rank's stream. See `Attendances.close`."""

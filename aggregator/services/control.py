@@ -46,7 +46,7 @@ class ControlService:
                 yield _expel(error)
                 return
             try:
-                hello = await self._hello(messages)
+                hello = await self._hello(identity, messages)
                 attendance = None  # without a schema: a peer that only asks for the configuration, or a regional aggregator
                 if hello.schema_hash:
                     if identity.role == "region":
@@ -68,9 +68,14 @@ class ControlService:
                 async for message in self._converse(attendance, messages):
                     yield message
 
-    async def _hello(self, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
+    async def _hello(self, identity: Identity, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
         """Return the first message. Raises RemoteProtocolError (also for another protocol), RefusedError (another run)."""
-        hello = peer_message_from_pb(await _next(messages, "the first message must be Hello"))
+        first = await _next(messages, "the first message must be Hello")
+        try:
+            hello = peer_message_from_pb(first)
+        except RemoteProtocolError as error:
+            self._run.not_understood(identity.peer_id, str(error))
+            raise
         if not isinstance(hello, Hello):
             raise RemoteProtocolError("the first message must be Hello")
         self._run.check_run_id(hello.run_id)

@@ -349,16 +349,23 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs(tmp_path: P
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1], ids=["an older peer", "a newer peer"])
-def test_a_peer_of_another_protocol_is_refused_in_one_line_that_names_both(tmp_path: Path, protocol: int) -> None:
+def test_a_peer_of_another_protocol_is_refused_in_one_line_that_names_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, protocol: int
+) -> None:
+    """Its operator reads it, and this run's, too, once however often the peer tries."""
+    words = f"the peer speaks protocol {protocol}, this side {PROTOCOL}; update the older one"
+
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
-            call = a.control.Attend()
-            await call.write(peer_message_to_pb(Hello(run_id=a.run_id, schema_hash=SCHEMA.schema_hash, protocol=protocol)))
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call.read()
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            words = f"the peer speaks protocol {protocol}, this side {PROTOCOL}; update the older one"
-            assert refused.value.details() == words
+            for _ in range(2):
+                call = a.control.Attend()
+                hello = Hello(run_id=a.run_id, schema_hash=SCHEMA.schema_hash, protocol=protocol)
+                await call.write(peer_message_to_pb(hello))
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call.read()
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert refused.value.details() == words
+            assert [one.getMessage() for one in caplog.records if "protocol" in one.getMessage()] == [f"a: {words}"]
             await found_run(a)  # nothing of it is left: the founder is whoever attends first
 
     asyncio.run(scenario())
