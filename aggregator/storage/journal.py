@@ -116,7 +116,8 @@ class Journal:
     def open(cls, path: Path, base_outer_step: int, disk: Disk | None = None) -> Journal:
         """Open a segment for appending; cut off what follows its last commit (`cut` says how much and why).
 
-        Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
+        What is kept is on disk when this returns, also what a killed process had written and not synced: peers are about to be
+        told of it. Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
         """
         survey = _survey(path, base_outer_step)
         try:
@@ -125,8 +126,14 @@ class Journal:
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened for writing ({error.strerror})") from error
         journal = cls(path, descriptor, disk or Disk(), survey)
-        if survey.end == 0:  # torn while it was created
-            journal._begin(base_outer_step)
+        try:
+            if survey.end == 0:  # torn while it was created
+                journal._begin(base_outer_step)
+            else:
+                journal._make_durable()
+        except StorageError:
+            journal.close()
+            raise
         return journal
 
     @property

@@ -320,8 +320,18 @@ def test_a_full_disk_at_any_byte_never_damages_the_file(path: Path, tmp_path: Pa
     assert size > 21, "some rounds were committed before the disk was full"
 
 
-def test_a_commit_that_cannot_be_synced_is_none(three: Path) -> None:
+def test_what_a_killed_process_had_not_synced_is_on_disk_once_the_segment_is_open(three: Path) -> None:
     full = FullDisk(1 << 20, syncs=0)
+    with pytest.raises(StorageError, match=r"step-00000020\.journal: cannot be synced"):
+        Journal.open(three, BASE, full.disk())
+    assert steps(three) == [21, 22, 23], "nothing is cut off"
+    full.syncs = 1
+    assert Journal.open(three, BASE, full.disk()).outer_step == 23
+    assert full.syncs == 0
+
+
+def test_a_commit_that_cannot_be_synced_is_none(three: Path) -> None:
+    full = FullDisk(1 << 20, syncs=1)
     journal = Journal.open(three, BASE, full.disk())
     with pytest.raises(StorageError, match="cannot be synced"):
         write_round(journal, 24)
