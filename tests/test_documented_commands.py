@@ -34,7 +34,7 @@ APPS = {
     "edit-lab": edit.lab.cli.app,
 }
 GROUPS: dict[str, Any] = {program: typer.main.get_command(app) for program, app in APPS.items()}
-BENCHMARKS = sorted((REPOSITORY / "benchmarks").glob("*.py"))
+BENCHMARKS = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 OTHERS = ("docker", "chmod", "ulimit")  # programs that are not ours
 UsageError = typer.BadParameter.__mro__[1]  # of a command line that is wrong
 EXIT_STATUS = 2  # argparse's for the same
@@ -77,7 +77,7 @@ def is_command(code: str) -> bool:
     programs = (*GROUPS, "make", "torchrun", "python", "pip", *OTHERS)
     return (
         first in programs
-        or re.fullmatch(r"benchmarks/\w+\.py", first) is not None
+        or re.fullmatch(r"benchmarks/[\w/]+\.py", first) is not None
         or (bool(others) and program_of(first) is not None)
     )
 

@@ -1,6 +1,6 @@
 """Memory of a peer above the same training without exchange, in bytes per parameter of its own.
 
-    python benchmarks/peer_memory.py  # 48M and 12M parameters; about 6 minutes, 2 GB
+    python benchmarks/memory/peer.py  # 48M and 12M parameters; about 6 minutes, 2 GB
 
 Every peer is a process (or two: ranks of FSDP2 on gloo) with AdamW, an `EditWorker`, the hub's connection over mTLS and the
 daemon's checkpoints; the coordinator is another process. Gradients are noise, so activations take nothing. `RssAnon` of each
@@ -51,7 +51,7 @@ from peers.carriers.io_thread import IoThread
 from peers.identity.peer_folder import PeerFolder
 from peers.training.checkpoint_files import Checkpoints, Owner
 
-RESULTS = Path(__file__).parent / "results" / "peer_memory.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "peer_memory.jsonl"
 BLOCKS, WIDTH = 12, 512
 EVERY, ROUNDS = 4, 2
 PHASES = ("start", "training", "exchange", "saving")

@@ -1,7 +1,7 @@
 """A coordinator with a model of a billion parameters, and one peer that only sends random pseudo-gradients: memory and seconds.
 
-    python benchmarks/one_billion.py                     # needs 16 GB of memory and 30 GB of disk: about 6 minutes
-    python benchmarks/one_billion.py --parameters 1e8    # a tenth of it
+    python benchmarks/memory/one_billion.py                     # needs 16 GB of memory and 30 GB of disk: about 6 minutes
+    python benchmarks/memory/one_billion.py --parameters 1e8    # a tenth of it
 
 Both are processes of their own: mutual TLS, int8 both ways, penalty, journal with fsync, a checkpoint at the end. The run's
 first parameters (zeros) are written into its folder before the coordinator starts, so its start is a recovery. The peer holds
@@ -34,13 +34,13 @@ from torch import Tensor
 
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
-from benchmarks.coordinator_memory import MB, from_now_on, memory, new_run
+from benchmarks.memory.coordinator import MB, from_now_on, memory, new_run
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.lab.hostile.member import Member, attend
 from edit.merging.outer_state import OuterState
 from editpb.transport.channel_options import channel_options
 
-RESULTS = Path(__file__).parent / "results" / "one_billion.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "one_billion.jsonl"
 FRAGMENTS = 40
 
 

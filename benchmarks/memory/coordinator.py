@@ -1,6 +1,6 @@
 """Peak memory of the coordinator process with 2, 8 and 32 peers, in bytes per parameter.
 
-    python benchmarks/coordinator_memory.py  # 40M parameters, int8 both ways, a buffer of 64 MB: about 8 minutes
+    python benchmarks/memory/coordinator.py  # 40M parameters, int8 both ways, a buffer of 64 MB: about 8 minutes
 
 A real coordinator process; the peers' sides run in this process (their memory is not measured). All contributions of a
 round are sent before the last one completes it, so 32 peers have 1.3 GB on their way into a 64 MB buffer. The peak is what
@@ -46,7 +46,7 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
 
-RESULTS = Path(__file__).parent / "results" / "coordinator_memory.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "coordinator_memory.jsonl"
 FRAGMENTS = 8
 ROUNDS = 3  # in a row, each
 CHECKPOINT = 1 + ROUNDS + 1  # the first outer step with a checkpoint
