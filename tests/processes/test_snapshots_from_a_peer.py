@@ -41,7 +41,9 @@ def test_who_joins_reads_from_a_peer_and_goes_on_elsewhere_when_it_is_killed_in_
             assert c.until("snapshot of outer step").rstrip().endswith(f"snapshot of outer step {step} from a")
             assert f"joined at outer step {step}, digest {digest[:12]}" in c.until("joined at outer step")
 
-            wire.watch(400_000)  # of 460 kB in one stream: whole fragments are here by then, and these are taken
+            # Of 460 kB. The first call asks for 256 KiB (START_BYTES of pace.py); the next is made when half of it is taken.
+            # So beyond 256 KiB whole fragments are taken (the first has 64 KiB); before that, perhaps none.
+            wire.watch(400_000)
             d = peer("d")
             assert f"joined at outer step {step}, digest {digest[:12]}" in d.until("joined at outer step")
             assert d.last("snapshot of").rstrip().endswith(f"snapshot of outer step {step} from a, the aggregator")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -36,6 +37,44 @@ class Readers:
     """The clock by which snapshots are kept: so many seconds ahead of the real one."""
 
     ahead_s: float = 0.0
+
+
+class HeldFsync:
+    """For a `Disk`: from `hold` on, until `release`, fsync does not return."""
+
+    def __init__(self) -> None:
+        self._held, self._begun, self._released = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, descriptor: int) -> None:
+        if self._held.is_set():
+            self._begun.set()
+            assert self._released.wait(WAIT_S)
+
+    def hold(self) -> None:
+        self._held.set()
+
+    async def begun(self) -> None:
+        """Wait until an fsync is held."""
+        assert await asyncio.to_thread(self._begun.wait, WAIT_S)
+
+    def release(self) -> None:
+        self._held.clear()
+        self._released.set()
+
+
+class FailingFsync:
+    """For a `Disk`: fsync raises `error` once, after `fail_once`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error, self._fails = error, False
+
+    def __call__(self, descriptor: int) -> None:
+        if self._fails:
+            self._fails = False
+            raise self._error
+
+    def fail_once(self) -> None:
+        self._fails = True
 
 
 @dataclass

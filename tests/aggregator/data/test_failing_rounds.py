@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from edit.merging.merge import Measured
 from edit.merging.mergers import Admitted, Rejected
 from edit.records import Verdict
 from edit.rounds.events import Phase
-from tests.support.rounds import open_rounds
+from tests.support.rounds import FailingFsync, HeldFsync, open_rounds
 from tests.support.served import SCHEMA, new_folder, theta
 
 ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
@@ -87,18 +86,13 @@ def test_an_exception_in_a_merge_fails_the_round_and_the_next_one_commits(
 
 
 def test_an_exception_while_the_commit_is_written_leaves_no_trace_of_the_round(tmp_path: Path) -> None:
-    broken = [False]
-
-    def fsync(_: int) -> None:
-        if broken[0]:
-            broken[0] = False
-            raise RuntimeError("boom")
+    fsync = FailingFsync(RuntimeError("boom"))
 
     async def body() -> None:
         async with open_rounds(tmp_path, Disk(fsync=fsync)) as rounds:
             rounds.ready("a")
             before = rounds.journal.stat().st_size
-            broken[0] = True
+            fsync.fail_once()
             await rounds.contribute("a", [100 * one for one in ONES])
             await rounds.closed(1)
             assert rounds.runner.last_closed == (1, False, "RuntimeError: boom")
@@ -147,21 +141,16 @@ def test_a_commit_that_is_on_disk_is_never_said_to_have_failed(tmp_path: Path) -
 
 def test_a_process_that_stops_during_a_commit_has_it_in_memory_as_on_disk(tmp_path: Path) -> None:
     """Else its last checkpoint would begin a segment behind the commit, and the journal would not fit together."""
-    armed, began, let = threading.Event(), threading.Event(), threading.Event()
-
-    def fsync(_: int) -> None:
-        if armed.is_set():
-            began.set()
-            assert let.wait(30)
+    fsync = HeldFsync()
 
     async def body() -> None:
         async with open_rounds(tmp_path, Disk(fsync=fsync)) as rounds:
             rounds.ready("a")
-            armed.set()
+            fsync.hold()
             await rounds.contribute("a", ONES)
-            await asyncio.to_thread(began.wait, 30)
+            await fsync.begun()
             await rounds.background.stop()
-            let.set()
+            fsync.release()
             await rounds.runner.checkpoint()
             assert rounds.outer.outer_step == 1
         assert rounds.recovered().digest == digest([t - 1 for t in theta()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from edit.fragments.digest import digest
 from editpb import tensors_pb2 as pb
 from editpb.messages import SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
-from tests.support.rounds import Rounds, open_rounds
+from tests.support.rounds import FailingFsync, HeldFsync, Rounds, open_rounds
 from tests.support.served import SCHEMA, theta
 
 ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
@@ -76,24 +75,18 @@ def test_theta_is_written_in_place_once_nobody_reads_it_any_more(tmp_path: Path)
 
 
 def test_who_asks_while_a_commit_changes_theta_gets_the_snapshot_after_it(tmp_path: Path) -> None:
-    armed, began, let = threading.Event(), threading.Event(), threading.Event()
-
-    def fsync(_: int) -> None:
-        if armed.is_set():
-            began.set()
-            assert let.wait(30)
+    fsync = HeldFsync()
 
     async def body() -> None:
         async with open_rounds(tmp_path, Disk(fsync=fsync)) as rounds:
             rounds.ready("a")
-            armed.set()
+            fsync.hold()
             await rounds.contribute("a", ONES)
-            await asyncio.to_thread(began.wait, 30)
+            await fsync.begun()
             asked = asyncio.ensure_future(rounds.published.describe_snapshot())
             await asyncio.sleep(0)
             assert not asked.done() and rounds.published.outer_step == 0
-            armed.clear()
-            let.set()
+            fsync.release()
             assert (await asked).outer_step == 1
             assert read(rounds, 1) == digest([t - 1 for t in theta()])
 
@@ -101,17 +94,12 @@ def test_who_asks_while_a_commit_changes_theta_gets_the_snapshot_after_it(tmp_pa
 
 
 def test_a_commit_that_the_disk_refuses_gives_theta_back_to_readers(tmp_path: Path) -> None:
-    broken = [False]
-
-    def fsync(_: int) -> None:
-        if broken[0]:
-            broken[0] = False
-            raise OSError(5, "no disk")
+    fsync = FailingFsync(OSError(5, "no disk"))
 
     async def body() -> None:
         async with open_rounds(tmp_path, Disk(fsync=fsync)) as rounds:
             rounds.ready("a")
-            broken[0] = True
+            fsync.fail_once()
             await rounds.contribute("a", ONES)
             await rounds.closed(1)
             assert rounds.outer.outer_step == 0
