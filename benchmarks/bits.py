@@ -3,32 +3,32 @@
     .venv/bin/python benchmarks/bits.py                      # 4 peers, 1200 steps, 3 seeds: hours on 2 cores; may be stopped
     .venv/bin/python benchmarks/bits.py --steps 300 --peers 2 --seeds 1 --settings int4 "top-k 64"
     .venv/bin/python benchmarks/bits.py --print              # only the table of what is recorded
+    .venv/bin/python benchmarks/bits.py --print --plot docs/bits.svg    # and a picture of all that is recorded with 4 peers
 
 Peers, text and inner settings are those of benchmarks/quality.py: the built-in GPT (0.8M parameters) on the standard library's
-source, H 30, the exchange in this process. Loss: nats per byte of the outer parameters on held-out files. Bits are counted: the
-bytes of all payloads, over parameters, contributions and outer steps; beside them those of the updates. Updates are bf16, fp32
-in the fp32 runs, or as the setting's name says.
+source, an exchange every H inner steps, in this process. Loss: nats per byte of the outer parameters on held-out files. Bits
+are counted: the bytes of all payloads, over parameters, contributions and outer steps; beside them those of the updates, and
+what a peer sends for each parameter in the whole run. Updates are bf16, fp32 in the fp32 runs, or as the setting's name says.
 
 Each run is a process of its own and appends one line of JSON to benchmarks/results/bits.jsonl; runs that are there for the same
-setting, peers, steps and seed are not made again. The gap is the loss less that of the fp32 run with the same outer optimizer
-and seed, in percent of it; its interval has 95 % by Student's t over the seeds.
+setting, peers, steps, H and seed are not made again. The gap is the loss less that of an fp32 run with the same seed, in
+percent of it: of the one with the same outer optimizer, and of the best outer optimizer in fp32, by its mean over the seeds.
+Its interval has 95 % by Student's t over the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from edit.collective import Collective
 from edit.config.run import CodecConfig, InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
+from edit.lab.bench.results import append_lines, circumstances, write_picture
+from edit.lab.charts import Point, points_picture
 from edit.local import LocalRun
 from edit.records import Contribution, Outcome, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -47,10 +49,19 @@ from peers.training.data import evaluate
 from peers.training.trainer import use_threads
 
 RESULTS = Path(__file__).parent / "results" / "bits.jsonl"
-EVERY = 30
 NESTEROV = OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.6)
 PLAIN = OuterConfig(optimizer="sgd", lr=1.0)  # as SparseLoCo: without outer momentum
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # 97.5 %, by n - 1
+# 97.5 % by n - 1 = 1, 2, ... (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2); the last is too large beyond.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """What runs have in common that are compared with each other. every: H."""
+
+    peers: int
+    steps: int
+    every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,7 @@ SETTINGS: dict[str, Setting] = {
     "fp32": Setting(EXACT),
     "bf16": Setting(_up("bf16")),
     "int8": Setting(_up("int8")),
+    "int8, record fp32": Setting(CodecConfig(up="int8", down="bf16", record="fp32")),
     "int4": Setting(_up("int4")),
     "int4 both ways": Setting(_up("int4", down="int4")),
     "e3m0": Setting(_up("e3m0")),
@@ -125,13 +137,14 @@ class Counting:
         return self.inner.snapshot()
 
 
-def one(name: str, peers: int, steps: int, seed: int) -> dict[str, Any]:
+def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
     """Train one setting in this process, the peers in turn."""
     use_threads(1)
     began, (text, held_out), setting = time.monotonic(), corpus(seed), SETTINGS[name]
+    peers, steps = shape.peers, shape.steps
     config = RunConfig(
         seed=seed,
-        sync=SyncConfig(every=EVERY, outer_steps=steps // EVERY),
+        sync=SyncConfig(every=shape.every, outer_steps=steps // shape.every),
         outer=setting.outer,
         penalty=PenaltyConfig(enabled=False),
         codec=setting.codec,
@@ -155,8 +168,7 @@ def one(name: str, peers: int, steps: int, seed: int) -> dict[str, Any]:
     parameters = run.state.schema.numel
     return {
         "setting": name,
-        "peers": peers,
-        "steps": steps,
+        **asdict(shape),
         "seed": seed,
         "loss": loss if math.isfinite(loss) else None,
         "outer_steps": outer_steps,
@@ -166,74 +178,133 @@ def one(name: str, peers: int, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def recorded(file: Path, peers: int, steps: int) -> dict[tuple[str, int], dict[str, Any]]:
-    """What a results file has of these runs, by (setting, seed)."""
+def apart(name: str, shape: Shape, seed: int) -> dict[str, Any]:
+    """Train one setting in a process of its own."""
+    sizes = [word for key, value in asdict(shape).items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, __file__, "--only", name, str(seed), *sizes]
+    return dict(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+
+
+Results = dict[tuple[str, int], dict[str, Any]]
+"""Lines of a results file by (setting, seed)."""
+
+
+def recorded(file: Path) -> dict[Shape, Results]:
+    """What a results file has, by the shape of the runs. Lines without `every` are from when H was always 30."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    found = (json.loads(line) for line in lines)
-    return {(each["setting"], each["seed"]): each for each in found if (each["peers"], each["steps"]) == (peers, steps)}
+    found: dict[Shape, Results] = {}
+    for each in map(json.loads, lines):
+        shape = Shape(each["peers"], each["steps"], each.get("every", 30))
+        found.setdefault(shape, {})[each["setting"], each["seed"]] = each
+    return found
 
 
-def show(results: dict[tuple[str, int], dict[str, Any]]) -> None:
-    """Print the table: means over the seeds, and the gap with its interval."""
-    print(f"{'setting':<28} {'bits up':>8} {'down':>7} {'seeds':>5} {'loss':>8} {'gap to fp32, %':>22}")
+def gaps(results: Results, name: str, base: str) -> list[float]:
+    """Return by how much the loss of `name` is above that of `base` with the same seed, in percent, where both are known."""
+    pairs = [
+        (each["loss"], results.get((base, seed), {}).get("loss")) for (of, seed), each in sorted(results.items()) if of == name
+    ]
+    return [100 * (loss / other - 1) for loss, other in pairs if loss is not None and other is not None]
+
+
+def best(results: Results) -> str:
+    """Return the setting without codecs, of those here, of the least loss over the seeds that all of these have."""
+    exact = {name for name, _ in results if SETTINGS[name].codec == EXACT}
+    seeds = set.intersection(*({seed for of, seed in results if of == name} for name in exact)) if exact else set()
+
+    def loss(name: str) -> float:
+        losses = [results[name, seed]["loss"] for seed in seeds]
+        return statistics.fmean(losses) if losses and None not in losses else math.inf
+
+    return min(sorted(exact), key=loss, default="fp32")
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the mean's 95 % interval; NaN for one value."""
+    if len(values) < 2:
+        return math.nan
+    return STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def show(results: Results) -> None:
+    """Print the table: means over the seeds, and the gaps with their intervals."""
+    reference = best(results)
+    print(f"the best fp32: {reference}")
+    head = f"{'setting':<28} {'bits up':>8} {'down':>7} {'run':>6} {'seeds':>5} {'loss':>8}"
+    print(f"{head} {'gap to fp32, %':>18} {'to the best fp32, %':>19}")
     for name, setting in SETTINGS.items():
-        runs = {seed: each for (of, seed), each in results.items() if of == name}
+        runs = [each for (of, _), each in results.items() if of == name]
         if not runs:
             continue
-        losses = [each["loss"] for each in runs.values()]
-        pairs = [(each["loss"], results.get((setting.base, seed), {}).get("loss")) for seed, each in sorted(runs.items())]
-        gaps = [100 * (loss / base - 1) for loss, base in pairs if loss is not None and base is not None]
+        losses = [each["loss"] for each in runs]
         loss = f"{statistics.fmean(losses):8.4f}" if None not in losses else "diverged"
-        bits = next(iter(runs.values()))
-        print(f"{name:<28} {bits['bits_up']:>8.3f} {bits['bits_down']:>7.3f} {len(runs):>5} {loss:>8} {_interval(gaps):>22}")
+        up, down, whole = runs[0]["bits_up"], runs[0]["bits_down"], runs[0]["bits_up"] * runs[0]["outer_steps"]
+        both = (_interval(gaps(results, name, base)) for base in (setting.base, reference))
+        print(f"{name:<28} {up:>8.3f} {down:>7.3f} {whole:>6.1f} {len(runs):>5} {loss:>8} {next(both):>18} {next(both):>19}")
 
 
-def _interval(gaps: Sequence[float]) -> str:
-    if not gaps:
+def _interval(values: Sequence[float]) -> str:
+    if not values:
         return ""
-    if len(gaps) == 1:
-        return f"{gaps[0]:+.3f}"
-    half = STUDENT.get(len(gaps) - 1, 1.96) * statistics.stdev(gaps) / math.sqrt(len(gaps))
-    return f"{statistics.fmean(gaps):+.3f} +- {half:.3f}"
+    return f"{statistics.fmean(values):+.3f}" + (f" +- {half_width(values):.3f}" if len(values) > 1 else "")
+
+
+def picture(found: dict[Shape, Results]) -> str:
+    """Return the gaps to the best fp32 over the bits as an SVG file, a colour for each shape of runs."""
+    points, key = [], {}
+    for place, (shape, results) in enumerate(sorted(found.items())):
+        reference, style = best(results), f"s{place % 6}"
+        for name in SETTINGS:
+            values = gaps(results, name, reference)
+            if len(values) > 1 and name != reference:
+                bits = next(each["bits_up"] for (of, _), each in results.items() if of == name)
+                points.append(Point(name, bits, statistics.fmean(values), half_width(values), style))
+                key[style] = f"{shape.peers} peers, H {shape.every}, {shape.steps // shape.every} outer steps"
+    notes = [
+        "GPT of 0.8M parameters; loss of the outer parameters on held-out text, above the best fp32 run of the same seed;",
+        "mean over the seeds and 95 % interval. Bits of a contribution, counted, for each parameter; updates are bf16.",
+    ]
+    limits = {0.1: "0.1 %", 0.5: "0.5 %"}
+    return points_picture("Loss against bits", notes, points, "bits", "gap, %", key, limits, linear=0.1)
 
 
 def main() -> None:
-    """Make the runs that are missing, one process per core; print the table."""
+    """Make the runs that are missing; print the table, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1200, help=f"a multiple of {EVERY}")
+    parser.add_argument("--steps", type=int, default=1200, help="a multiple of --every")
+    parser.add_argument("--every", type=int, default=30, metavar="H", help="inner steps between two exchanges (30)")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--settings", nargs="+", help=f"only these, and what they are compared with: {', '.join(SETTINGS)}")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 2, metavar="N", help="runs at a time (one per core)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--print", action="store_true", help="make no run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of all that the results have with so many peers")
     parser.add_argument("--only", nargs=2, metavar=("SETTING", "SEED"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    peers, steps = arguments.peers, arguments.steps
+    shape = Shape(arguments.peers, arguments.steps, arguments.every)
     if arguments.only:
-        print(json.dumps(one(arguments.only[0], peers, steps, int(arguments.only[1]))))
+        print(json.dumps(one(arguments.only[0], shape, int(arguments.only[1]))))
         return
-    if steps % EVERY:
-        parser.error(f"--steps {steps}: must be a multiple of {EVERY}")
+    if shape.every < 1 or shape.steps % shape.every:
+        parser.error(f"--steps {shape.steps}: must be a multiple of --every {shape.every}")
     if unknown := set(arguments.settings or ()) - set(SETTINGS):
         parser.error(f"--settings {sorted(unknown)[0]!r}: known are {', '.join(map(repr, SETTINGS))}")
     chosen = set(arguments.settings or SETTINGS)
     chosen |= {SETTINGS[name].base for name in chosen}
-    done = recorded(arguments.results, peers, steps)
+    done = recorded(arguments.results).get(shape, {})
     missing = [
         (name, seed) for seed in range(arguments.seeds) for name in SETTINGS if name in chosen and (name, seed) not in done
     ]
-    machine = {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-
-    def run(job: tuple[str, int]) -> str:
-        command = [sys.executable, __file__, "--only", job[0], str(job[1]), "--peers", str(peers), "--steps", str(steps)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     if not arguments.print:
-        with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-            for ended in as_completed([pool.submit(run, job) for job in missing]):
-                with arguments.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**machine, **json.loads(ended.result())}) + "\n")
-    show(recorded(arguments.results, peers, steps))
+        with ThreadPoolExecutor(arguments.processes) as pool:
+            for ended in as_completed([pool.submit(apart, name, shape, seed) for name, seed in missing]):
+                append_lines(arguments.results, [{**circumstances(), **ended.result()}])
+    found = recorded(arguments.results)
+    show(found.get(shape, {}))
+    if arguments.plot:
+        write_picture(arguments.plot, picture({of: results for of, results in found.items() if of.peers == shape.peers}))
 
 
 if __name__ == "__main__":

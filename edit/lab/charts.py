@@ -1,7 +1,7 @@
-"""Charts as SVG text: lines over inner steps, bars on a logarithmic scale, a grid of tiles, groups of bars.
+"""Charts as SVG text: lines over inner steps, bars on a logarithmic scale, a grid of tiles, groups of bars, points.
 
-Colours are CSS classes (s0, s1, ... for series), so a chart follows the light or dark scheme of its page; `bars_picture` is a
-file of its own and brings them along. Every mark has a <title>, which browsers show on hover.
+Colours are CSS classes (s0, s1, ... for series), so a chart follows the light or dark scheme of its page; `bars_picture` and
+`points_picture` are files of their own and bring them along. Every mark has a <title>, which browsers show on hover.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ __all__ = [
     "Mark",
     "Part",
     "PartedBar",
+    "Point",
     "Series",
     "Tile",
     "bars_picture",
     "line_chart",
     "log_bars",
+    "points_picture",
     "tile_grid",
 ]
 
@@ -292,7 +294,7 @@ class Group:
 
 _PICTURE_STYLE = """.page { fill: $page; } text { fill: $ink; } .tick, .quiet { fill: $quiet; }
 .grid { stroke: $rule; } .card { fill: $card; stroke: $rule; } .at { fill: $page; stroke: $ink; stroke-width: 1.6; }
-.limit { stroke: $quiet; stroke-dasharray: 4 4; } .lone { fill: $quiet; }
+.limit { stroke: $quiet; stroke-dasharray: 4 4; } .lone { fill: $quiet; } .interval { stroke: $ink; stroke-width: 1.4; }
 .s0 { fill: $s0; } .s1 { fill: $s1; } .s2 { fill: $s2; } .s3 { fill: $s3; } .s4 { fill: $s4; } .s5 { fill: $s5; }"""
 _PICTURE_FONTS = """text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 text.title { font-size: 22px; font-weight: 650; } text.group { font-weight: 600; }"""
@@ -320,17 +322,7 @@ def bars_picture(
     top = 62 + 19 * len(notes) + 40
     bottom = top + 14 + sum(_GROUP_GAP + len(group.bars) * (_BAR + _BAR_GAP) for group in groups)
     height = bottom + 50
-    style = Template(_PICTURE_STYLE)  # colours and not variables: not every viewer of SVG files knows those
-    dark = f"@media (prefers-color-scheme: dark) {{ {style.substitute(_DARK)} }}"
-    parts = [
-        f"<title>{escape(title)}</title>",
-        f"<style>{_PICTURE_FONTS}\n{style.substitute(_LIGHT)}\n{dark}</style>",
-        f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
-        f'<text class="title" x="28" y="44">{escape(title)}</text>',
-        *(f'<text class="quiet" x="28" y="{68 + 19 * n}">{escape(note)}</text>' for n, note in enumerate(notes)),
-        *_key(key, at, top - 22),
-        f'<rect class="card" x="14" y="{top}" width="{_WIDTH - 28}" height="{height - top - 14}" rx="10"/>',
-    ]
+    parts = [*_key(key, at, top - 22), _card(top, height)]
     for value in scale.ticks():
         x = scale.x(value)
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 12}" y2="{bottom}"/>')
@@ -347,9 +339,27 @@ def bars_picture(
         x = scale.x(limit[0])
         parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 12}" y2="{bottom}"/>')
         parts.append(f'<text class="tick" x="{x:.1f}" y="{top + 25}" text-anchor="middle">{escape(limit[1])}</text>')
-    body = "\n".join(parts)
+    return _picture(title, notes, parts, height)
+
+
+def _picture(title: str, notes: Sequence[str], parts: Sequence[str], height: int) -> str:
+    """Return an SVG file: its colours, a title and lines of notes, then what is drawn."""
+    style = Template(_PICTURE_STYLE)  # colours and not variables: not every viewer of SVG files knows those
+    dark = f"@media (prefers-color-scheme: dark) {{ {style.substitute(_DARK)} }}"
+    frame = [
+        f"<title>{escape(title)}</title>",
+        f"<style>{_PICTURE_FONTS}\n{style.substitute(_LIGHT)}\n{dark}</style>",
+        f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
+        f'<text class="title" x="28" y="44">{escape(title)}</text>',
+        *(f'<text class="quiet" x="28" y="{68 + 19 * n}">{escape(note)}</text>' for n, note in enumerate(notes)),
+    ]
+    body = "\n".join((*frame, *parts))
     size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>\n{body}\n</svg>\n'
+
+
+def _card(top: int, height: int) -> str:
+    return f'<rect class="card" x="14" y="{top}" width="{_WIDTH - 28}" height="{height - top - 14}" rx="10"/>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,3 +426,88 @@ def _parted_bar(bar: PartedBar, scale: _Scale, y: int) -> list[str]:
         end = max(end, scale.x(bar.at) + 6)
     parts.append(f'<text x="{end + 8:.1f}" y="{baseline}">{escape(bar.text)}</text>')
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value y at x > 0, with an interval of y - half to y + half. style: a CSS class."""
+
+    name: str
+    x: float
+    y: float
+    half: float
+    style: str
+
+
+_POINTS_HEIGHT, _POINT_GAP, _LABEL_HEIGHT, _LABEL_CHAR = 400, 6.0, 14, 6.7
+
+
+def points_picture(
+    title: str,
+    notes: Sequence[str],
+    points: Sequence[Point],
+    x_label: str,
+    y_label: str,
+    key: Mapping[str, str],
+    limits: Mapping[float, str],
+    linear: float,
+) -> str:
+    """Return an SVG file: a title, lines of notes, a key, and named points with their intervals.
+
+    x is logarithmic; y is asinh(y / linear): as good as linear within +- `linear`, logarithmic far beyond it on both sides.
+    Points and names that would cover each other are moved apart. key: the meaning of each style; limits: values of y to compare
+    with, drawn as horizontal lines, and their names.
+    """
+    top = 62 + 19 * len(notes) + 40
+    bottom = top + 30 + _POINTS_HEIGHT
+    height = bottom + 50
+    left, right = 70, _WIDTH - 170
+    xs = [point.x for point in points] or [1.0]
+    ends = [*limits, 0.0, *(point.y + sign * point.half for point in points for sign in (-1, 1))]
+    x_low, x_high = math.log(min(xs)) - 0.2, math.log(max(xs)) + 0.2
+    y_low, y_high = math.asinh(min(ends) / linear), math.asinh(max(ends) / linear)
+
+    def x(value: float) -> float:
+        return left + (math.log(value) - x_low) / (x_high - x_low) * (right - left)
+
+    def y(value: float) -> float:
+        return bottom - 10 - (math.asinh(value / linear) - y_low) / max(y_high - y_low, 1e-9) * _POINTS_HEIGHT
+
+    parts = [*_key(key, "", top - 22), _card(top, height)]
+    for value in _round_numbers(max(ends) - min(ends), linear):
+        if min(ends) <= value <= max(ends):
+            parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+            parts.append(f'<text class="tick" x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for power in range(math.ceil(x_low / math.log(2)), math.floor(x_high / math.log(2)) + 1):
+        parts.append(f'<text class="tick" x="{x(2.0**power):.1f}" y="{bottom + 18}" text-anchor="middle">{2.0**power:g}</text>')
+    parts.append(f'<text class="tick" x="{_WIDTH - 28}" y="{bottom + 18}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="28" y="{top + 18}">{escape(y_label)}</text>')
+    for value, name in limits.items():
+        parts.append(f'<line class="limit" x1="{left}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text class="tick" x="{right + 8}" y="{y(value) + 4:.1f}">{escape(name)}</text>')
+    labels: list[tuple[float, float, float]] = []
+    drawn: list[float] = []
+    for point in sorted(points, key=lambda one: (-one.y, one.x)):
+        at, low, high = x(point.x), y(point.y - point.half), y(point.y + point.half)
+        while any(abs(at - other) < _POINT_GAP for other in drawn):
+            at += _POINT_GAP
+        drawn.append(at)
+        hover = f"{point.name}: {point.y:+.3f} +- {point.half:.3f} at {point.x:g}"
+        parts.append(f'<line class="interval" x1="{at:.1f}" x2="{at:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>')
+        parts.append(
+            f'<circle class="{point.style}" cx="{at:.1f}" cy="{y(point.y):.1f}" r="5"><title>{escape(hover)}</title></circle>'
+        )
+        begin, end, line = at + 9, at + 9 + _LABEL_CHAR * len(point.name), y(point.y) + 4
+        while taken := [other for a, b, other in labels if a < end and begin < b and abs(other - line) < _LABEL_HEIGHT]:
+            line = max(taken) + _LABEL_HEIGHT
+        labels.append((begin, end, line))
+        parts.append(f'<text x="{begin:.1f}" y="{line:.1f}">{escape(point.name)}</text>')
+    return _picture(title, notes, parts, height)
+
+
+def _round_numbers(most: float, least: float) -> list[float]:
+    """Return 0 and 1, 2 and 5 times the powers of ten from `least` to `most`, with both signs, ascending."""
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(max(most, least))) + 1)
+    values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    positive = [value for value in values if value >= least * 0.999]
+    return [*(-value for value in reversed(positive)), 0.0, *positive]

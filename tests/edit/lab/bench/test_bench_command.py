@@ -17,7 +17,7 @@ from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances, figure_note
 from edit.lab.bench.rivals.environments import Environments
-from edit.lab.charts import Group, Part, PartedBar, bars_picture
+from edit.lab.charts import Group, Part, PartedBar, Point, bars_picture, points_picture
 from edit.lab.cli import app
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,7 +119,41 @@ def test_bars_begin_at_one_line_and_grow_with_their_values(log: bool) -> None:
         assert widths[1] / widths[2] == pytest.approx(2.0 / 25.0, abs=0.001)
 
 
+def test_points_are_higher_for_larger_values_on_both_sides_of_0_and_further_right_for_larger_x() -> None:
+    values = [(0.25, 20.0), (2.0, 0.5), (4.0, 0.0), (8.0, -0.05), (16.0, -3.0)]
+    points = [Point(f"{y:g}", x, y, abs(y) / 2, "s0") for x, y in values]
+    limits = {0.5: "a bound"}
+    picture = ElementTree.fromstring(points_picture("t", ["note"], points, "bits", "gap", {"s0": "k"}, limits, linear=0.1))
+    circles = {one.findtext(f"{SVG}title", "").split(":")[0]: one for one in picture.iterfind(f"{SVG}circle")}
+    drawn = [circles[f"{y:g}"] for _, y in values]
+    heights = [float(one.get("cy", "0")) for one in drawn]
+    assert heights == sorted(heights) and len(set(heights)) == len(heights)
+    places = [float(one.get("cx", "0")) for one in drawn]
+    assert places == sorted(places)
+    assert places[3] - places[2] == pytest.approx(places[4] - places[3], abs=0.2)  # equal factors, equal distances
+    bound = next(one for one in picture.iterfind(f"{SVG}line[@class='limit']"))
+    assert float(bound.get("y1", "0")) == heights[1]
+    for one, interval in zip(heights, sorted(_ends(picture)), strict=True):
+        assert interval[0] <= one <= interval[1]
+
+
+def _ends(picture: ElementTree.Element) -> list[tuple[float, float]]:
+    lines = picture.iterfind(f"{SVG}line[@class='interval']")
+    return [(float(one.get("y2", "0")), float(one.get("y1", "0"))) for one in lines]
+
+
+def test_names_of_points_at_one_place_do_not_cover_each_other() -> None:
+    points = [Point(name, 4.0, 0.1, 0.05, "s0") for name in ("first", "second", "third")]
+    picture = ElementTree.fromstring(points_picture("t", [], points, "x", "y", {}, {}, linear=0.1))
+    names = [one for one in picture.iterfind(f"{SVG}text") if one.text in ("first", "second", "third")]
+    heights = sorted(float(one.get("y", "0")) for one in names)
+    assert heights[1] - heights[0] >= 13.9 and heights[2] - heights[1] >= 13.9
+    assert len({one.get("cx") for one in picture.iterfind(f"{SVG}circle")}) == 3
+
+
 def test_a_picture_of_nothing_is_an_svg_too() -> None:
+    nothing = points_picture("nothing", [], [], "x", "y", {}, {}, linear=0.1)
+    assert "nothing" in ElementTree.fromstring(nothing).itertext()
     empty = bars_picture("nothing", [], [Group("g", [PartedBar("b", (), "failed")])], "s", {})
     assert "failed" in ElementTree.fromstring(empty).itertext()
 
