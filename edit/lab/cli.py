@@ -267,9 +267,23 @@ def links(
 def rivals(
     parameters: _Parameters = 50_331_648,
     peers: _Peers = None,
+    mbit: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.1,
+            help="Rate of each process's own link in each direction, Mbit/s (Linux, as root). Repeatable.",
+            show_default="loopback, no limit",
+        ),
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option("--codec", help="Codec of this project. Repeatable.", show_default="int8, int4 and fp32"),
+    ] = None,
     repeat: _Repeat = 5,
     only: Annotated[list[str] | None, typer.Option(help="Only systems whose name contains this text. Repeatable.")] = None,
-    limit: Annotated[float, typer.Option(min=1.0, help="Seconds that one exchange of a system may take.")] = 120.0,
+    limit: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that one exchange may take, beside what a server's link needs.")
+    ] = 120.0,
     folder: _Folder = None,
     torch_index: _TorchIndex = "",
     label: _Label = "",
@@ -282,18 +296,24 @@ def rivals(
     The other systems are installed by pip, with its own configuration, into environments of their own (1.5 GB) when they are
     measured for the first time. A system that cannot be installed or fails is a row with its error.
 
-    Example: edit-lab bench rivals --peers 4 --plot rivals.svg
+    With --mbit every process of a system, a coordinator too, is a host with a link of its own on one switch (network namespaces
+    of this machine, token buckets). The bytes through the busiest link, and the least seconds they take, stand beside each
+    system.
+
+    Example: edit-lab bench rivals --peers 4 --mbit 1000 --mbit 100 --plot rivals.svg
     """
     from rich.console import Console
 
     from edit.lab.bench.command import Outputs, run_rivals  # needs torch; --help answers without it
-    from edit.lab.bench.rivals.contest import RivalOptions
+    from edit.lab.bench.rivals.contest import DEFAULT_CODECS, RivalOptions
     from edit.lab.bench.rivals.environments import cache_folder
 
     options = RivalOptions(
         parameters=parameters,
         peers=peers or [2, 4],
         folder=folder or cache_folder(),
+        mbit=mbit or (),
+        codecs=codecs or DEFAULT_CODECS,
         repeat=repeat,
         limit_s=limit,
         torch_index=torch_index,

@@ -12,15 +12,20 @@ from aggregator.storage.state_folder import StateFolder
 from edit.lab.link import Link, LinkShape
 from peers.identity.enrolment import join
 
-__all__ = ["enrol", "join_behind_a_link", "lead_through"]
+__all__ = ["enrol", "invite", "join_behind_a_link", "lead_through"]
 
 
 def enrol(state: Path, name: str, home: Path, role: str = "peer") -> None:
     """Enrol `name` in the run in `state`, which is being served; its key and certificate lie in `home` afterwards."""
+    join(invite(state, name, role), home, time.time())
+
+
+def invite(state: Path, name: str, role: str = "peer") -> str:
+    """Return an invitation for `name` to the run in `state`, which is being served."""
     folder = StateFolder(state)
     authority = Authority.load(folder.path, folder.run_id)
-    invitation = authority.invite(name, role=role, enrol=(folder.bound()["enrol_listen"],), lifetime_s=3600.0, now=time.time())
-    join(invitation.encode(), home, time.time())
+    enrol_at = (folder.bound()["enrol_listen"],)
+    return authority.invite(name, role=role, enrol=enrol_at, lifetime_s=3600.0, now=time.time()).encode()
 
 
 def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, shape: LinkShape) -> Link:

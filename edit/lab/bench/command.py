@@ -72,7 +72,11 @@ def run_rivals(options: RivalOptions, outputs: Outputs, console: Console) -> Non
 
     def progress(row: Row) -> None:
         found = f"failed: {row['error']}" if "error" in row else f"{row['round_s']} s, {row['cpu_s']} CPU s"
-        console.print(f"{row['system']}, {row['peers']} peers: {found}", highlight=False, markup=False, soft_wrap=True)
+        bound = f", bound {row['bound_s']} s" if "bound_s" in row else ""
+        link = f"{row['mbit']:g} Mbit/s, " if "mbit" in row else ""
+        console.print(
+            f"{row['system']}, {link}{row['peers']} peers: {found}{bound}", highlight=False, markup=False, soft_wrap=True
+        )
         _append(outputs, [row])
 
     _checked(outputs)

@@ -23,9 +23,10 @@ from edit.lab.bench.results import Row, circumstances, figure_note, results_tabl
 from edit.lab.bench.turns import Timing, Turns, best, median
 from edit.lab.chaos import procfs
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
-from edit.lab.joining import enrol
+from edit.lab.joining import invite
+from edit.lab.network import Host, Network
 from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
-from edit.lab.run_toml import to_toml
+from edit.lab.run_toml import Settings, to_toml
 
 __all__ = ["ExchangeOptions", "measure_exchange", "ours", "picture", "raw", "require_proc", "table"]
 
@@ -90,30 +91,32 @@ def _figures(timings: Sequence[Timing], limit: Sequence[Timing], peers: int) -> 
     return {"repeat": len(timings), **{name: round(value, 3) for name, value in figures.items()}}
 
 
-def ours(
-    peers: int, parameters: int, codec_name: str, repeat: int, limit_s: float, programs: Programs | None = None
-) -> list[Timing]:
-    """Return the timings of exchanges between these peers and a coordinator. Raises ChildDied."""
-    coordinator = (programs or Programs()).coordinator
+def ours(peers: int, parameters: int, codec_name: str, repeat: int, limit_s: float, mbit: float = 0.0) -> list[Timing]:
+    """Return the timings of exchanges between these peers and a coordinator.
+
+    mbit: of the link of each of them, in each direction; 0: all on loopback. Raises ChildDied, ConfigError without such links.
+    """
+    coordinator, names = Programs().coordinator, [f"peer-{place}" for place in range(peers)]
     with (
         tempfile.TemporaryDirectory(prefix="edit-bench-") as scratch,
+        Network([COORDINATOR, *names], mbit) as network,
         Supervisor(Path(scratch) / "logs") as supervisor,
-        Turns(supervisor, limit_s) as turns,
+        Turns(supervisor, limit_s, network) as turns,
     ):
-        root = Path(scratch)
+        root, host = Path(scratch), network.hosts[COORDINATOR]
         state, toml = root / "run", root / "run.toml"
-        toml.write_text(to_toml(_settings(peers, codec_name)), encoding="utf-8")
+        toml.write_text(to_toml(_settings(peers, codec_name, host)), encoding="utf-8")
         supervisor.call({"init": (*coordinator, "init", "--state", str(state), "--config", str(toml))})
-        supervisor.start(COORDINATOR, (*coordinator, "serve", "--state", str(state)))
+        supervisor.start(COORDINATOR, host.command((*coordinator, "serve", "--state", str(state))))
         _wait_for(state / "addresses.json", supervisor)
-        for name in (f"peer-{place}" for place in range(peers)):
-            enrol(state, name, root / name)
-            command = (sys.executable, "-m", "edit.lab.bench.exchange_peer", str(root / name), str(parameters), codec_name)
-            turns.start(name, command)
+        for name in names:
+            peer = (str(root / name), invite(state, name), str(parameters), codec_name)
+            turns.start(name, (sys.executable, "-m", "edit.lab.bench.exchange_peer", *peer))
         return turns.measure(repeat, beside=[COORDINATOR])
 
 
-def _settings(peers: int, codec_name: str) -> dict[str, dict[str, str | int | float] | str]:
+def _settings(peers: int, codec_name: str, host: Host) -> Settings:
+    """Return the settings of a run whose coordinator is on this host."""
     return {
         "name": "bench",
         "model": {"name": "entry:mine"},
@@ -122,13 +125,13 @@ def _settings(peers: int, codec_name: str) -> dict[str, dict[str, str | int | fl
         "rounds": {"start_peers": peers, "quorum": peers},
         "storage": {"checkpoint_every": 1000, "keep_updates": 1, "buffer_bytes": 8 << 30},
         "membership": {"heartbeat_s": 2.0, "lease_s": 60.0},
-        "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0"},
+        "server": {"listen": f"{host.address}:0", "enrol_listen": f"{host.address}:0", "advertise": (host.address,)},
     }
 
 
-def raw(peers: int, size: int, repeat: int, limit_s: float, programs: Programs | None = None) -> list[Timing]:
+def raw(peers: int, size: int, repeat: int, limit_s: float) -> list[Timing]:
     """Return the timings of raw gRPC streams of `size` bytes up and down for each of these peers. Raises ChildDied."""
-    coordinator = (programs or Programs()).coordinator
+    coordinator = Programs().coordinator
     with (
         tempfile.TemporaryDirectory(prefix="edit-bench-") as scratch,
         Supervisor(Path(scratch) / "logs", patience_s=0.0) as supervisor,

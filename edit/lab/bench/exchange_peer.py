@@ -1,4 +1,4 @@
-"""One peer of `edit-lab bench exchange`: python -m edit.lab.bench.exchange_peer HOME PARAMETERS CODEC PORT.
+"""One peer of `edit-lab bench exchange`: python -m edit.lab.bench.exchange_peer HOME INVITATION PARAMETERS CODEC PORT.
 
 Its model is one tensor for each of twelve fragments, its inner steps are noise. An exchange is what a peer does between two
 phases of training: pseudo-gradient, encoding, upload, update, new parameters, and their digest against the commit's.
@@ -23,6 +23,7 @@ from edit.replica.replica import Replica
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
+from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
 
 __all__ = ["blocks"]
@@ -49,10 +50,11 @@ class _Model(torch.nn.Module):
             block.weight = torch.nn.Parameter(torch.zeros(fragment.numel))
 
 
-def main(home: Path, parameters: int, codec_name: str, port: int) -> None:
-    """Join, and exchange whenever told to, until told that there is no further exchange."""
+def main(home: Path, invitation: str, parameters: int, codec_name: str, port: int) -> None:
+    """Enrol, join, and exchange whenever told to, until told that there is no further exchange."""
     torch.set_num_threads(1)
     kernels.load()
+    join(invitation, home, time.time())
     enrolled = PeerFolder(home).load(time.time())
     replica = Replica(_Model(blocks(parameters)))
     feedback = ErrorFeedback(codec_name, replica.layout.owned)
@@ -94,4 +96,4 @@ def _exchange(replica: Replica, feedback: ErrorFeedback, collective: HubCollecti
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

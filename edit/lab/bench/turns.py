@@ -1,6 +1,6 @@
 """Processes that exchange when they are told to, timed from outside: wall seconds, and CPU seconds of each with its children.
 
-A process under measurement connects to 127.0.0.1 at the port of its last argument and speaks lines of text:
+A process under measurement connects to 127.0.0.1 of its host, at the port of its last argument, and speaks lines of text:
 
     it says   ready                     it has prepared the next exchange
     it hears  go                        or the end of the connection: no further exchange
@@ -19,12 +19,13 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Self
 
 from edit.errors import RemoteProtocolError
 from edit.lab.chaos import procfs
+from edit.lab.network import LOOPBACK, Network
 from edit.lab.processes import ChildDied, Supervisor
 
 __all__ = ["Exchanger", "Timing", "Turns", "best", "median"]
@@ -35,10 +36,15 @@ _ENDS_WITHIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One exchange. wall_s: from the first to begin to the last to end; cpu_s: user + system by process, with children."""
+    """One exchange.
+
+    wall_s: from the first to begin to the last to end; cpu_s: user + system by process, with children; link_bytes: through each
+    direction of each link.
+    """
 
     wall_s: float
     cpu_s: Mapping[str, float]
+    link_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_cpu_s(self) -> float:
@@ -46,10 +52,11 @@ class Timing:
 
 
 def median(timings: Sequence[Timing]) -> Timing:
-    """Return the median of each figure."""
+    """Return the median of each figure; of bytes one that was counted."""
     return Timing(
         statistics.median(timing.wall_s for timing in timings),
         {name: statistics.median(timing.cpu_s[name] for timing in timings) for name in timings[0].cpu_s},
+        {way: statistics.median_low(timing.link_bytes[way] for timing in timings) for way in timings[0].link_bytes},
     )
 
 
@@ -61,11 +68,12 @@ def best(timings: Sequence[Timing]) -> tuple[float, float]:
 class Turns:
     """Context manager: processes of a supervisor that exchange together, turn by turn.
 
-    limit_s: how long any of them may take to connect, to prepare or to exchange.
+    limit_s: how long any of them may take to connect, to prepare or to exchange; network: has a host of each process's name;
+    None: all are on loopback.
     """
 
-    def __init__(self, supervisor: Supervisor, limit_s: float) -> None:
-        self._supervisor, self._limit_s = supervisor, limit_s
+    def __init__(self, supervisor: Supervisor, limit_s: float, network: Network | None = None) -> None:
+        self._supervisor, self._limit_s, self._network = supervisor, limit_s, network
         self._listeners: dict[str, socket.socket] = {}
         self._calls: dict[str, _Call] = {}
 
@@ -78,8 +86,9 @@ class Turns:
 
     def start(self, name: str, argv: Sequence[str]) -> None:
         """Start a process that takes part. argv: without the port, which becomes its last argument."""
-        self._listeners[name] = socket.create_server(("127.0.0.1", 0))
-        self._supervisor.start(name, (*argv, str(self._listeners[name].getsockname()[1])))
+        host = self._network.hosts[name] if self._network else LOOPBACK
+        self._listeners[name] = host.listen()
+        self._supervisor.start(name, host.command((*argv, str(self._listeners[name].getsockname()[1]))))
 
     def measure(self, repeat: int, beside: Sequence[str] = ()) -> list[Timing]:
         """Return the timings of `repeat` exchanges, after one that warms up and is not counted.
@@ -101,17 +110,22 @@ class Turns:
 
     def _turn(self, pids: Mapping[str, int]) -> Timing:
         """Let all exchange, and wait until all are ready again: until then they may look at what they have, and fail."""
+        bytes_before = self._link_bytes()
         before = {name: _cpu_s(pid) for name, pid in pids.items()}
         for call in self._calls.values():
             call.say("go")
         ends = {name: json.loads(self._hear(name, "has not exchanged")) for name in self._calls}
         after = {name: _cpu_s(pid) for name, pid in pids.items()}
+        moved = {way: count - bytes_before[way] for way, count in self._link_bytes().items()}
         self._all_ready()
         results = {name: end["result"] for name, end in ends.items() if "result" in end}
         if len(set(results.values())) > 1:
             raise RemoteProtocolError(f"different results: {results}")
         wall_s = max(end["ended"] for end in ends.values()) - min(end["began"] for end in ends.values())
-        return Timing(wall_s, {name: after[name] - before[name] for name in pids})
+        return Timing(wall_s, {name: after[name] - before[name] for name in pids}, moved)
+
+    def _link_bytes(self) -> Mapping[str, int]:
+        return self._network.traffic() if self._network else {}
 
     def _hear(self, name: str, otherwise: str) -> str:
         call = self._calls[name]

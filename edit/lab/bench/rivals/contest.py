@@ -1,39 +1,46 @@
 """`edit-lab bench rivals`: one exchange of the same number of parameters with this project and with other systems, in one run.
 
-Every system has as many peers, each a process of its own on loopback, and must leave the right mean at all of them. What
-differs is said in the table: only this project authenticates members, judges each contribution and writes a journal. A system
-that cannot be installed or fails is a row with its error.
+Every system has as many peers, each a process of its own, and must leave the right mean at all of them. They are on loopback,
+or each process of a system is a host of its own (`edit.lab.network`), behind a link of the same rate: then bytes cost time, and
+a server's link carries those of all peers. What differs is said in the table: only this project authenticates members, judges
+each contribution and writes a journal. A system that cannot be installed or fails is a row with its error.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.table import Table
 
+from edit.config.codec import CodecSpec
 from edit.errors import EditError
 from edit.lab.bench.exchange import ours, require_proc
 from edit.lab.bench.results import Row, circumstances, figure_note, last_line, results_table
 from edit.lab.bench.rivals.environments import FLOWER, GLOO, HIVEMIND, TORCHFT, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing, Turns, best, median
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
+from edit.lab.network import QUEUE_MS, Network
 from edit.lab.processes import Supervisor
 
-__all__ = ["RIVALS", "Rival", "RivalOptions", "measure_rivals", "picture", "table"]
+__all__ = ["DEFAULT_CODECS", "RIVALS", "Rival", "RivalOptions", "measure_rivals", "picture", "table"]
+
+DEFAULT_CODECS = ("int8", "int4", "fp32")
 
 _ATTEMPTS = 2
+_Contest: TypeAlias = tuple[str, str, Callable[[], list[Timing]]]  # a system's name, how it exchanges, what measures it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
     """Another system. script: started for each rank, and told to exchange.
 
-    server: rank 0 is a server beside the peers, and the only process that is told; alone: there is only that process, which
-    starts all others.
+    server: rank 0 is a server beside the peers, and the only process that is told.
     """
 
     name: str
@@ -42,7 +49,6 @@ class Rival:
     script: str
     arguments: tuple[str, ...] = ()
     server: bool = False
-    alone: bool = False
 
 
 RIVALS = (
@@ -65,18 +71,25 @@ RIVALS = (
         script="flower_round.py",
         server=True,
     ),
-    Rival(name="Flower 1.27.0 SuperLink", how="fp32, plaintext", needs=FLOWER, script="flower_superlink.py", alone=True),
+    Rival(name="Flower 1.27.0 SuperLink", how="fp32, plaintext", needs=FLOWER, script="flower_superlink.py", server=True),
 )
-_OURS = {codec: f"{codec}, mutual TLS, penalty, journal" for codec in ("int8", "fp32")}
+_OURS = "this project"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOptions:
-    """What is measured. folder: of the environments; only: names that contain one of these; limit_s: of one exchange."""
+    """What is measured: each system with each number of peers over each link.
+
+    mbit: of every process's own link, in each direction; none: all on loopback; codecs: of this project; folder: of the
+    environments; only: other systems whose names contain one of these; limit_s: of one exchange, beside the time in which the
+    link of a server carries fp32 of all peers up and down.
+    """
 
     parameters: int
     peers: Sequence[int]
     folder: Path
+    mbit: Sequence[float] = ()
+    codecs: Sequence[str] = DEFAULT_CODECS
     repeat: int = 5
     limit_s: float = 120.0
     torch_index: str = ""
@@ -85,26 +98,45 @@ class RivalOptions:
 
 
 def measure_rivals(options: RivalOptions, each: Callable[[Row], None], rivals: Sequence[Rival] = RIVALS) -> list[Row]:
-    """Return one row for each system and number of peers. each: is called with every row as soon as it is measured.
+    """Return one row for each system, number of peers and link. each: is called with every row as soon as it is measured.
 
     Raises ConfigError where nothing can be measured.
     """
     require_proc()
+    for name in options.codecs:
+        CodecSpec.parse(name).values()
+    links = [_link(mbit) for mbit in options.mbit or (0.0,)]
     rows: list[Row] = []
-    for peers in options.peers:
-        for codec, how in _OURS.items():
-            rows.append(_row(options, peers, f"this project, {codec}", how, _Ours(options, peers, codec)))
-            each(rows[-1])
-        for rival in rivals:
-            if not options.only or any(text in rival.name for text in options.only):
-                rows.append(_row(options, peers, rival.name, rival.how, _Theirs(options, peers, rival)))
+    for link in links:
+        for peers in options.peers:
+            for contest in _contests(options, _Field(options, peers, link.get("mbit", 0.0)), rivals):
+                rows.append(_row(options, peers, link, *contest))
                 each(rows[-1])
     return rows
 
 
-def _row(options: RivalOptions, peers: int, name: str, how: str, measure: Callable[[], list[Timing]]) -> Row:
+def _link(mbit: float) -> dict[str, Any]:
+    """Return what a row says of its links; nothing on loopback. Raises ConfigError where such links cannot be made."""
+    if not mbit:
+        return {}
+    with Network(["tried"], mbit) as network:
+        return {"mbit": mbit, "queue_ms": QUEUE_MS, "tcp": network.congestion_control()}
+
+
+def _contests(options: RivalOptions, field: _Field, rivals: Sequence[Rival]) -> Iterator[_Contest]:
+    for codec in options.codecs:
+        how = f"{codec}, mutual TLS, penalty, journal"
+        yield f"{_OURS}, {codec}", how, partial(field.ours, codec)
+    for rival in rivals:
+        if not options.only or any(text in rival.name for text in options.only):
+            yield rival.name, rival.how, partial(field.theirs, rival)
+
+
+def _row(
+    options: RivalOptions, peers: int, link: Mapping[str, Any], name: str, how: str, measure: Callable[[], list[Timing]]
+) -> Row:
     """Return the row of one system: its figures, or why there are none. It has a second attempt; the row says so."""
-    row: dict[str, Any] = {**circumstances(options.label), "parameters": options.parameters, "peers": peers}
+    row: dict[str, Any] = {**circumstances(options.label), **link, "parameters": options.parameters, "peers": peers}
     row |= {"system": name, "how": how}
     errors: list[str] = []
     while len(errors) < _ATTEMPTS:
@@ -120,87 +152,121 @@ def _row(options: RivalOptions, peers: int, name: str, how: str, measure: Callab
             "best_cpu_s": best(timings)[1],
         }
         row |= {"repeat": len(timings), **{key: round(value, 3) for key, value in figures.items()}}
+        if moved := median(timings).link_bytes:
+            row["busiest_link"], row["link_bytes"] = max(moved.items(), key=itemgetter(1))
+            row["bound_s"] = round(8e-6 * row["link_bytes"] / link["mbit"], 3)
         return row | ({"failed_before": errors} if errors else {})
     return row | {"error": errors[-1]}
 
 
 @dataclass(frozen=True, slots=True)
-class _Ours:
+class _Field:
+    """So many peers, and links of so many Mbit/s; 0: loopback."""
+
     options: RivalOptions
     peers: int
-    codec: str
+    mbit: float
 
-    def __call__(self) -> list[Timing]:
-        return ours(self.peers, self.options.parameters, self.codec, self.options.repeat, self.options.limit_s)
+    def ours(self, codec: str) -> list[Timing]:
+        """Return the timings of this project. Raises ChildDied when it fails or takes too long."""
+        return ours(self.peers, self.options.parameters, codec, self.options.repeat, self._limit_s(), self.mbit)
 
-
-@dataclass(frozen=True, slots=True)
-class _Theirs:
-    options: RivalOptions
-    peers: int
-    rival: Rival
-
-    def __call__(self) -> list[Timing]:
-        """Return the timings. Raises ChildDied when it cannot be installed, fails or takes too long."""
-        rival, options = self.rival, self.options
+    def theirs(self, rival: Rival) -> list[Timing]:
+        """Return the timings of another system. Raises ChildDied when it cannot be installed, fails or takes too long."""
+        options, first = self.options, "server" if rival.server else "peer-0"
+        names = [first, *(f"peer-{rank}" for rank in range(1, self.peers + (1 if rival.server else 0)))]
         with (
             tempfile.TemporaryDirectory(prefix="edit-bench-") as scratch,
+            Network(names, self.mbit) as network,
             Supervisor(Path(scratch) / "logs") as supervisor,
-            Turns(supervisor, options.limit_s) as turns,
+            Turns(supervisor, self._limit_s(), network) as turns,
         ):
             environments = Environments(options.folder, supervisor, options.torch_index)
             python = foreign_python(environments.python(rival.needs))
             command = (*python, str(Path(__file__).parent / rival.script), *rival.arguments)
-            ranks = range(1 if rival.alone else self.peers + (1 if rival.server else 0))
-            beside = [f"rank-{rank}" for rank in ranks if rival.server and rank]
-            for rank in ranks:
-                start = supervisor.start if f"rank-{rank}" in beside else turns.start
-                start(f"rank-{rank}", (*command, str(rank), str(self.peers), str(options.parameters), scratch))
+            beside = names[1:] if rival.server else []
+            for rank, name in enumerate(names):
+                host = network.hosts[name]
+                argv = (*command, str(rank), str(self.peers), str(options.parameters), scratch, host.address)
+                if name in beside:
+                    supervisor.start(name, host.command(argv))
+                else:
+                    turns.start(name, argv)
             return turns.measure(options.repeat, beside)
+
+    def _limit_s(self) -> float:
+        of_the_link = 2 * self.peers * 32e-6 * self.options.parameters / self.mbit if self.mbit else 0.0
+        return self.options.limit_s + of_the_link
 
 
 # ---- for people --------------------------------------------------------------------------------------------------------------
 
-_NOTE = "All processes on one machine, loopback; medians; CPU seconds are user + system of all processes in one exchange."
+_MEDIANS = "medians; CPU seconds are user + system of all processes in one exchange."
+_ON_LOOPBACK = f"All processes on one machine, loopback; {_MEDIANS}"
+_ON_LINKS = (
+    "Every process of a system is a host with a link of its own, of this rate in each direction; all share the CPUs of one "
+    f"machine; {_MEDIANS} MB: through the busiest direction of a link, which takes the bound's seconds."
+)
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Return the rows as a table."""
-    head = ("system", "peers", "load", "s", "best s", "CPU s", "best CPU s", "how")
+    links = ("Mbit/s",) if _limited(rows) else ()
+    moved = ("MB", "bound s", "busiest") if _limited(rows) else ()
+    head = ("system", *links, "peers", "load", "s", "best s", "CPU s", "best CPU s", *moved, "how")
     body = [_cells(row) for row in rows]
-    made = results_table(_title(rows), head, body, f"{_NOTE} {figure_note(rows)}")
+    made = results_table(_title(rows), head, body, f"{_note(rows)} {figure_note(rows)}")
     made.columns[-1].justify = "left"
     made.columns[-1].no_wrap = False
     return made
 
 
+def _limited(rows: Sequence[Row]) -> bool:
+    return "mbit" in rows[0]
+
+
+def _note(rows: Sequence[Row]) -> str:
+    return f"{_ON_LINKS} TCP with {rows[0]['tcp']}." if _limited(rows) else _ON_LOOPBACK
+
+
 def _cells(row: Row) -> tuple[str, ...]:
-    begins = (row["system"], str(row["peers"]), f"{row['load_before']:.1f}")
+    links = (f"{row['mbit']:g}",) if "mbit" in row else ()
+    begins = (row["system"], *links, str(row["peers"]), f"{row['load_before']:.1f}")
     if "error" in row:
-        return (*begins, "", "", "", "", f"failed: {row['error']}")
+        return (*begins, *([""] * (7 if links else 4)), f"failed: {row['error']}")
     figures = (f"{row[name]:.2f}" for name in ("round_s", "best_round_s", "cpu_s", "best_cpu_s"))
+    moved = (f"{row['link_bytes'] / 1e6:.1f}", f"{row['bound_s']:.2f}", row["busiest_link"]) if links else ()
     before = "".join(f"; failed once: {error}" for error in row.get("failed_before", ()))
-    return (*begins, *figures, f"{row['how']}{before}")
+    return (*begins, *figures, *moved, f"{row['how']}{before}")
 
 
 def picture(rows: Sequence[Row]) -> str:
-    """Return the rows as an SVG file: wall seconds as bars on a logarithmic scale, CPU seconds as diamonds."""
+    """Return the rows as an SVG file: wall seconds as bars on a logarithmic scale.
+
+    Diamonds: CPU seconds on loopback; over links the bound, the seconds in which they carry the bytes.
+    """
     groups = []
-    for peers in sorted({row["peers"] for row in rows}):
-        of_these = sorted((row for row in rows if row["peers"] == peers), key=lambda row: row.get("round_s", float("inf")))
-        groups.append(Group(f"{peers} peers", [_bar(row) for row in of_these]))
-    key = {"s0": "this project: mutual TLS, penalty, journal", "lone": "other systems"}
-    notes = (_NOTE, figure_note(rows))
-    return bars_picture(_title(rows), notes, groups, "seconds", key, at="CPU seconds", log=True)
+    for mbit, peers in sorted({(row.get("mbit", 0.0), row["peers"]) for row in rows}, key=lambda each: (-each[0], each[1])):
+        of_these = [row for row in rows if (row.get("mbit", 0.0), row["peers"]) == (mbit, peers)]
+        of_these.sort(key=lambda row: row.get("round_s", float("inf")))
+        name = f"{mbit:g} Mbit/s, {peers} peers" if mbit else f"{peers} peers"
+        groups.append(Group(name, [_bar(row) for row in of_these]))
+    key = {"s0": f"{_OURS}: mutual TLS, penalty, journal", "lone": "other systems"}
+    at = "the bound: bytes through the busiest link" if _limited(rows) else "CPU seconds"
+    return bars_picture(_title(rows), (_note(rows), figure_note(rows)), groups, "seconds", key, at=at, log=True)
 
 
 def _bar(row: Row) -> PartedBar:
     if "error" in row:
         return PartedBar(row["system"], (), "failed: " + row["error"][:80])
-    style = "s0" if row["system"].startswith("this project") else "lone"
+    style = "s0" if row["system"].startswith(_OURS) else "lone"
     text = f"{row['round_s']:.2f} s, {row['cpu_s']:.2f} CPU s"
-    return PartedBar(row["system"], [Part(row["round_s"], style, f"{row['round_s']:.2f} s")], text, row["cpu_s"])
+    parts = [Part(row["round_s"], style, f"{row['round_s']:.2f} s")]
+    if "mbit" in row:
+        return PartedBar(row["system"], parts, f"{text}, bound {row['bound_s']:.2f} s", row["bound_s"])
+    return PartedBar(row["system"], parts, text, row["cpu_s"])
 
 
 def _title(rows: Sequence[Row]) -> str:
-    return f"One exchange of {rows[0]['parameters']:,} parameters"
+    over = " over limited links" if _limited(rows) else ""
+    return f"One exchange of {rows[0]['parameters']:,} parameters{over}"

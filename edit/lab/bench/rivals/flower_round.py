@@ -1,7 +1,7 @@
 """Flower's server and clients, over its gRPC without TLS: one round of FedAvg. This process is the server (rank 0) or a client.
 
-Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER [PORT], see turns.py for the protocol, which only the
-server speaks. These are start_server and start_client: deprecated, but faster than SuperLink and SuperNodes
+Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER ADDRESS [PORT], see turns.py for the protocol,
+which only the server speaks. These are start_server and start_client: deprecated, but faster than SuperLink and SuperNodes
 (flower_superlink.py), which start a process for each round of each client.
 """
 
@@ -66,11 +66,11 @@ class Client(flwr.client.NumPyClient):
         return self.values, 1, {}
 
 
-def main(rank: int, peers: int, parameters: int, folder: Path, *port: str) -> None:
+def main(rank: int, peers: int, parameters: int, folder: Path, host: str, *port: str) -> None:
     file = folder / "address"
     if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        with socket.create_server((host, 0)) as free:
+            address = f"{host}:{free.getsockname()[1]}"
         strategy = Turns(peers, parameters, int(port[0]))
         file.with_suffix(".new").write_text(address)
         file.with_suffix(".new").rename(file)

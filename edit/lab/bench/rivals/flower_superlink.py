@@ -1,8 +1,8 @@
 """Flower's SuperLink and SuperNodes, over gRPC without TLS: one round of FedAvg, as its documentation runs it.
 
-Run by the Python of the rivals' environment: 0 PEERS PARAMETERS FOLDER PORT, see turns.py for the protocol. This process starts
-the SuperLink, a SuperNode for each peer, and the run. A copy of this file is the app: its ServerApp, in a process that the
-SuperLink starts, is told to exchange.
+Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER ADDRESS [PORT], see turns.py for the protocol. Rank 0
+starts the SuperLink and the run; each other one is a SuperNode. A copy of this file is the app: its ServerApp, in a process
+that the SuperLink starts, is told to exchange.
 """
 
 import json
@@ -23,6 +23,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 FRAGMENTS = 12
+PROGRAMS = Path(sys.executable).parent
 APP = """
 [project]
 name = "bench"
@@ -90,9 +91,9 @@ def train(message: Message, context: Context) -> Message:
     return Message(content=content, reply_to=message)
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+def free_address(host: str) -> str:
+    with socket.create_server((host, 0)) as free:
+        return f"{host}:{free.getsockname()[1]}"
 
 
 def serves(address: str) -> bool:
@@ -101,36 +102,42 @@ def serves(address: str) -> bool:
         return tried.connect_ex((host, int(port))) == 0
 
 
-def main(peers: int, parameters: int, folder: Path, port: str) -> None:
-    app, home, programs = folder / "app", folder / "flwr", Path(sys.executable).parent
+def run_superlink(folder: Path, host: str, environment: dict[str, str]) -> None:
+    app, home = folder / "app", folder / "flwr"
     app.mkdir()
     home.mkdir()
     (app / "pyproject.toml").write_text(APP)
     shutil.copy(__file__, app / "bench_app.py")
-    fleet, control, server_io = (free_address() for _ in range(3))
+    fleet, control, server_io = (free_address(each) for each in (host, "127.0.0.1", "127.0.0.1"))
     (home / "config.toml").write_text(f'[superlink.bench]\naddress = "{control}"\ninsecure = true\n')
-    known = {"BENCH_PEERS": str(peers), "BENCH_PARAMETERS": str(parameters), "BENCH_PORT": port, "FLWR_HOME": str(home)}
-    path = f"{programs}:{os.environ['PATH']}"  # they start flwr-serverapp and flwr-clientapp
-    environment = {**os.environ, **known, "PATH": path, "FLWR_TELEMETRY_ENABLED": "0"}
     addresses = ("--fleet-api-address", fleet, "--control-api-address", control, "--serverappio-api-address", server_io)
-    started = [subprocess.Popen([programs / "flower-superlink", "--insecure", *addresses], env=environment)]
-    for rank in range(1, peers + 1):
-        node = (
-            "--insecure",
-            "--superlink",
-            fleet,
-            "--clientappio-api-address",
-            free_address(),
-            "--node-config",
-            f"rank={rank}",
-        )
-        started.append(subprocess.Popen([programs / "flower-supernode", *node], env=environment))
+    superlink = subprocess.Popen([PROGRAMS / "flower-superlink", "--insecure", *addresses], env=environment)
     while not serves(control):  # `flwr run` does not wait for it
         time.sleep(0.1)
-    subprocess.run([programs / "flwr", "run", app, "bench", "--stream"], env=environment, check=True)
-    for each in started:
-        each.terminate()
+    (folder / "fleet.new").write_text(fleet)
+    (folder / "fleet.new").rename(folder / "fleet")
+    subprocess.run([PROGRAMS / "flwr", "run", app, "bench", "--stream"], env=environment, check=True)
+    superlink.terminate()
+
+
+def be_supernode(rank: int, fleet: Path, environment: dict[str, str]) -> None:
+    while not fleet.exists():
+        time.sleep(0.05)
+    at = ("--superlink", fleet.read_text(), "--clientappio-api-address", free_address("127.0.0.1"))
+    program = str(PROGRAMS / "flower-supernode")
+    os.execve(program, (program, "--insecure", *at, "--node-config", f"rank={rank}"), environment)
+
+
+def main(rank: int, peers: int, parameters: int, folder: Path, host: str, port: str = "") -> None:
+    known = {"BENCH_PEERS": str(peers), "BENCH_PARAMETERS": str(parameters), "BENCH_PORT": port}
+    known |= {"FLWR_HOME": str(folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0"}
+    path = f"{PROGRAMS}:{os.environ['PATH']}"  # they start flwr-serverapp and flwr-clientapp
+    environment = {**os.environ, **known, "PATH": path}
+    if rank == 0:
+        run_superlink(folder, host, environment)
+    else:
+        be_supernode(rank, folder / "fleet", environment)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])

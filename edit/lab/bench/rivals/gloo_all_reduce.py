@@ -1,6 +1,7 @@
 """One peer of an all-reduce with torch.distributed and gloo: the floor, without a control plane, plaintext.
 
-Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER PORT, see turns.py for the protocol.
+Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER ADDRESS PORT, see turns.py for the protocol.
+gloo finds its host's address, ADDRESS, by the host's name.
 """
 
 import json
@@ -37,4 +38,4 @@ def main(rank: int, peers: int, parameters: int, folder: str, port: int) -> None
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[6]))

@@ -1,7 +1,7 @@
 """One peer of hivemind's DecentralizedAverager, over its libp2p daemon.
 
-Run by the Python of the rivals' environment: COMPRESSION RANK PEERS PARAMETERS FOLDER PORT, see turns.py for the protocol. The
-group is found before the exchange begins, as hivemind.Optimizer does it; that is not counted.
+Run by the Python of the rivals' environment: COMPRESSION RANK PEERS PARAMETERS FOLDER ADDRESS PORT, see turns.py for the
+protocol. The group is found before the exchange begins, as hivemind.Optimizer does it; that is not counted.
 """
 
 import json
@@ -31,13 +31,13 @@ def first_peer(dht: hivemind.DHT, file: Path) -> None:
     file.with_suffix(".new").rename(file)
 
 
-def main(compression: str, rank: int, peers: int, parameters: int, folder: Path, port: int) -> None:
+def main(compression: str, rank: int, peers: int, parameters: int, folder: Path, address: str, port: int) -> None:
     torch.set_num_threads(1)
     file = folder / "first-peer"
     while rank and not file.exists():
         time.sleep(0.05)
     known = file.read_text().splitlines() if rank else None
-    dht = hivemind.DHT(initial_peers=known, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+    dht = hivemind.DHT(initial_peers=known, host_maddrs=[f"/ip4/{address}/tcp/0"], start=True)
     if rank == 0:
         first_peer(dht, file)
     own = (torch.arange(parameters // FRAGMENTS) % 251 - 125) * 1e-5 * (rank + 1)
@@ -77,4 +77,5 @@ def main(compression: str, rank: int, peers: int, parameters: int, folder: Path,
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), int(sys.argv[6]))
+    compression, rank, peers, parameters, folder, address, port = sys.argv[1:]
+    main(compression, int(rank), int(peers), int(parameters), Path(folder), address, int(port))

@@ -1,7 +1,7 @@
 """One replica of torchft's DiLoCo: its outer synchronisation over a Manager, a lighthouse and ProcessGroupGloo, plaintext fp32.
 
-Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER PORT, see turns.py for the protocol. Rank 0 also has
-the lighthouse.
+Run by the Python of the rivals' environment: RANK PEERS PARAMETERS FOLDER ADDRESS PORT, see turns.py for the protocol. Rank 0
+also has the lighthouse. Its and the manager's addresses have the host's name, the store's is ADDRESS.
 """
 
 import json
@@ -36,9 +36,9 @@ def lighthouse_address(peers: int, file: Path, start: bool) -> str:
 LIGHTHOUSES: list[LighthouseServer] = []  # one ends when nothing refers to it
 
 
-def main(rank: int, peers: int, parameters: int, folder: Path, port: int) -> None:
+def main(rank: int, peers: int, parameters: int, folder: Path, address: str, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     model = torch.nn.ParameterList(torch.zeros(parameters // FRAGMENTS) for _ in range(FRAGMENTS))
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -49,7 +49,7 @@ def main(rank: int, peers: int, parameters: int, folder: Path, port: int) -> Non
         load_state_dict=lambda state: None,
         state_dict=dict,
         replica_id=f"replica-{rank}",
-        store_addr="127.0.0.1",
+        store_addr=address,
         store_port=store.port,
         rank=0,
         world_size=1,
@@ -80,4 +80,4 @@ def main(rank: int, peers: int, parameters: int, folder: Path, port: int) -> Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5], int(sys.argv[6]))

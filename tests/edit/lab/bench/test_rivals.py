@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,13 @@ import pytest
 from rich.console import Console
 
 from edit.errors import ConfigError
+from edit.lab.bench import exchange
 from edit.lab.bench.rivals import contest, environments
 from edit.lab.bench.rivals.contest import RIVALS, Rival, RivalOptions, measure_rivals
 from edit.lab.bench.rivals.environments import GLOO, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing
 from edit.lab.processes import ChildDied, Supervisor
+from tests.support.limited_links import needs_limited_links
 
 SCRIPTS = Path(contest.__file__).parent
 BEGINS = {"date": "2026-11-22", "label": "", "commit": "0123abc", "machine": "a machine", "load_before": 0.25}
@@ -31,6 +38,7 @@ def row(system: str, peers: int, wall_s: float, **more: Any) -> dict[str, Any]:
 
 
 FAILED = {**BEGINS, "parameters": 50331648, "peers": 4, "system": "hivemind", "how": "", "error": "no matching distribution"}
+LINK = {"mbit": 1000.0, "queue_ms": 20, "tcp": "cubic"}
 ROWS = [
     row("this project, int8", 4, 1.02),
     row("torchft", 4, 1.2, failed_before=["a wrong mean"]),
@@ -57,15 +65,45 @@ def test_the_picture_orders_by_speed_and_shows_failures() -> None:
     assert places == sorted(places)
 
 
+MOVED = {"link_bytes": 214_400_000, "bound_s": 1.715, "busiest_link": "coordinator up"}
+LIMITED = [
+    row("this project, int8", 4, 5.38, **LINK, **MOVED),
+    {**FAILED, **LINK},
+    row("gloo", 2, 17.7, **{**LINK, **MOVED, "mbit": 100.0}),
+]
+
+
+def test_over_links_the_table_has_what_they_carried_and_the_bound() -> None:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(contest.table(LIMITED))
+    text = console.export_text()
+    (ours,) = (line for line in text.splitlines() if line.startswith("this project"))
+    figures = ["5.38", "5.28", "10.76", "10.22", "214.4", "1.72", "coordinator", "up", "plaintext"]
+    assert ours.split() == ["this", "project,", "int8", "1000", "4", "0.2", *figures]
+    assert any(line.startswith("hivemind") and "failed: no matching distribution" in line for line in text.splitlines())
+    assert "TCP with cubic." in text
+
+
+def test_over_links_the_picture_has_the_fast_ones_first_and_diamonds_at_the_bound() -> None:
+    picture = ElementTree.fromstring(contest.picture(LIMITED))
+    texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    places = [texts.index(text) for text in ("1000 Mbit/s, 4 peers", "this project, int8", "100 Mbit/s, 2 peers", "gloo")]
+    assert places == sorted(places)
+    assert "5.38 s, 10.76 CPU s, bound 1.72 s" in texts
+    assert any("the bound" in text for text in texts)
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Measure these scripts, two peers, with this Python in place of an environment's."""
 
-    def measure(*rivals: Rival, limit_s: float = 60.0) -> list[Any]:
+    def measure(*rivals: Rival, limit_s: float = 60.0, mbit: float = 0.0) -> list[Any]:
         monkeypatch.setattr(contest, "ours", lambda *_: [Timing(1.0, {"coordinator": 0.5, "peer": 0.25})])
         monkeypatch.setattr(Environments, "python", lambda *_: Path(sys.executable))
         seen: list[Any] = []
-        options = RivalOptions(parameters=12_000, peers=[2], folder=tmp_path, repeat=2, limit_s=limit_s)
+        options = RivalOptions(
+            parameters=12_000, peers=[2], folder=tmp_path, repeat=2, limit_s=limit_s, mbit=[mbit] if mbit else ()
+        )
         rows = measure_rivals(options, seen.append, rivals)
         assert rows == seen
         return rows
@@ -79,11 +117,86 @@ def rival(script: Path | str, **more: Any) -> Rival:
 
 @pytest.mark.timeout(120)
 def test_gloo_needs_nothing_but_torch_and_is_measured(measured: Any) -> None:
-    int8, fp32, gloo = measured(rival("gloo_all_reduce.py"))
+    int8, int4, fp32, gloo = measured(rival("gloo_all_reduce.py"))
     assert (int8["system"], int8["round_s"], int8["cpu_s"]) == ("this project, int8", 1.0, 0.75)
-    assert fp32["how"] == "fp32, mutual TLS, penalty, journal"
+    assert (int4["system"], fp32["how"]) == ("this project, int4", "fp32, mutual TLS, penalty, journal")
     assert (gloo["system"], gloo["repeat"], "error" in gloo) == ("another", 2, False)
     assert gloo["round_s"] > 0
+    assert not {"mbit", "bound_s"} & set(gloo)
+
+
+@needs_limited_links
+@pytest.mark.timeout(120)
+def test_over_links_each_peer_is_a_host_and_the_bound_is_that_of_the_bytes(measured: Any) -> None:
+    *_, gloo = measured(rival("gloo_all_reduce.py"), mbit=1000.0)
+    assert gloo.get("error") is None
+    assert (gloo["mbit"], gloo["queue_ms"], gloo["peers"]) == (1000.0, 20, 2)
+    assert 4 * 12_000 < gloo["link_bytes"] < 2 * 4 * 12_000
+    assert gloo["bound_s"] == round(8e-9 * gloo["link_bytes"], 3)
+    assert gloo["busiest_link"].split()[0] in ("peer-0", "peer-1")
+
+
+@needs_limited_links
+@pytest.mark.timeout(300)  # a coordinator and two peers
+def test_this_projects_coordinator_and_peers_are_hosts_too() -> None:
+    (timing,) = exchange.ours(2, 120_000, "int8", 1, 100.0, mbit=1000.0)
+    assert set(timing.cpu_s) == {"coordinator", "peer-0", "peer-1"}
+    up = timing.link_bytes["coordinator up"], timing.link_bytes["peer-0 up"] + timing.link_bytes["peer-1 up"]
+    assert all(2 * 120_000 < count < 2 * 240_000 for count in up)  # one update for each peer; one contribution of each
+
+
+HANGS = """
+import os, pathlib, signal, sys
+rank, peers, parameters, folder, address, port = sys.argv[1:]
+pathlib.Path({seen!r}, rank).write_text(os.readlink("/proc/self/ns/net"))
+held = open({fifo!r}, "wb", buffering=0)
+held.write(b"r")
+while True: signal.pause()
+"""
+MEASURE = """
+import pathlib, sys
+from functools import partial
+from rich.console import Console
+from edit.command_line import run_command
+from edit.lab.bench import command
+from edit.lab.bench.rivals import contest
+from edit.lab.bench.rivals.environments import GLOO, Environments
+Environments.python = lambda *_: pathlib.Path(sys.executable)
+rivals = (contest.Rival(name="hangs", how="", needs=GLOO, script=sys.argv[1]),)
+contest.measure_rivals = partial(contest.measure_rivals, rivals=rivals)
+options = contest.RivalOptions(parameters=12, peers=[2], folder=pathlib.Path("."), mbit=[1000.0], codecs=())
+run_command("measure", lambda: command.run_rivals(options, command.Outputs(), Console(stderr=True)))
+"""
+
+
+@needs_limited_links
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_all_processes_and_with_them_the_namespaces(tmp_path: Path, number: signal.Signals) -> None:
+    script, fifo, seen = tmp_path / "hangs.py", tmp_path / "fifo", tmp_path / "seen"
+    script.write_text(HANGS.format(seen=str(seen), fifo=str(fifo)))
+    seen.mkdir()
+    os.mkfifo(fifo)
+    measuring = subprocess.Popen((sys.executable, "-c", MEASURE, str(script)), preexec_fn=hear_interrupts)
+    try:
+        with fifo.open("rb", buffering=0) as ready:
+            assert [ready.read(1) for _ in range(2)] == [b"r", b"r"]
+            measuring.send_signal(number)
+            assert measuring.wait(60) == 130
+            assert ready.read(1) == b""  # nobody has it open: all have ended
+    finally:
+        measuring.terminate()
+    namespaces = {file.read_text() for file in seen.iterdir()}
+    assert len(namespaces) == 2 and not namespaces & set(used_namespaces())
+
+
+def hear_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background of a shell ignores it
+
+
+def used_namespaces() -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield str((process / "ns" / "net").readlink())
 
 
 def test_a_system_that_fails_twice_is_a_row_with_its_error(measured: Any, tmp_path: Path) -> None:
@@ -110,7 +223,7 @@ def test_a_server_beside_the_peers_is_the_only_one_that_is_told(measured: Any, t
     script = tmp_path / "server.py"
     script.write_text(
         "import json, pathlib, socket, sys, time\n"
-        "rank, peers, parameters, folder, *port = sys.argv[1:]\n"
+        "rank, peers, parameters, folder, address, *port = sys.argv[1:]\n"
         "pathlib.Path(folder, rank).touch()\n"
         "while not port: time.sleep(1)\n"
         "while len(list(pathlib.Path(folder).glob('[0-9]'))) < 3: time.sleep(0.01)\n"
