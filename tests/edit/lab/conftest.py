@@ -1,11 +1,13 @@
-"""A state as a demo fills it: four peers, a NaN, a huge norm, a kill, a lone peer."""
+"""A state as a demo fills it: four peers, a NaN, a huge norm, a kill, a lone peer. A skip where links cannot be limited."""
 
 import math
 from collections.abc import Callable
 
 import pytest
 
+from edit.errors import ConfigError
 from edit.lab.demo.state import DemoState
+from edit.lab.network import Network
 from edit.lab.observations import Status
 
 PEERS = [f"peer-{index}" for index in range(4)]
@@ -67,3 +69,13 @@ def make_state() -> Callable[[int], DemoState]:
         return state
 
     return make
+
+
+@pytest.fixture(scope="session")
+def limited_links() -> None:
+    """Skip the test where this machine cannot make links of a limited rate: that needs root."""
+    try:
+        with Network(["tried"], 1000.0):
+            pass
+    except ConfigError as error:
+        pytest.skip(str(error))

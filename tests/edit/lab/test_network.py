@@ -16,7 +16,6 @@ import pytest
 from edit.errors import ConfigError
 from edit.lab import network
 from edit.lab.network import LOOPBACK, Host, Network
-from tests.support.limited_links import needs_limited_links
 
 RECEIVE = """
 import socket, sys
@@ -46,7 +45,7 @@ def namespaces_held() -> set[str]:
     return {name for name in opened if name.startswith("net:")}
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 def test_bytes_between_hosts_are_counted_in_each_direction_of_each_link() -> None:
     with Network(["ada", "grace", "idle"], 1000.0) as three:
         ada, grace = three.hosts["ada"], three.hosts["grace"]
@@ -64,7 +63,7 @@ def test_bytes_between_hosts_are_counted_in_each_direction_of_each_link() -> Non
     assert all(count < 0.2 * MEGABYTE for count in moved.values())
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 def test_both_ends_of_each_link_have_the_rate() -> None:
     with Network(["ada", "grace"], 100.0) as two:
         ends = [said(two.hosts[name], "tc", "-j", "qdisc", "show", "dev", "eth0") for name in two.hosts]
@@ -73,7 +72,7 @@ def test_both_ends_of_each_link_have_the_rate() -> None:
     assert [each["options"]["rate"] for each in limits] == 4 * [100_000_000 // 8]
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 def test_a_hosts_name_is_its_address_and_its_loopback_is_its_own() -> None:
     with Network(["ada", "grace"], 1000.0) as two:
         ada, grace = two.hosts.values()
@@ -89,7 +88,7 @@ def test_a_hosts_name_is_its_address_and_its_loopback_is_its_own() -> None:
     assert socket.gethostname() != ada.address
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 def test_nothing_holds_the_namespaces_afterwards() -> None:
     before = namespaces_held()
     with pytest.raises(KeyboardInterrupt), Network(["ada", "grace"], 1000.0):
@@ -98,7 +97,7 @@ def test_nothing_holds_the_namespaces_afterwards() -> None:
     assert namespaces_held() == before
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 def test_an_error_in_between_leaves_no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     before, run = namespaces_held(), network._run
 

@@ -26,7 +26,6 @@ from edit.lab.bench.rivals.contest import RIVALS, Rival, RivalOptions, measure_r
 from edit.lab.bench.rivals.environments import GLOO, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing
 from edit.lab.processes import ChildDied, Supervisor
-from tests.support.limited_links import needs_limited_links
 
 SCRIPTS = Path(contest.__file__).parent
 BEGINS = {"date": "2026-11-22", "label": "", "commit": "0123abc", "machine": "a machine", "load_before": 0.25}
@@ -125,7 +124,7 @@ def test_gloo_needs_nothing_but_torch_and_is_measured(measured: Any) -> None:
     assert not {"mbit", "bound_s"} & set(gloo)
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 @pytest.mark.timeout(120)
 def test_over_links_each_peer_is_a_host_and_the_bound_is_that_of_the_bytes(measured: Any) -> None:
     *_, gloo = measured(rival("gloo_all_reduce.py"), mbit=1000.0)
@@ -136,7 +135,7 @@ def test_over_links_each_peer_is_a_host_and_the_bound_is_that_of_the_bytes(measu
     assert gloo["busiest_link"].split()[0] in ("peer-0", "peer-1")
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 @pytest.mark.timeout(300)  # a coordinator and two peers
 def test_this_projects_coordinator_and_peers_are_hosts_too() -> None:
     (timing,) = exchange.ours(2, 120_000, "int8", 1, 100.0, mbit=1000.0)
@@ -169,7 +168,7 @@ run_command("measure", lambda: command.run_rivals(options, command.Outputs(), Co
 """
 
 
-@needs_limited_links
+@pytest.mark.usefixtures("limited_links")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_all_processes_and_with_them_the_namespaces(tmp_path: Path, number: signal.Signals) -> None:
     script, fifo, seen = tmp_path / "hangs.py", tmp_path / "fifo", tmp_path / "seen"
