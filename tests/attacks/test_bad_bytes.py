@@ -10,13 +10,12 @@ import pytest
 
 from aggregator.resources import Clock
 from edit.rounds import events
-from edit.rounds.machine import RoundMachine
 from editpb import control_pb2, control_pb2_grpc, tensors_pb2
 from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
-from tests.support.loops import on_a_loop, until
+from tests.support.loops import on_a_loop
 from tests.support.served import TOML as served_toml
-from tests.support.served import BarePeer, Served, found_run, new_folder, served, theta
+from tests.support.served import BarePeer, Served, found_run, found_together, new_folder, served, theta
 
 TRIES = 60
 
@@ -56,22 +55,11 @@ async def status(at: Served) -> RunStatus:
         return status_from_pb(await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest()))
 
 
-async def ready(at: Served, *peers: BarePeer) -> RoundMachine:
-    """All of them found the run, attend and report, and a round is open."""
-    await found_run(peers[0])
-    for peer in peers[1:]:
-        await peer.attend()
-        await peer.report(0)
-    machine = at.coordinator.run.rounds.machine
-    await until(lambda: machine.expected == {peer.peer_id for peer in peers})
-    return machine
-
-
 @on_a_loop
 async def test_bad_bytes_in_a_loop_cost_three_rounds_where_everybody_is_needed(tmp_path: Path) -> None:
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=TOML, quorum=2)
     async with served(folder, hands.clock()) as at, at.peer("a") as honest, at.peer("bad") as bad, at.peer("c") as third:
-        machine = await ready(at, honest, bad)
+        machine = await found_together(at, honest, bad)
         first = machine.round_id
         for _ in range(TRIES):  # 8 s
             await bad_bytes(bad, at)
@@ -98,7 +86,7 @@ async def test_bad_bytes_in_a_loop_cost_three_rounds_where_everybody_is_needed(t
 async def test_one_damaged_message_costs_an_honest_peer_no_waiting(tmp_path: Path) -> None:
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=TOML, quorum=2)
     async with served(folder, hands.clock()) as at, at.peer("a") as a, at.peer("b") as b:
-        machine = await ready(at, a, b)
+        machine = await found_together(at, a, b)
         assert "gap" in await bad_bytes(b, at)
         view = await a.view(lambda view: view.round_id == machine.round_id)
         assert machine.expected == {"a", "b"}
@@ -112,7 +100,7 @@ async def test_one_damaged_message_costs_an_honest_peer_no_waiting(tmp_path: Pat
 async def test_a_quarantine_ends_with_time_and_with_the_operators_word(tmp_path: Path) -> None:
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=TOML, quorum=2)
     async with served(folder, hands.clock()) as at, at.peer("a") as a, at.peer("b") as b:
-        machine = await ready(at, a, b)
+        machine = await found_together(at, a, b)
         for _ in range(3):
             await bad_bytes(b, at)
             hands.move(at, 1.0)
@@ -132,7 +120,7 @@ async def test_bad_bytes_in_a_loop_do_not_fill_the_log(tmp_path: Path, caplog: p
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=TOML)
     with caplog.at_level(logging.INFO):
         async with served(folder, hands.clock()) as at, at.peer("a") as honest, at.peer("bad") as bad:
-            await ready(at, honest, bad)
+            await found_together(at, honest, bad)
             caplog.clear()
             for _ in range(TRIES):
                 assert await bad_bytes(bad, at)

@@ -15,7 +15,7 @@ from editpb.transport.chunks import make_chunks
 from tests.attacks.test_bad_bytes import TOML, Hands
 from tests.support.encoded import encode
 from tests.support.loops import on_a_loop, until
-from tests.support.served import BarePeer, Served, found_run, new_folder, served, theta
+from tests.support.served import BarePeer, Served, found_together, new_folder, served, theta
 
 EVERY = 50
 STEP_TOKENS = 4 * 128  # inner.batch_size * model.context
@@ -53,17 +53,6 @@ def heard(at: Served, peer_id: str, outer_step: int) -> bool:
     return member.heartbeat is not None and member.heartbeat.outer_step == outer_step and member.heartbeat.step_s > 0
 
 
-async def together(at: Served, *peers: BarePeer) -> RoundMachine:
-    """All of them attend, and the open round waits for them."""
-    await found_run(peers[0])
-    for peer in peers[1:]:
-        await peer.attend()
-        await peer.report(0)
-    machine = at.coordinator.run.rounds.machine
-    await until(lambda: machine.expected == {peer.peer_id for peer in peers})
-    return machine
-
-
 async def one_round(machine: RoundMachine, step: int, *work: tuple[BarePeer, dict[str, int]]) -> None:
     """Everybody reports and contributes with the work that it claims, and the round commits."""
     for peer, _ in work:
@@ -78,7 +67,7 @@ async def one_round(machine: RoundMachine, step: int, *work: tuple[BarePeer, dic
 async def test_a_claim_ends_no_run_and_the_status_can_be_read(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=toml(sync="tokens = 100_000_000"), quorum=2)
     async with served(folder) as at, at.peer("a") as honest, at.peer("liar") as liar:
-        machine = await together(at, honest, liar)
+        machine = await found_together(at, honest, liar)
         for step in range(3):
             await one_round(machine, step, (honest, HONEST), (liar, LIE))
             shown = await status(at)
@@ -94,7 +83,7 @@ async def test_a_claim_takes_no_weight_from_the_others_beyond_a_few_contribution
     settings = toml(penalty='weighting = "tokens"')
     folder = new_folder(tmp_path / "run", toml=settings, quorum=3)
     async with served(folder) as at, at.peer("a") as a, at.peer("b") as b, at.peer("liar") as liar:
-        machine = await together(at, a, b, liar)
+        machine = await found_together(at, a, b, liar)
         await one_round(machine, 0, (a, HONEST), (b, HONEST), (liar, LIE))
         weights = {verdict.peer_id: verdict.weight for verdict in (await status(at)).rounds[-1].fragments[0].verdicts}
         assert weights["a"] == weights["b"] == 0.1
@@ -105,7 +94,7 @@ async def test_few_claimed_steps_take_no_weight_either(tmp_path: Path) -> None:
     settings = toml(penalty='weighting = "tokens2_per_step"')
     folder = new_folder(tmp_path / "run", toml=settings, quorum=2)
     async with served(folder) as at, at.peer("a") as honest, at.peer("liar") as liar:
-        machine = await together(at, honest, liar)
+        machine = await found_together(at, honest, liar)
         few = {"inner_steps": 1, "tokens": HONEST["tokens"]}
         await one_round(machine, 0, (honest, HONEST), (liar, few))
         weights = {verdict.peer_id: verdict.weight for verdict in (await status(at)).rounds[-1].fragments[0].verdicts}
@@ -118,7 +107,7 @@ async def test_the_log_says_once_that_a_claim_is_not_believed(tmp_path: Path) ->
     async with served(new_folder(tmp_path / "run", toml=toml(), quorum=2)) as at:
         at.coordinator.run.feed.subscribe(lambda event, unix: said.append(getattr(event, "advice", "")))
         async with at.peer("a") as honest, at.peer("liar") as liar:
-            machine = await together(at, honest, liar)
+            machine = await found_together(at, honest, liar)
             for step in range(2):
                 await one_round(machine, step, (honest, HONEST), (liar, LIE))
         (line,) = [text for text in said if "inner steps" in text]
@@ -129,7 +118,7 @@ async def test_the_log_says_once_that_a_claim_is_not_believed(tmp_path: Path) ->
 async def test_a_claimed_number_of_steps_does_not_set_the_pace(tmp_path: Path) -> None:
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=toml(sync="dylu = true"), quorum=2)
     async with served(folder, hands.clock()) as at, at.peer("a") as honest, at.peer("liar") as liar:
-        machine = await together(at, honest, liar)
+        machine = await found_together(at, honest, liar)
         for step in range(3):
             await beat(honest, step, 0.1)
             await beat(liar, step, 1e-6)
@@ -148,7 +137,7 @@ async def test_who_stays_away_and_claims_one_step_holds_no_round_up(tmp_path: Pa
     settings = toml(sync='schedule = "time"\ntime_s = 1.0').replace("1000.0\nceiling_s = 1000.0", "1.0\nceiling_s = 60.0")
     hands, folder = Hands(), new_folder(tmp_path / "run", toml=settings)
     async with served(folder, hands.clock()) as at, at.peer("a") as honest, at.peer("liar") as liar:
-        machine = await together(at, honest, liar)
+        machine = await found_together(at, honest, liar)
         for step in range(5):
             await honest.report(step)
             await until(lambda step=step: machine.round_id and machine.outer_step == step)

@@ -34,13 +34,7 @@ async def ended(call: grpc.aio.Call) -> tuple[grpc.StatusCode, str]:
 def test_what_an_evicted_peer_delivered_is_not_merged(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
-            await a.attend()
-            await a.view(lambda view: view.found)
-            await b.attend()
-            await a.found(theta())
-            for peer in (a, b):
-                await peer.report(0)
-            round_id = (await a.view(lambda view: view.round_id > 0)).round_id
+            round_id = (await found_run(a, b)).round_id
             await b.contribute(round_id, 0, [torch.ones(5), torch.ones(300)])
             run.coordinator.run.evict("b", "bad manners")
             own = [torch.full((5,), 0.5), torch.full((300,), 0.5)]
@@ -64,13 +58,7 @@ AFTER_OWN = [t - d for t, d in zip(theta(), OWN, strict=True)]
 
 async def begin(a: BarePeer, b: BarePeer) -> int:
     """Found the run; return the first round, to which both are ready."""
-    await a.attend()
-    await a.view(lambda view: view.found)
-    await b.attend()
-    await a.found(theta())
-    for peer in (a, b):
-        await peer.report(0)
-    return (await a.view(lambda view: view.round_id > 0)).round_id
+    return (await found_run(a, b)).round_id
 
 
 async def send(peer: BarePeer, round_id: int, fragment_id: int, delta: torch.Tensor, chunks: int | None = None) -> None:

@@ -72,13 +72,7 @@ async def status(run: Served) -> dict[str, object]:
 
 async def two_peers(a: BarePeer, b: BarePeer) -> int:
     """Both attend and report; returns the open round, which expects both where anybody is expected."""
-    await b.attend()
-    await b.view(lambda view: view.found)
-    await a.attend()
-    await b.found(theta())
-    await a.report(0)
-    await b.report(0)
-    return (await a.view(lambda v: v.round_id > 0)).round_id
+    return (await found_run(b, a)).round_id
 
 
 def test_peers_of_different_speed_commit_independently_by_arrival(tmp_path: Path) -> None:

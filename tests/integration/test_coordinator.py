@@ -51,13 +51,7 @@ async def commit_one(peers: list[BarePeer], step: int, seeds: list[int]) -> None
 def test_a_round_commits_the_mean_and_every_peer_gets_the_same_bytes(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
-            await a.attend()
-            await a.view(lambda view: view.found)
-            await b.attend()
-            await a.found(theta())
-            await a.report(0)
-            await b.report(0)
-            view = await b.view(lambda v: v.phase is RunPhase.COLLECTING)
+            view = await found_run(a, b)
             await a.contribute(view.round_id, 0, delta(1))
             await b.contribute(view.round_id, 0, delta(2))
             after = await a.view(lambda v: v.outer_step == 1)
@@ -196,13 +190,7 @@ def test_a_bad_contribution_is_refused_in_one_line_and_touches_nothing(
 ) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
-            await b.attend()
-            await b.view(lambda view: view.found)
-            await a.attend()
-            await b.found(theta())
-            await a.report(0)
-            await b.report(0)
-            view = await a.view(lambda v: v.round_id > 0)
+            view = await found_run(b, a)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await a.send(a.header(view.round_id, 0, 1, len(DATA), changes), chunks)
             assert refused.value.code() is code, refused.value.details()
@@ -221,13 +209,7 @@ def test_another_codec_than_the_runs_takes_the_peer_out_of_the_round(tmp_path: P
 
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
-            await b.attend()
-            await b.view(lambda view: view.found)
-            await a.attend()
-            await b.found(theta())
-            await a.report(0)
-            await b.report(0)
-            view = await a.view(lambda v: v.round_id > 0)
+            view = await found_run(b, a)
             data = bytes(encode("bf16", delta(1)[1]).data)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 header = a.header(view.round_id, 0, 1, len(data), {"codec": "bf16"})
@@ -248,13 +230,7 @@ def test_bytes_that_no_encoder_writes_take_the_peer_out_of_the_round(tmp_path: P
     async def scenario() -> None:
         folder = new_folder(tmp_path / "run", start=2, toml=TOML.replace('up = "fp32"', 'up = "topk:k=3"'))
         async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
-            await b.attend()
-            await b.view(lambda view: view.found)
-            await a.attend()
-            await b.found(theta())
-            await a.report(0)
-            await b.report(0)
-            view = await a.view(lambda v: v.round_id > 0)
+            view = await found_run(b, a)
             data = bytearray(encode("topk:k=3", delta(1)[1]).data)
             if where == "padding":
                 data[-1] |= 0x40
@@ -314,13 +290,7 @@ def test_a_peer_that_vanishes_does_not_block_the_round(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
-            await a.attend()
-            await a.view(lambda view: view.found)
-            await b.attend()
-            await a.found(theta())
-            await a.report(0)
-            await b.report(0)
-            view = await a.view(lambda v: v.round_id > 0)
+            view = await found_run(a, b)
             await a.contribute(view.round_id, 0, delta(1))
             await b.disconnect()
             after = await a.view(lambda v: v.outer_step == 1)

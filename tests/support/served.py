@@ -27,6 +27,7 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit
+from edit.rounds.machine import RoundMachine
 from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.data_messages import (
@@ -55,6 +56,7 @@ from editpb.messages import (
 from editpb.transport.channel_options import Options
 from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
+from tests.support.loops import until
 
 TOML = """
 name = "test"
@@ -386,10 +388,21 @@ async def contribute_sharded(
                 await peer.contribute_part(round_id, outer_step, shards[fragment_id], delta, attempt=attempt)
 
 
-async def found_run(peer: BarePeer, seed: int = 0) -> View:
-    """Attend, found the run, report as ready; returns the first view with an open round."""
-    await peer.attend()
-    await peer.view(lambda view: view.found)
-    await peer.found(theta(seed, peer.schema))
-    await peer.report(0)
-    return await peer.view(lambda view: view.round_id > 0)
+async def found_run(founder: BarePeer, *others: BarePeer) -> View:
+    """All attend, the first one founds the run, all report as ready; returns its first view with an open round."""
+    await founder.attend()
+    await founder.view(lambda view: view.found)
+    for peer in others:
+        await peer.attend()
+    await founder.found(theta(0, founder.schema))
+    for peer in (founder, *others):
+        await peer.report(0)
+    return await founder.view(lambda view: view.round_id > 0)
+
+
+async def found_together(at: Served, *peers: BarePeer) -> RoundMachine:
+    """As `found_run`; the open round then waits for all of them."""
+    await found_run(*peers)
+    machine = at.coordinator.run.rounds.machine
+    await until(lambda: machine.expected == {peer.peer_id for peer in peers})
+    return machine

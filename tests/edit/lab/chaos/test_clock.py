@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from editpb.messages import RunPhase
-from tests.support.served import SCHEMA, TOML, held_clock, new_folder, served, theta
+from tests.support.served import SCHEMA, TOML, found_run, held_clock, new_folder, served
 
 DAY_S = 86_400.0
 
@@ -27,12 +27,7 @@ def test_rounds_and_leases_do_not_see_a_jump_of_the_wall_clock(tmp_path: Path, j
     async def scenario() -> None:
         folder = new_folder(tmp_path / "run", start=2, quorum=2, toml=TOML)
         async with served(folder, clock) as run, run.peer("a") as a, run.peer("b") as b:
-            await a.attend()
-            await a.view(lambda view: view.found)
-            await b.attend()
-            await a.found(theta())
-            for peer in (a, b):
-                await peer.report(0)
+            await found_run(a, b)
             for step in range(3):
                 view = await a.view(lambda v, step=step: v.outer_step == step and v.phase is RunPhase.COLLECTING)
                 for peer in (a, b):
