@@ -105,7 +105,7 @@ def ours(peers: int, parameters: int, codec_name: str, repeat: int, limit_s: flo
     ):
         root, host = Path(scratch), network.hosts[COORDINATOR]
         state, toml = root / "run", root / "run.toml"
-        toml.write_text(to_toml(_settings(peers, codec_name, host)), encoding="utf-8")
+        toml.write_text(to_toml(_settings(peers, codec_name, limit_s, host)), encoding="utf-8")
         supervisor.call({"init": (*coordinator, "init", "--state", str(state), "--config", str(toml))})
         supervisor.start(COORDINATOR, host.command((*coordinator, "serve", "--state", str(state))))
         _wait_for(state / "addresses.json", supervisor)
@@ -115,14 +115,14 @@ def ours(peers: int, parameters: int, codec_name: str, repeat: int, limit_s: flo
         return turns.measure(repeat, beside=[COORDINATOR])
 
 
-def _settings(peers: int, codec_name: str, host: Host) -> Settings:
-    """Return the settings of a run whose coordinator is on this host."""
+def _settings(peers: int, codec_name: str, limit_s: float, host: Host) -> Settings:
+    """Return the settings of a run whose coordinator is on this host. No round ends before limit_s without all peers."""
     return {
         "name": "bench",
         "model": {"name": "entry:mine"},
         "sync": {"every": 1, "outer_steps": 1_000_000},
         "codec": {"up": codec_name, "down": codec_name},
-        "rounds": {"start_peers": peers, "quorum": peers},
+        "rounds": {"start_peers": peers, "quorum": peers, "ceiling_s": max(600.0, limit_s)},
         "storage": {"checkpoint_every": 1000, "keep_updates": 1, "buffer_bytes": 8 << 30},
         "membership": {"heartbeat_s": 2.0, "lease_s": 60.0},
         "server": {"listen": f"{host.address}:0", "enrol_listen": f"{host.address}:0", "advertise": (host.address,)},
