@@ -87,10 +87,6 @@ class Residual:
         _INT8.decode_part(self._data.numpy().data, self.numel, part.start, piece)
         return piece
 
-    def add_to(self, total: Tensor, part: slice, decay: float = 1.0) -> None:
-        """total += decay * e[part], in place, rounded after the product and after the sum. total: fp32, as long as the part."""
-        owing(total, self.read(part), decay, total)
-
     def write(self, part: slice, piece: Tensor) -> None:
         """e[part] = piece (fp32, not changed), rounded to the form."""
         if self.form == "int8":
@@ -101,13 +97,6 @@ class Residual:
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each part and what `read` returns for it."""
         return ((part, self.read(part)) for part in parts(self.numel))
-
-    def vector(self) -> Tensor:
-        """Return all of it as a new flat fp32 vector, shape [numel]."""
-        whole = torch.empty(self.numel)
-        for part, piece in self.pieces():
-            whole[part] = piece
-        return whole
 
 
 def _size(numel: int, form: str) -> int:

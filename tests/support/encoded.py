@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import codec, codec_names
+from edit.codecs.residuals import Residual
 from edit.config.codec import CodecSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
@@ -72,3 +73,8 @@ def assert_equal_but_for_the_bits_of_nans(name: str, numel: int, ours: bytes, th
     ours_, theirs_ = (torch.frombuffer(bytearray(data), dtype=torch.int16) for data in (ours, theirs))
     same_nan = ours_.view(kind).isnan() & theirs_.view(kind).isnan()
     assert bool((same_nan | (ours_ == theirs_)).all())
+
+
+def elements(residual: Residual) -> Tensor:
+    """All that a residual holds, flat fp32."""
+    return torch.cat([torch.empty(0), *(piece for _, piece in residual.pieces())])

@@ -14,7 +14,7 @@ from edit.config.codec import RESIDUAL_FORMS, CodecChoice, CodecSpec
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.fragments.shards import Shard
-from tests.support.encoded import LOSSY, SPECS, encode, whole_shards
+from tests.support.encoded import LOSSY, SPECS, elements, encode, whole_shards
 
 
 def deltas(seed: int, rounds: int, numel: int = 300) -> list[Tensor]:
@@ -24,7 +24,7 @@ def deltas(seed: int, rounds: int, numel: int = 300) -> list[Tensor]:
 
 def residual_of(feedback: ErrorFeedback, i: int = 0) -> Tensor:
     residual = feedback.residuals().get(i)
-    return torch.zeros(300) if residual is None else residual.vector()
+    return torch.zeros(300) if residual is None else elements(residual)
 
 
 @given(name=st.sampled_from(SPECS), seed=st.integers(0, 1000), fates=st.lists(st.booleans(), min_size=1, max_size=8))
@@ -95,12 +95,12 @@ def test_a_broken_delta_is_visible_to_the_merger_and_leaves_the_residual_after_i
     feedback, (good, bad) = ErrorFeedback(name, whole_shards(300)), deltas(4, 2)
     feedback.stage(0, good)
     feedback.commit(0, good)
-    before = {key: value.vector() for key, value in feedback.residuals().items()}
+    before = {key: elements(value) for key, value in feedback.residuals().items()}
     bad[7] = math.nan
     assert not bool(decode(feedback.stage(0, bad)).isfinite().all())
     feedback.rollback(0)
     after = feedback.residuals()
-    assert after.keys() == before.keys() and all(torch.equal(after[key].vector(), before[key]) for key in before)
+    assert after.keys() == before.keys() and all(torch.equal(elements(after[key]), before[key]) for key in before)
 
 
 def test_fragments_are_independent_and_residuals_round_trip() -> None:

@@ -17,7 +17,7 @@ from edit.codecs.error_feedback import ErrorFeedback
 from edit.config.codec import CodecChoice, CodecSpec
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
-from tests.support.encoded import LOSSY, encode, whole_shards
+from tests.support.encoded import LOSSY, elements, encode, whole_shards
 
 NAIVE: dict[str, Callable[[Tensor], Tensor]] = {
     "int8": lambda x: reference.integers(x, 8, 256),
@@ -112,7 +112,7 @@ def test_decoded_plus_residual_is_the_input(text: str, seed: int, numel: int, ba
     feedback = ErrorFeedback(text, whole_shards(numel))
     decoded = decode(feedback.stage(0, x))
     feedback.commit(0, x)
-    residual = feedback.residuals()[0].vector()
+    residual = elements(feedback.residuals()[0])
     assert torch.equal((x - decoded).view(torch.int32), residual.view(torch.int32)) or bad
     assert bool(residual.isfinite().all()) is not bad
 

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from edit.codecs import PIECE, decode
 from edit.codecs.base import parts
-from edit.codecs.residuals import Residual
+from edit.codecs.residuals import Residual, owing
 from edit.config.codec import RESIDUAL_FORMS
 from edit.errors import StorageError
 from edit.records import EncodedTensor
-from tests.support.encoded import encode
+from tests.support.encoded import elements, encode
 
 NUMELS = [0, 1, 255, 256, 300, PIECE, PIECE + 1, 2 * PIECE + 513]
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_read_as_the_codec_of_that_name_rounds_it(form: str, 
     flat = vector(numel)
     residual = written(flat, form)
     encoded = encode(form, flat)
-    assert torch.equal(residual.vector(), decode(encoded))
+    assert torch.equal(elements(residual), decode(encoded))
     assert bytes(residual.tensor.view(torch.uint8).numpy().data) == bytes(memoryview(encoded.data).cast("B"))
     assert residual.nbytes == memoryview(encoded.data).nbytes
 
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_as_the_codec_of_that_name_rounds_it(form: str, 
 @pytest.mark.parametrize("form", RESIDUAL_FORMS)
 def test_it_is_zero_at_first(form: str) -> None:
     residual = Residual(300, form)
-    assert not bool(residual.vector().any())
+    assert not bool(elements(residual).any())
     encoded = EncodedTensor(form, 300, residual.tensor.view(torch.uint8).numpy().data)
     assert not bool(decode(encoded).any())
 
@@ -55,13 +55,13 @@ def test_a_piece_is_added_with_its_decay_and_another_one_is_written_in_place(for
     held, at = decode(encode(form, flat)), residual.tensor.data_ptr()
     for part in parts(numel):
         piece = total[part].clone()
-        residual.add_to(piece, part, decay)
+        owing(piece, residual.read(part), decay, piece)
         assert torch.equal(piece, total[part] + held[part] * decay)
     last = slice(PIECE, numel)
     residual.write(last, total[last])
     assert residual.tensor.data_ptr() == at
-    assert torch.equal(residual.vector()[:PIECE], held[:PIECE])
-    assert torch.equal(residual.vector()[last], decode(encode(form, total[last])))
+    assert torch.equal(elements(residual)[:PIECE], held[:PIECE])
+    assert torch.equal(elements(residual)[last], decode(encode(form, total[last])))
 
 
 @pytest.mark.parametrize("form", RESIDUAL_FORMS)
@@ -70,7 +70,7 @@ def test_a_checkpoints_tensor_is_taken_to_the_bit_in_its_own_form_and_rounded_on
     flat = vector(PIECE + 300)
     before = written(flat, kept)
     after = Residual.of(before.tensor, flat.numel(), form)
-    assert torch.equal(after.vector(), before.vector() if kept == form else decode(encode(form, before.vector())))
+    assert torch.equal(elements(after), elements(before) if kept == form else decode(encode(form, elements(before))))
     assert after.tensor.data_ptr() != before.tensor.data_ptr()
     if kept == form:
         assert torch.equal(after.tensor, before.tensor)

@@ -20,7 +20,7 @@ from edit.fragments.schema import plan_fragments
 from edit.local import LocalRun
 from edit.records import Contribution, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
-from tests.support.encoded import SPECS, encode
+from tests.support.encoded import SPECS, elements, encode
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
 from tests.support.trainee import config
 
@@ -185,7 +185,7 @@ def test_a_residual_is_saved_in_its_form_and_loads_into_another(saved_as: str, f
     for i, residual in share.feedback.residuals().items():
         exact = before[i].tensor
         rounded = exact if form == saved_as else decode(encode(form, exact))
-        assert residual.form == form and torch.equal(residual.vector(), rounded)
+        assert residual.form == form and torch.equal(elements(residual), rounded)
     life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
