@@ -25,7 +25,7 @@ from edit.merging.mergers import EditMerger
 from edit.merging.norms import dot, norm
 from edit.merging.outer_optimizers import initial_slots, outer_step
 from edit.merging.penalty import NormStatistics, judge_round, weights
-from tests.support.encoded import SPECS, encode
+from tests.support.encoded import SPECS, elements, encode
 from tests.support.layouts import fragment
 
 __all__ = ["hashes"]
@@ -89,7 +89,7 @@ def _of_codecs() -> dict[str, list[bytes]]:
             feedback.commit(0, flat)
             one.decode_add(encoded, total, 0.3)
             parts += _raw(
-                one.decode(encoded), total, measure(encoded), *(one.vector() for one in feedback.residuals().values())
+                one.decode(encoded), total, measure(encoded), *(elements(one) for one in feedback.residuals().values())
             )
             parts += [bytes(encoded.data)] if one.granule > 1 else []
         found[f"codec {name}"] = parts
