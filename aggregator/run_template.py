@@ -81,7 +81,7 @@ up = "int8"                     # For contributions.
 down = "bf16"                   # For updates.
 #up_decay = 1.0                 # Share of what a contribution left out that is added to the next one; 0: nothing is.
 #down_decay = 1.0               # The same for updates.
-#up_residual = "fp32"           # How peers store what their contributions left out: fp32, bf16 or int8 (4, 2 or 1 bytes).
+#up_residual = "fp32"           # Where peers keep what contributions left out: fp32, bf16, int8 (4, 2, 1 bytes), or local (0).
 #record = ""                    # For what is journalled and given to the outer optimizer; "": fp32 with fp32 updates, or bf16.
 #down_residual = "int8"         # How the coordinator keeps what updates and records left out: fp32, bf16 or int8.
 #fragments = {}                 # Others for fragments by name: { "embedding*" = { up = "int8", down = "bf16" } }.

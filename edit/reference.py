@@ -28,6 +28,7 @@ __all__ = [
     "sign",
     "stale_weights",
     "stat2",
+    "step_ahead",
     "streaming",
     "topk",
 ]
@@ -420,3 +421,11 @@ def feedback(deltas: Sequence[Tensor], lossy: Callable[[Tensor], Tensor], decay:
         sent.append(lossy(total))
         error = total - sent[-1]
     return sent
+
+
+def step_ahead(theta: Tensor, local: Tensor, sent: Tensor, stepped: Tensor, decay: float) -> Tensor:
+    """Return a peer's local parameters after an outer step from theta to `stepped` (step-ahead error feedback, 2008.05823).
+
+    local: as they were contributed; sent: what was decoded of theta - local. They keep what was not sent.
+    """
+    return stepped - decay * ((theta - local) - sent)

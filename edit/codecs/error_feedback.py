@@ -2,6 +2,9 @@
 
 u = delta + decay e; q = encode(u); e <- u - decode(q), adopted only when the round commits. A decay below 1 forgets old errors
 (SparseLoCo, arXiv 2508.15706, takes 0.95 for its contributions), 0 is no feedback.
+
+Step ahead (Xu et al., arXiv 2008.05823): the local parameters become theta - decay e, and e becomes 0. So training goes on from
+where the peer would be had all been sent, and the next delta, theta less the local parameters, has decay e in it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 from edit.codecs import Codec, CodecSpec, codec
 from edit.codecs.base import PIECE, new_buffer, parts
 from edit.codecs.residuals import Residual, owing
-from edit.config.codec import CodecChoice
+from edit.config.codec import LOCAL, CodecChoice
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
@@ -45,7 +48,9 @@ class ErrorFeedback:
         self._shards = tuple(shards)
         self._codecs = tuple(codec_of(shard.fragment, choice) for shard in self._shards)
         self._decay = choice.decay
-        self._form = choice.residual
+        self._steps_ahead = choice.residual == LOCAL
+        # In which residuals are kept; where the local parameters take them, until they do.
+        self.form = "fp32" if self._steps_ahead else choice.residual
         self._residuals: dict[int, Residual] = {}
         self._staged: dict[int, EncodedTensor | Residual] = {}  # encoded, or what `keep` made of it
 
@@ -79,7 +84,7 @@ class ErrorFeedback:
         self._check(i, delta)
         staged = self._staged[i]
         if self.keeps(i) and isinstance(staged, EncodedTensor):
-            self._staged[i] = self._left_out(i, delta, staged, Residual(delta.numel(), self._form))
+            self._staged[i] = self._left_out(i, delta, staged, Residual(delta.numel(), self.form))
 
     def commit(self, i: int, delta: Tensor | None = None) -> None:
         """Adopt the residual of the staged vector: it was merged. Raises LocalProtocolError when nothing is staged.
@@ -96,7 +101,7 @@ class ErrorFeedback:
                 raise LocalProtocolError(f"fragment {i}: commit of a residual without its delta")
             self._check(i, delta)
             residual = self._residuals.get(i)
-            self._residuals[i] = self._left_out(i, delta, staged, residual or Residual(delta.numel(), self._form))
+            self._residuals[i] = self._left_out(i, delta, staged, residual or Residual(delta.numel(), self.form))
         del self._staged[i]
 
     def _left_out(self, i: int, delta: Tensor, encoded: EncodedTensor, out: Residual) -> Residual:
@@ -106,6 +111,13 @@ class ErrorFeedback:
             u = owing(delta[part], None if before is None else before.read(part), self._decay, total[: piece.numel()])
             out.write(part, u.sub_(piece))
         return out
+
+    def step_ahead(self, i: int) -> Tensor | None:
+        """Return decay e of fragment i, new, and set e to 0: the local parameters take it. None unless the choice is LOCAL."""
+        if not (self._steps_ahead and self.keeps(i)):
+            return None
+        residual = self._residuals.pop(i, None)
+        return torch.zeros(self._shards[i].numel) if residual is None else residual.tensor.mul_(self._decay)
 
     def rollback(self, i: int) -> None:
         """Forget the staged vector, if there is one: it was not merged."""
@@ -125,7 +137,7 @@ class ErrorFeedback:
             if not 0 <= i < len(self._shards):
                 raise StorageError(f"residual.{i}: this model has {len(self._shards)} fragments")
             try:
-                loaded[i] = Residual.of(tensor, self._shards[i].numel, self._form)
+                loaded[i] = Residual.of(tensor, self._shards[i].numel, self.form)
             except StorageError as error:
                 raise StorageError(f"residual.{i}: {error}") from error
         self._residuals = {i: residual for i, residual in loaded.items() if self.keeps(i)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edit.config.codec import CodecConfig
+from edit.config.codec import LOCAL, CodecConfig
 from edit.config.validation import one_of, positive, require, within
 
 __all__ = [
@@ -267,6 +267,11 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
         for direction, choice in (("up", codec.uplink), ("down", codec.downlink)):
             rule = f"must not be topk {with_eager}, nor in codec.fragments: the next step moves other elements than the last"
             require("topk" not in choice.names, f"codec.{direction}", str(choice.default), rule)
+        rule = f"must not be {LOCAL} {with_eager}: local parameters that are an estimate of theta have no room for a residual"
+        require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)
+    if sync.mode == "delayed" and sync.mix == "lerp":
+        rule = f'must not be {LOCAL} with sync.mix = "lerp": of what the codec left out only a share would be kept'
+        require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)
     if outer.correct == "heloco":
         rule = (
             'must not be topk with outer.correct = "heloco", nor in codec.fragments: few elements have no direction to correct'

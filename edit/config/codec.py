@@ -26,6 +26,7 @@ MAX_SPEC_CHARS = 64  # of a spec's text
 # Those of `record`. The others would starve the outer momentum of small elements: few bits, or fp16's range.
 RECORDS = ("fp32", "bf16", "int8", "int4", "e3m0")
 RESIDUAL_FORMS = ("fp32", "bf16", "int8")  # how a residual can be stored, see `edit.codecs.residuals`
+LOCAL = "local"  # instead, of a peer: in its local parameters, see `edit.codecs.error_feedback`
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class CodecChoice:
     fragments: tuple[tuple[str, CodecSpec], ...] = ()
     # Of the residual, before the next vector is added to it.
     decay: float = 1.0
-    # How the residual is stored: one of RESIDUAL_FORMS.
+    # How the residual is stored: one of RESIDUAL_FORMS, or LOCAL.
     residual: str = "fp32"
 
     def of_fragment(self, name: str) -> CodecSpec:
@@ -163,7 +164,8 @@ class CodecConfig:
     # The same for the updates.
     down_decay: float = 1.0
     # How a peer stores its residual, what its contributions left out: "fp32" to the bit, "bf16" or "int8" in 2 bytes or about
-    # 1 byte for each parameter instead of 4.
+    # 1 byte for each parameter instead of 4. "local": in its local parameters, in no more memory: training goes on from theta
+    # less the residual, and the next pseudo-gradient has it (step-ahead error feedback, arXiv 2008.05823).
     up_residual: str = "fp32"
     # Of what a round's contributions were merged to: journalled like this, and given to the outer optimizer as it is decoded
     # again. "": fp32 where the update is fp32, else bf16. One with scales keeps what it left out and adds it to the next.
@@ -177,7 +179,7 @@ class CodecConfig:
         for direction in ("up", "down"):
             _check_spec(f"codec.{direction}", getattr(self, direction))
             within(f"codec.{direction}_decay", getattr(self, f"{direction}_decay"), 0, 1)
-        one_of("codec.up_residual", self.up_residual, RESIDUAL_FORMS)
+        one_of("codec.up_residual", self.up_residual, (*RESIDUAL_FORMS, LOCAL))
         within("codec.fragments (their number)", len(self.fragments), 0, 64)
         for pattern, chosen in self.fragments.items():
             name = f'codec.fragments."{pattern}"'

@@ -192,11 +192,11 @@ class ShareExchange:
         steps = self._updates.all_of(outcome, pending.applied if pending else ())
         if steps is None:
             return Failed(self._updates.failure)
-        commit, replica, sent = outcome.commit, self.replica, self.sent
+        commit, replica = outcome.commit, self.replica
         verdicts = {part.fragment_id: self._updates.verdict(part) if pending else None for part in commit.fragments}
 
         def progress(i: int) -> Tensor | float | None:
-            return kept(self.config.sync, replica, i, verdicts.get(i), pending, sent)
+            return self._kept(i, verdicts.get(i), pending)
 
         hashes = replica.hashes_after(steps)
         if combine(hashes) != commit.digest:
@@ -259,6 +259,16 @@ class ShareExchange:
         if verdict is Verdict.NONFINITE:
             scrub(self._optimizer, self.replica.parameters(i))
 
+    def _kept(self, i: int, verdict: Verdict | None, pending: Pending | None) -> Tensor | float | None:
+        """Return what fragment i keeps after `_take_verdict` of the same verdict, see `edit.worker.local_progress`."""
+        progress = kept(self.config.sync, self.replica, i, verdict, pending, self.sent)
+        owed = self.feedback.step_ahead(i) if verdict is Verdict.OK else None
+        if owed is None:
+            return progress
+        held = self.replica.layout.disown(i, owed)
+        assert not isinstance(progress, float)  # a share of what is local (lerp): `check_together` lets no residual be there
+        return held.neg_() if progress is None else progress.sub_(held)
+
     def _take_snapshot(self, pending: Pending | None, reason: str) -> Moved | Failed:
         if (target := self._updates.snapshot()) is None:
             return Failed(f"{reason}; {self._updates.failure}")
@@ -286,9 +296,8 @@ class ShareExchange:
             self.run(self.exchange.interrupted(str(error)))
             return
         verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
-        sync, sent = self.config.sync, self.sent
         self._take_verdict(i, verdict)
-        self.replica.apply_fragment(i, step, lambda i: kept(sync, self.replica, i, verdict, pending, sent))
+        self.replica.apply_fragment(i, step, lambda i: self._kept(i, verdict, pending))
         del partial.waiting[i]
         pending.applied.add(i)
         if not partial.waiting:

@@ -79,7 +79,7 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
     layout, outer = replica.layout, replica.outer
     residuals = share.feedback.residuals()
     some = sorted({i for ids in layout.ranks.collect(sorted(residuals)) for i in ids})
-    form = share.config.codec.up_residual
+    form = share.feedback.form
     last, weights = share.estimator.state() if share.estimator is not None else ({}, {})
     vectors: dict[str, _Vectors] = {
         "outer": dict(enumerate(outer.fragments)),
@@ -140,10 +140,8 @@ def skeleton(replica: Replica, kinds: Collection[str], scalars: Mapping[str, Any
 
 def _held_residual(share: ShareExchange, i: int, residual: Residual | None) -> Tensor:
     """The held vector of a residual that some rank has; what a rank does not own it is told by the owner."""
-    layout, own = (
-        share.replica.layout,
-        residual or Residual(share.replica.layout.owned[i].numel, share.config.codec.up_residual),
-    )
+    layout = share.replica.layout
+    own = residual or Residual(layout.owned[i].numel, share.feedback.form)
     return own.tensor if layout.ranks.size == 1 else layout.disown(i, own.tensor.float()).to(own.tensor.dtype)
 
 

@@ -3,7 +3,8 @@
 Each formula of the local parameters, by verdict, mode and mix:
 
 - The contribution is merged (OK): what was done after sending is kept, all of it (replay), none (replace), or a share (lerp,
-  arXiv 2501.18512: alpha local + (1 - alpha) theta). An outcome later than planned is always replayed.
+  arXiv 2501.18512: alpha local + (1 - alpha) theta). An outcome later than planned is always replayed. With
+  codec.up_residual = "local" what the codec left out of the contribution is kept, too.
 - The peer has contributed nothing to this commit: everything since theta is kept.
 - The contribution was refused: nothing is kept; the local parameters are theta.
 - Buffers are theta's, or stay as they are where the peer has contributed nothing: a running variance moved by the sum of two

@@ -150,17 +150,20 @@ def equal(a: tuple[list[float], list[str], list[Tensor]], b: tuple[list[float], 
     return a[:2] == b[:2] and all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
 
 
-@pytest.mark.parametrize("kind", MODES)
-@pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_an_interrupted_training_gives_the_same_bits_with_a_compact_residual(kind: str, form: str) -> None:
+FORMS = [
+    (kind, form) for kind in MODES for form in ("bf16", "int8", "local") if form != "local" or kind not in ("lerp", "eager")
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_an_interrupted_training_gives_the_same_bits_with_a_residual_of_another_form(kind: str, form: str) -> None:
     run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
     whole = trained(run_config)
     assert equal(whole, trained(run_config, 9, 17))
     assert not equal(whole, trained(run_of(kind, CodecConfig(up="int4", down="bf16")))), "the form counts"
 
 
-@pytest.mark.parametrize("kind", MODES)
-@pytest.mark.parametrize("form", ["fp32", "int8"])
+@pytest.mark.parametrize(("kind", "form"), [*((kind, "fp32") for kind in MODES), *FORMS])
 def test_a_residual_that_is_computed_with_the_outcome_has_the_bits_of_one_that_was_kept(kind: str, form: str) -> None:
     run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
     assert equal(trained(run_config, 9, 17), trained(run_config, 9, 17, only_steps_write=True))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from edit import reference
 from edit.codecs import decode
 from edit.codecs.residuals import Residual
 from edit.config.codec import CodecConfig
@@ -179,6 +180,7 @@ def all_settings() -> dict[str, Any]:
     seen: dict[str, Any] = {kind: train(True, settings) for kind, settings in SETTINGS.items()}
     seen["prefetch"] = refused_prefetch()
     seen["disagree"] = refused_configuration()
+    seen["unsent"] = unsent()
     return seen
 
 
@@ -202,6 +204,45 @@ def refused_configuration() -> str:
     return ""
 
 
+class Before(Oracle):
+    """Keeps the local parameters and theta as they are when the outcome is told: nothing has moved yet."""
+
+    replica: Replica | None = None
+
+    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+        outcome = super().outcome(outer_step, block=block)
+        if outcome is not None and self.replica is not None:
+            self.local, self.before = self.replica.local(), self.replica.outer.fragments
+        return outcome
+
+
+def unsent() -> list[tuple[bool, Tensor, Tensor]]:
+    """Of each fragment: whether this rank owns some of it, its local parameters after an exchange, and what they should be.
+
+    The blocks are sharded; the other parameters are held by both ranks and owned by one.
+    """
+    model, mesh = TinyTransformer(seed=3), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    codec = CodecConfig(up="topk:k=5", down="fp32", up_residual="local")
+    oracle = Before(Replica(TinyTransformer(seed=5)).local(), lazy=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    with EditWorker(model, optimizer, oracle, worker_config(every=EVERY, codec=codec), Ranks.world()) as worker:
+        (share,) = worker._exchanges
+        oracle.replica, layout = share.replica, share.replica.layout
+        for step in range(EVERY):
+            train_step(model, optimizer, batches(step))
+        worker.synchronize()
+        assert worker.outer_step == 1
+        sent = {one.fragment_id: decode(one.payload) for one in oracle.sent}
+        for i, (local, theta) in enumerate(zip(share.replica.local(), share.replica.outer.fragments, strict=True)):
+            decoded = layout.disown(i, sent.get(i, torch.zeros(0)))
+            expected = reference.step_ahead(oracle.before[i], oracle.local[i], decoded, theta, 1.0)
+            seen.append((layout.owned[i].numel > 0, local, expected))
+    return seen
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return at_every_rank(all_settings, 2, tmp_path_factory.mktemp("ranks"))
@@ -209,25 +250,32 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_two_ranks_train_as_one_process_does(kind: str, two_ranks: list[dict[str, Any]]) -> None:
-    reference = train(False, {key: value for key, value in SETTINGS[kind].items() if key != "breaks_at"})
+    alone = train(False, {key: value for key, value in SETTINGS[kind].items() if key != "breaks_at"})
     schema = Replica(TinyTransformer()).schema
     for seen in (rank[kind] for rank in two_ranks):
-        assert seen["digests"] == reference["digests"]
-        for a, b in zip(seen["evaluated"], reference["evaluated"], strict=True):
+        assert seen["digests"] == alone["digests"]
+        for a, b in zip(seen["evaluated"], alone["evaluated"], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in zip(seen["local"], reference["local"], strict=True):
+        for a, b in zip(seen["local"], alone["local"], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     whole: dict[tuple[int, int, int], Tensor] = {}
     for seen in (rank[kind] for rank in two_ranks):
         for outer_step, i, inner_steps, boxes, part in seen["sent"]:
             into = whole.setdefault((outer_step, i, inner_steps), torch.full((schema.fragments[i].numel,), torch.nan))
             Shard(schema.fragments[i], boxes).put(part, into)
-    assert set(whole) == {(outer_step, i, steps) for outer_step, i, steps, _, _ in reference["sent"]}
-    for outer_step, i, inner_steps, boxes, vector in reference["sent"]:
+    assert set(whole) == {(outer_step, i, steps) for outer_step, i, steps, _, _ in alone["sent"]}
+    for outer_step, i, inner_steps, boxes, vector in alone["sent"]:
         assert boxes is None
         torch.testing.assert_close(whole[outer_step, i, inner_steps], vector, rtol=1e-3, atol=1e-5)
     first, second = (rank[kind]["state"] for rank in two_ranks)
-    assert second == {} and all(torch.equal(first[name], reference["state"][name]) for name in reference["state"])
+    assert second == {} and all(torch.equal(first[name], alone["state"][name]) for name in alone["state"])
+
+
+def test_every_rank_keeps_what_the_owner_of_a_parameter_did_not_send(two_ranks: list[dict[str, Any]]) -> None:
+    for seen in two_ranks:
+        for _, local, expected in seen["unsent"]:
+            torch.testing.assert_close(local, expected, rtol=1e-6, atol=1e-7)
+    assert not all(owns for seen in two_ranks for owns, _, _ in seen["unsent"]), "some fragment has one owner"
 
 
 def test_explicit_forward_prefetch_and_ranks_that_disagree_are_refused(two_ranks: list[dict[str, Any]]) -> None:
