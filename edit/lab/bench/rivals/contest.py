@@ -201,11 +201,12 @@ class _Field:
 
 # ---- for people --------------------------------------------------------------------------------------------------------------
 
-_MEDIANS = "medians; CPU seconds are user + system of all processes in one exchange."
-_ON_LOOPBACK = f"All processes on one machine, loopback; {_MEDIANS}"
+_ON_LOOPBACK = (
+    "All processes on one machine, loopback; medians; CPU seconds are user + system of all processes in one exchange.",
+)
 _ON_LINKS = (
-    "Every process of a system is a host with a link of its own, of this rate in each direction; all share the CPUs of one "
-    f"machine; {_MEDIANS} MB: through the busiest direction of a link, which takes the bound's seconds."
+    "Each process of a system is a host with a link of its own, of this rate in each direction; all share one machine's CPUs.",
+    "Bound: what the busiest direction of a link takes for its MB. All medians; CPU seconds: user + system, all processes.",
 )
 
 
@@ -215,7 +216,7 @@ def table(rows: Sequence[Row]) -> Table:
     moved = ("MB", "bound s", "busiest") if _limited(rows) else ()
     head = ("system", *links, "peers", "load", "s", "best s", "CPU s", "best CPU s", *moved, "how")
     body = [_cells(row) for row in rows]
-    made = results_table(_title(rows), head, body, f"{_note(rows)} {figure_note(rows)}")
+    made = results_table(_title(rows), head, body, " ".join(_notes(rows)))
     made.columns[-1].justify = "left"
     made.columns[-1].no_wrap = False
     return made
@@ -225,8 +226,11 @@ def _limited(rows: Sequence[Row]) -> bool:
     return "mbit" in rows[0]
 
 
-def _note(rows: Sequence[Row]) -> str:
-    return f"{_ON_LINKS} TCP with {rows[0]['tcp']}." if _limited(rows) else _ON_LOOPBACK
+def _notes(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return what must be known of the figures, in lines for which a picture has room."""
+    if _limited(rows):
+        return (*_ON_LINKS, f"TCP with {rows[0]['tcp']}. {figure_note(rows)}")
+    return (*_ON_LOOPBACK, figure_note(rows))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -253,18 +257,17 @@ def picture(rows: Sequence[Row]) -> str:
         groups.append(Group(name, [_bar(row) for row in of_these]))
     key = {"s0": f"{_OURS}: mutual TLS, penalty, journal", "lone": "other systems"}
     at = "the bound: bytes through the busiest link" if _limited(rows) else "CPU seconds"
-    return bars_picture(_title(rows), (_note(rows), figure_note(rows)), groups, "seconds", key, at=at, log=True)
+    return bars_picture(_title(rows), _notes(rows), groups, "seconds", key, at=at, log=True)
 
 
 def _bar(row: Row) -> PartedBar:
     if "error" in row:
         return PartedBar(row["system"], (), "failed: " + row["error"][:80])
     style = "s0" if row["system"].startswith(_OURS) else "lone"
-    text = f"{row['round_s']:.2f} s, {row['cpu_s']:.2f} CPU s"
     parts = [Part(row["round_s"], style, f"{row['round_s']:.2f} s")]
     if "mbit" in row:
-        return PartedBar(row["system"], parts, f"{text}, bound {row['bound_s']:.2f} s", row["bound_s"])
-    return PartedBar(row["system"], parts, text, row["cpu_s"])
+        return PartedBar(row["system"], parts, f"{row['round_s']:.2f} s, bound {row['bound_s']:.2f} s", row["bound_s"])
+    return PartedBar(row["system"], parts, f"{row['round_s']:.2f} s, {row['cpu_s']:.2f} CPU s", row["cpu_s"])
 
 
 def _title(rows: Sequence[Row]) -> str:
