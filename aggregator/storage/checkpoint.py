@@ -26,7 +26,7 @@ from edit.durable_files import check_format, write_atomic_with
 from edit.errors import LocalProtocolError, StorageError
 from edit.plain_text import parse_json
 
-__all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "updates_of"]
+__all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "segments", "updates_of"]
 
 # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts; 4: residuals in bf16, int8
 FORMAT = 4
@@ -55,6 +55,11 @@ def path_of(folder: Path, outer_step: int) -> Path:
 def segment_of(folder: Path, outer_step: int) -> Path:
     """Return the path of the journal segment with the commits after this outer step."""
     return folder / f"step-{outer_step:08d}.journal"
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """Return the journal segments that there are, with the outer steps that they follow, in order."""
+    return [(base, segment_of(folder, base)) for base in _steps(folder, ".journal")]
 
 
 def updates_of(folder: Path, outer_step: int) -> Path:
@@ -131,7 +136,7 @@ def recover(folder: Path, *, tidy: bool = True) -> Recovered | None:
             outer_step=step,
             tensors=tensors,
             metadata=metadata,
-            segments=tuple((base, segment_of(folder, base)) for base in _steps(folder, ".journal") if base >= step),
+            segments=tuple((base, path) for base, path in segments(folder) if base >= step),
             at_least=max(seen),
             notes=tuple(notes),
         )

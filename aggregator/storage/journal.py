@@ -10,6 +10,8 @@
 5. A round that is given up leaves no trace: its records are cut off when the next round writes.
 6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
    own, which becomes durable with the next commit: it may be missing after the last one.
+7. In a swarm a commit names the update that it holds (`CommittedRound.update`). As long as no digest follows it, it is held
+   only, and may be taken back: the record that the members agree on decides whether it becomes an outer step.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class CommittedRound:
     digest: str = ""  # of those after it; empty when it is not known
     residual_form: str = ""  # in which the residuals of then were kept; empty: as configured
     injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
+    update: Mapping[str, Any] | None = None  # in a swarm: the update that its members agree on; JSON values
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Journal:
         self._durable = survey.end  # the file up to here is on disk
         self._committed = survey.end  # what follows is cut off when its round is given up; a digest before it is kept
         self._end = survey.end  # the file up to here is whole
+        self._before_last = survey.before_last  # where the last commit's round begins, while no digest follows it
         self._torn = False  # bytes behind _end could not be cut off
         self._round_id = 0
         self._fragments: set[int] = set()
@@ -103,7 +107,7 @@ class Journal:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except OSError as error:
             raise StorageError(f"{path}: cannot be created ({error.strerror})") from error
-        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None, FORMAT))
+        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None, FORMAT, None))
         try:
             journal._begin(base_outer_step)
         except StorageError:
@@ -166,10 +170,11 @@ class Journal:
         tokens: int = 0,
         injected: Injected | None = None,
         base: str = "",
+        update: Mapping[str, object] | None = None,
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
-        base: digest of the outer parameters before it; a replay must come to the same. Raises StorageError.
+        base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. Raises StorageError.
         """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
@@ -177,9 +182,12 @@ class Journal:
         header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
         header["base"] = base
         header["injected"] = injected.to_json() if injected is not None else None
+        if update is not None:
+            header["update"] = update
+        begins = self._committed
         self._append({**header, "fragments": sorted(self._fragments)})
         self._make_durable()
-        self._outer_step, self._round_id = outer_step, 0
+        self._outer_step, self._round_id, self._before_last = outer_step, 0, begins
         self._fragments.clear()
 
     def append_digest(self, outer_step: int, digest: str) -> None:
@@ -187,7 +195,17 @@ class Journal:
         if outer_step != self._outer_step or self._fragments:
             raise LocalProtocolError(f"journal: the digest of outer step {outer_step} after {self._outer_step}")
         self._append({"kind": "digest", "outer_step": outer_step, "digest": digest})
-        self._committed = self._end
+        self._committed, self._before_last = self._end, None
+
+    def take_back(self) -> None:
+        """Cut off the last commit, which was held only (rule 7); the next one leads to the same outer step."""
+        if self._before_last is None:
+            raise LocalProtocolError(f"journal: nothing is held after outer step {self._outer_step}")
+        self._give_up_round()
+        self._outer_step -= 1
+        self._durable = self._committed = self._before_last
+        self._before_last = None
+        self._cut_back(self._committed)
 
     def close(self) -> None:
         """Close the file."""
@@ -300,6 +318,7 @@ def _committed(
             base=str(header.get("base", "")),
             digest=str(header.get("digest", "")),
             injection=injection,
+            update=header.get("update"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a commit ({error!r})") from error
@@ -331,11 +350,13 @@ class _Survey:
     outer_step: int  # after the last commit
     cut: Cut | None  # what lies behind it
     format: int
+    before_last: int | None  # where the round of the last commit begins, if no digest follows it
 
 
 def _survey(path: Path, base_outer_step: int) -> _Survey:
     """Read a whole segment. Raises StorageError for damage, FormatError."""
     end, outer_step, round_id, fragments, version = 0, base_outer_step, 0, set[int](), FORMAT
+    before_last: int | None = None
     reason = "the last round was not committed"
     try:
         for record in records(path):
@@ -348,11 +369,11 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
                 round_id = header["round_id"]
             elif header["kind"] == "commit":
                 _check_commit(path, record, outer_step, round_id, fragments)
-                end, outer_step, fragments = record.end, header["outer_step"], set()
+                before_last, end, outer_step, fragments = end, record.end, header["outer_step"], set()
             elif header["kind"] == "digest":
                 if header["outer_step"] != outer_step or record.offset != end:
                     raise StorageError(f"{path}: damaged at byte {record.offset} (a digest that follows no commit of its step)")
-                end = record.end
+                end, before_last = record.end, None
     except BadRecord as bad:
         if good_record_after(path, bad.offset):
             raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad}); restore it from a copy") from None
@@ -360,7 +381,7 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
     except (KeyError, TypeError) as error:
         raise StorageError(f"{path}: not a journal ({error!r})") from error
     size = path.stat().st_size
-    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None, version)
+    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None, version, before_last)
 
 
 def _check_base(path: Path, header: Mapping[str, Any], base_outer_step: int) -> int:

@@ -62,7 +62,7 @@ class Record:
     offset: int
     end: int
     header: dict[str, Any]
-    body: bytearray
+    body: Buffer
 
 
 class BadRecord(Exception):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
-from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay_segments
+from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
@@ -43,6 +44,8 @@ class Store:
 
     def __init__(self, folder: Path, config: RunConfig, run_id: str, disk: Disk | None = None) -> None:
         self.tokens = 0  # merged so far, as far as it is on disk
+        self.update_id = ""  # in a swarm: the update that led to the state that is on disk; "": none did
+        self.held: CommittedRound | None = None  # what `recover` found held in a swarm, not applied (rule 7 of the journal)
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
         self._journal: Journal | None = None
@@ -114,6 +117,34 @@ class Store:
         ).result()
         self.tokens = total
 
+    def hold(self, round_id: int, outer_step: int, reason: str, base: str, update: Mapping[str, Any]) -> None:
+        """In a swarm: commit the round, held only until `adopted`. It is on disk when this returns. Raises StorageError.
+
+        update: what the members agree on, as JSON values: `id`; `tokens`, merged in all; and what the caller needs.
+        """
+        if self._noting is not None:
+            self._noting.result()
+        self._writer.submit(
+            lambda: self._open_journal().append_commit(round_id, outer_step, reason, update["tokens"], None, base, update)
+        ).result()
+
+    def take_back(self) -> None:
+        """Give up the round that is held: nothing of it stays."""
+        self._writer.submit(lambda: self._open_journal().take_back()).result()
+
+    def adopted(self, commit: Commit, update: Mapping[str, Any]) -> None:
+        """What was held has been applied."""
+        self.tokens, self.update_id = update["tokens"], update["id"]
+        self.applied(commit)
+
+    def committed(self, outer_step: int) -> CommittedRound | None:
+        """Return the round TO this outer step from the journal, or None when it is not kept."""
+        if self._noting is not None:
+            self._noting.result()
+        before = [(base, path) for base, path in checkpoint.segments(self._folder) if base < outer_step]
+        rounds = replay(before[-1][1], before[-1][0]) if before else ()
+        return next((each for each in rounds if each.outer_step == outer_step), None)
+
     def applied(self, commit: Commit) -> None:
         """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same."""
         self.publish(commit)
@@ -142,11 +173,23 @@ class Store:
             "tokens": self.tokens,
             "schema": outer.schema.to_json(),
         }
+        if self.update_id:
+            metadata["update_id"] = self.update_id
         if self._updates:
             updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
         checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
         if not founded:
             self._begin_segment(outer.outer_step)
+
+    def replace(self, outer: OuterState) -> None:
+        """Write a state that came from elsewhere, in place of the one here. Raises StorageError: `recover` is needed then."""
+        self.close()
+        self._updates = {}
+        try:
+            checkpoint.segment_of(self._folder, outer.outer_step).unlink(missing_ok=True)  # it follows another state
+        except OSError as error:
+            raise StorageError(f"{self._folder}: cannot be written ({error.strerror})") from error
+        self.checkpoint(outer)
 
     def _begin_segment(self, outer_step: int) -> None:
         path = checkpoint.segment_of(self._folder, outer_step)
@@ -177,7 +220,7 @@ class Store:
         loaded = _load(self._folder, self._config, self._run_id)
         if loaded is None:
             return None
-        self.tokens = loaded.tokens
+        self.tokens, self.update_id, self.held = loaded.tokens, loaded.update_id, loaded.held
         self.injections.recover(loaded.outer.injected)
         for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
@@ -224,6 +267,8 @@ class _Loaded(NamedTuple):
     commits: list[Commit]  # the last ones after the checkpoint
     base: int  # the outer step that the newest journal segment follows
     tokens: int  # merged so far
+    update_id: str  # in a swarm: the update that led to it
+    held: CommittedRound | None  # in a swarm: held only, not applied
 
 
 def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> _Loaded | None:
@@ -241,12 +286,24 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
     commits: deque[Commit] = deque(maxlen=config.kept_updates)
-    for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
+    update_id = str(metadata.get("update_id", ""))
+    held: CommittedRound | None = None
+
+    def take(committed: CommittedRound) -> None:
+        nonlocal tokens, update_id
         commits.append(_apply(outer, committed))
         tokens = committed.tokens
+        update_id = str(committed.update["id"]) if committed.update is not None else update_id
+
+    for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
+        if held is not None:
+            take(held)  # another one follows: it became an outer step, though its digest was not noted
+        held = committed if committed.update is not None and not committed.digest else None
+        if held is None:
+            take(committed)
     outer.residual_form = config.codec.down_residual
     base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
-    return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS))
+    return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS), update_id, held)
 
 
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:

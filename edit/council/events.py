@@ -350,7 +350,10 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring the part to this outer step from a peer: by updates that it keeps, or a snapshot. Answer: Applied or Failed."""
+    """Bring the part to this outer step from a peer: by updates that it keeps, or a snapshot, which may be of a later one.
+
+    Answer: Applied or Failed.
+    """
 
     part: int
     outer_step: int

@@ -249,7 +249,7 @@ class OuterState:
         Raises LocalProtocolError unless there is one record for each of `due`, made at this outer step, RemoteProtocolError for
         a payload that cannot be decoded; then nothing has changed. Any later error is a bug that leaves the state half changed.
         """
-        largest = self._check(records)
+        largest = self.check(records)
         records.sort(key=lambda record: record.fragment_id)
         fragments = []
         while records:
@@ -271,8 +271,13 @@ class OuterState:
             outer_step=self._outer_step, round_id=round_id, digest=self.digest, reason=reason, fragments=tuple(fragments)
         )
 
-    def _check(self, records: Sequence[MergeRecord]) -> dict[int, float]:
-        """Return by fragment the largest magnitude in the decoded payload. Raises as `commit`."""
+    @property
+    def recorded_as(self) -> tuple[str, ...]:
+        """The codec of each fragment's records."""
+        return tuple(recorder.name for recorder in self._recorders)
+
+    def check(self, records: Sequence[MergeRecord]) -> dict[int, float]:
+        """Return by fragment the largest magnitude in the decoded payload. Raises as `commit`, which checks the same."""
         if tuple(sorted(record.fragment_id for record in records)) != self.due:
             raise LocalProtocolError(
                 f"the commit of outer step {self._outer_step + 1} needs fragments {list(self.due)}, each once"

@@ -18,13 +18,13 @@ from edit.council.record import Member, Part, PartState, Phase, Record, Saved, U
 from edit.lab.council.plan import Fault, Plan
 from edit.lab.council.truth import Broken, Truth
 
-__all__ = ["Swarm"]
+__all__ = ["Host", "Swarm"]
 
 MOST_EVENTS_PER_S = 2000  # of all members; more is a busy loop
 
 
 @dataclass(slots=True)
-class _Host:
+class Host:
     """One member: what survives a kill, and what does not."""
 
     peer_id: str
@@ -77,7 +77,7 @@ class Swarm:
         self._loss, self._duplicates = plan.loss, plan.duplicates
         self._wiped = set[str]()  # names whose disk was lost
         self._healed = False
-        self.hosts = {f"m{i}": _Host(f"m{i}", rate=self._random.uniform(0.98, 1.02)) for i in range(plan.members)}
+        self.hosts = {f"m{i}": Host(f"m{i}", rate=self._random.uniform(0.98, 1.02)) for i in range(plan.members)}
         self.truth = Truth(self._found(), self._holders)
         for host in self.hosts.values():
             self.at(0.0 if int(host.peer_id[1:]) < plan.voters else self._random.uniform(0.5, 3.0), self._starter(host))
@@ -145,10 +145,10 @@ class Swarm:
             host.kept = {(i, 0): digest for i, digest in enumerate(digests)}
         return record
 
-    def _starter(self, host: _Host) -> Callable[[], None]:
+    def _starter(self, host: Host) -> Callable[[], None]:
         return lambda: self.start(host)
 
-    def start(self, host: _Host) -> None:
+    def start(self, host: Host) -> None:
         """Start a member's process from its disk."""
         if host.council is not None or host.left:
             return
@@ -168,7 +168,7 @@ class Swarm:
                 self._later(self._latency(), host, ev.Connected(other.peer_id))
         self._schedule(host)
 
-    def kill(self, host: _Host, seconds: float = math.inf) -> None:
+    def kill(self, host: Host, seconds: float = math.inf) -> None:
         """Kill its process; start it again after so many seconds."""
         if host.council is None:
             return
@@ -180,7 +180,7 @@ class Swarm:
         if seconds < math.inf:
             self.at(self.now + seconds, self._starter(host))
 
-    def _breaker(self, host: _Host, other: _Host) -> Callable[[], None]:
+    def _breaker(self, host: Host, other: Host) -> Callable[[], None]:
         """Return what tells a member that its connection to a killed one broke, unless there is another by then."""
         process = host.process
 
@@ -190,7 +190,7 @@ class Swarm:
 
         return tell
 
-    def wipe(self, host: _Host, seconds: float) -> None:
+    def wipe(self, host: Host, seconds: float) -> None:
         """Kill it, and lose its disk; unless that loses for good what the others need."""
         if not self._can_lose(host):
             return
@@ -201,7 +201,7 @@ class Swarm:
             host.incarnation += 1
         host.disk, host.states, host.kept = None, [], {}
 
-    def _can_lose(self, host: _Host) -> bool:
+    def _can_lose(self, host: Host) -> bool:
         """Whether the others can still elect a leader and fetch every part. Else only an operator's `recover` helps."""
         if not self.truth.commits or host.disk is None or host.disk.record is None:
             return False
@@ -228,7 +228,7 @@ class Swarm:
         }
         return has | self._wiped
 
-    def handle(self, host: _Host, event: ev.Event) -> None:
+    def handle(self, host: Host, event: ev.Event) -> None:
         """Give an event to a member, and carry out the effects."""
         council = host.council
         if council is None:
@@ -255,7 +255,7 @@ class Swarm:
             self._carry_out(host, effect)
         self._schedule(host)
 
-    def _carry_out(self, host: _Host, effect: ev.Effect) -> None:
+    def _carry_out(self, host: Host, effect: ev.Effect) -> None:
         if self._lines is not None and not isinstance(effect, ev.Send):
             self.note(f"  {host.name} -> {effect}")
         match effect:
@@ -270,8 +270,8 @@ class Swarm:
                 if host.peer_id not in record.members and host.name not in record.electors:
                     host.left = True
                     self.kill(host)
-            case ev.Hold(update):
-                self._after(self._random.uniform(0.001, 0.02), host, lambda: self._hold(host, effect, update))
+            case ev.Hold():
+                self._after(self._random.uniform(0.001, 0.02), host, lambda: self._hold(host, effect))
             case ev.Adopt():
                 self._after(self._random.uniform(0.0, 0.02), host, lambda: self._adopt(host, effect))
             case ev.Fetch():
@@ -294,7 +294,8 @@ class Swarm:
 
     # -- a shell's work ----------------------------------------------------------------------------------------------------
 
-    def _hold(self, host: _Host, effect: ev.Hold, update: Update) -> None:
+    def _hold(self, host: Host, effect: ev.Hold) -> None:
+        update = effect.update
         if self._random.random() < 0.02 and not self._healed:
             self.handle(host, ev.Failed(update.part, effect, "the disk is full"))
             return
@@ -303,13 +304,13 @@ class Swarm:
             host.states[update.part] = replace(state, held=update)
         self.handle(host, ev.Held(update))
 
-    def _adopt(self, host: _Host, effect: ev.Adopt) -> None:
+    def _adopt(self, host: Host, effect: ev.Adopt) -> None:
         held = host.states[effect.part].held
         if held is None or held.id != effect.update:
             raise Broken(f"{host.name} adopts {effect.update[:8]} of part {effect.part}, and holds another")
         self._move(host, effect.part, PartState(held.outer_step, _applied(host.states[effect.part].digest, held)))
 
-    def _found_at(self, source: _Host, effect: ev.Fetch) -> str:
+    def _found_at(self, source: Host, effect: ev.Fetch) -> str:
         """Return the digest of the state that a source can give: its own, or one that the updates which it keeps lead to."""
         if effect.part >= len(source.states):
             return ""
@@ -318,15 +319,18 @@ class Swarm:
             return _applied(state.digest, state.held)
         return source.kept.get((effect.part, effect.outer_step), "")
 
-    def _fetched(self, host: _Host, effect: ev.Fetch, source: _Host, process: int, found: str) -> None:
-        here = source.council is not None and source.process == process and not source.stopped
-        through = not {(host.peer_id, source.peer_id), (source.peer_id, host.peer_id)} & self._blocked
-        if here and through and found == effect.digest:
+    def _fetched(self, host: Host, effect: ev.Fetch, source: Host, process: int, found: str) -> None:
+        if self._reaches(host, source, process) and found == effect.digest:
             self._move(host, effect.part, PartState(effect.outer_step, found))
         else:
             self.handle(host, ev.Failed(effect.part, effect, "the source has it not"))
 
-    def _move(self, host: _Host, part: int, state: PartState) -> None:
+    def _reaches(self, host: Host, source: Host, process: int) -> bool:
+        """Whether this process of a source answers a member now."""
+        here = source.council is not None and source.process == process and not source.stopped
+        return here and not {(host.peer_id, source.peer_id), (source.peer_id, host.peer_id)} & self._blocked
+
+    def _move(self, host: Host, part: int, state: PartState) -> None:
         council = host.council
         assert council is not None and council.record is not None
         while len(host.states) < len(council.record.parts):
@@ -339,11 +343,11 @@ class Swarm:
         if part in host.engines:
             self._think(host, part, host.engines[part])
 
-    def _think(self, host: _Host, part: int, grant: int) -> None:
+    def _think(self, host: Host, part: int, grant: int) -> None:
         """Train, and merge a round of contributions, which come from the other members."""
         self._after(self._random.uniform(0.2, 0.6) + 3 * self.plan.latency_s, host, lambda: self._make(host, part, grant))
 
-    def _make(self, host: _Host, part: int, grant: int) -> None:
+    def _make(self, host: Host, part: int, grant: int) -> None:
         council = host.council
         if council is None or council.record is None or host.engines.get(part) != grant:
             return
@@ -354,7 +358,7 @@ class Swarm:
         made = replace(made, digest=_applied(state.digest, made))
         self.handle(host, ev.Made(made))
 
-    def _offer(self, host: _Host, other: _Host, update: Update) -> None:
+    def _offer(self, host: Host, other: Host, update: Update) -> None:
         """Stream an update to another member, unless one is on its way, or it would be refused."""
         held = other.states[update.part].held if update.part < len(other.states) else None
         key = other.peer_id, update.id
@@ -374,7 +378,7 @@ class Swarm:
 
     # -- the network, clocks -----------------------------------------------------------------------------------------------
 
-    def _send(self, sender: _Host, receiver: _Host, event: ev.Received) -> None:
+    def _send(self, sender: Host, receiver: Host, event: ev.Received) -> None:
         if (sender.peer_id, receiver.peer_id) in self._blocked or receiver.council is None:
             return
         copies = 2 if self._random.random() < self._duplicates else 1
@@ -382,11 +386,11 @@ class Swarm:
             if self._random.random() >= self._loss:
                 self._later(self._latency(), receiver, event)
 
-    def _later(self, seconds: float, host: _Host, event: ev.Event) -> None:
+    def _later(self, seconds: float, host: Host, event: ev.Event) -> None:
         """Deliver an event, if the process that it was sent to is still there."""
         self._after(seconds, host, lambda: self.handle(host, event))
 
-    def _after(self, seconds: float, host: _Host, action: Callable[[], None]) -> None:
+    def _after(self, seconds: float, host: Host, action: Callable[[], None]) -> None:
         """Do something in a process, if it is still there."""
         process = host.process
 
@@ -406,10 +410,10 @@ class Swarm:
     def _transfer_s(self) -> float:
         return self._latency() + self._random.uniform(0.01, 0.15)
 
-    def _clock(self, host: _Host) -> float:
+    def _clock(self, host: Host) -> float:
         return host.offset + self.now * host.rate
 
-    def _schedule(self, host: _Host) -> None:
+    def _schedule(self, host: Host) -> None:
         """Tick when the council asks for it."""
         council = host.council
         if council is None or host.stopped:
@@ -472,7 +476,7 @@ class Swarm:
             case _:
                 pass
 
-    def _stop_waiting(self, host: _Host) -> None:
+    def _stop_waiting(self, host: Host) -> None:
         """A member that asked to leave ends, whether it was told or not."""
         host.left = not self.truth.newest.knows(host.name)
         self.kill(host, 0.1)
@@ -481,7 +485,7 @@ class Swarm:
         self._blocked |= pairs
         self.at(self.now + seconds, lambda: self._blocked.difference_update(pairs))
 
-    def _continue(self, host: _Host) -> None:
+    def _continue(self, host: Host) -> None:
         if host.stopped:
             host.stopped = False
             waiting, host.waiting = host.waiting, []

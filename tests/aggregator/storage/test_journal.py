@@ -358,6 +358,59 @@ def test_a_failed_sync_takes_the_digest_before_it_along(path: Path) -> None:
     assert [(one.outer_step, one.digest) for one in replay(path, BASE)] == [(21, ""), (22, "digest 22")]
 
 
+def hold(journal: Journal, step: int) -> None:
+    journal.append_fragment(step, record(0, step))
+    journal.append_commit(step, step, "all in", base="base", update={"id": f"update {step}"})
+
+
+def test_a_commit_that_is_held_is_taken_back_without_a_trace(path: Path) -> None:
+    journal = Journal.create(path, BASE)
+    write_round(journal, 21)
+    before = path.read_bytes()
+    hold(journal, 22)
+    journal.take_back()
+    assert (path.read_bytes(), journal.outer_step, journal.size) == (before, 21, len(before))
+    hold(journal, 22)
+    journal.append_digest(22, "digest")
+    journal.close()
+    assert [(each.outer_step, each.update, each.digest) for each in replay(path, BASE)] == [
+        (21, None, "digest 21"),
+        (22, {"id": "update 22"}, "digest"),
+    ]
+
+
+@pytest.mark.parametrize("fragments", [0, 1])
+def test_what_is_held_is_taken_back_after_a_restart(path: Path, fragments: int) -> None:
+    """fragments: of a round that was begun after it, and never committed."""
+    journal = Journal.create(path, BASE)
+    write_round(journal, 21)
+    before = path.read_bytes()
+    hold(journal, 22)
+    for i in range(fragments):
+        journal.append_fragment(99, record(i, 23))
+    journal.close()
+    again = Journal.open(path, BASE)
+    assert again.outer_step == 22
+    again.take_back()
+    hold(again, 22)
+    again.take_back()
+    again.close()
+    assert path.read_bytes() == before
+
+
+def test_only_what_is_held_can_be_taken_back(path: Path) -> None:
+    journal = Journal.create(path, BASE)
+    with pytest.raises(LocalProtocolError, match="nothing is held"):
+        journal.take_back()
+    hold(journal, 21)
+    journal.append_digest(21, "digest")
+    with pytest.raises(LocalProtocolError, match="nothing is held"):
+        journal.take_back()
+    journal.close()
+    with pytest.raises(LocalProtocolError, match="nothing is held"):
+        Journal.open(path, BASE).take_back()
+
+
 def test_segments_follow_one_another(three: Path, tmp_path: Path) -> None:
     second = tmp_path / "step-00000023.journal"
     journal = Journal.create(second, 23)

@@ -149,10 +149,14 @@ class Table:
     def deliver(self, which: Callable[[Mail], bool] = lambda mail: True) -> None:
         """Deliver messages, and those that follow, until none is left; drop what is cut off, or is not to be delivered."""
         while self.mail:
-            sender, to, message = mail = self.mail.pop(0)
-            through = not {sender.partition("#")[0], to} & self.cut
-            if to in self.councils and through and which(mail):
-                self.handle(to, ev.Received(sender, message))
+            self.deliver_one(which)
+
+    def deliver_one(self, which: Callable[[Mail], bool] = lambda mail: True) -> None:
+        """Deliver the first message, or drop it, as `deliver`."""
+        sender, to, message = mail = self.mail.pop(0)
+        through = not {sender.partition("#")[0], to} & self.cut
+        if to in self.councils and through and which(mail):
+            self.handle(to, ev.Received(sender, message))
 
     def run(self, seconds: float, only: Collection[str] | None = None, step_s: float = 0.05) -> None:
         """Let time pass, at all members or some, and deliver what they say."""

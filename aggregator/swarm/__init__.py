@@ -1,0 +1,11 @@
+"""What a member of a swarm does with the parts of the model: it holds, adopts, fetches and offers updates.
+
+`edit.council` decides; this carries it out with the coordinator's own journal, checkpoints and outer state. What an owner
+offers is the journal's record of a round, so that what one member has on disk is what all others replay.
+
+Owns: an update as bytes, and the part's state on disk. Must not know: how bytes reach other members (a `Source` is given),
+clocks, the event loop, peers that train.
+
+    offers.py       an update with its bytes, as members send it to each other
+    replication.py  one part at one member; and the council's effects carried out
+"""

@@ -1,0 +1,119 @@
+"""An update with its bytes: what an owner streams to the other members, and each of them writes to its journal.
+
+The manifest is JSON: the round, and the headers that the journal gives its fragments. The bodies are the encoded merged
+pseudo-gradients. What a record leaves out (`MergeRecord.residual`) stays with the owner: theta, the optimizer's state and the
+statistics do not depend on it, and the next owner begins without it.
+
+A state is named by the update that led to it, and the founding state by the digest of its parameters. The id of an update is a
+hash of its base, its manifest and its bodies, and the manifest has the digest of the parameters that it was merged for. So who
+holds an update knows what it leads to before it is computed; and who comes to other parameters notices with the next update.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from aggregator.storage.journal import CommittedRound
+from aggregator.storage.journal_records import Buffer, Record, fragment_header, fragment_of
+from edit.council.record import Update, update_id
+from edit.errors import EditError, RemoteProtocolError
+from edit.merging.outer_state import MergeRecord, OuterState
+from edit.plain_text import parse_json
+
+__all__ = ["MOST_MANIFEST", "Offer", "Round"]
+
+MOST_MANIFEST = 16 << 20  # bytes of a manifest
+_KEYS = {"round_id", "reason", "theta", "fragments"}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A merged round, not an outer step yet."""
+
+    round_id: int
+    reason: str  # why it closed
+    theta: str  # digest of the parameters that it was merged for
+    records: tuple[MergeRecord, ...]  # by fragment_id
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An update and its bytes. manifest: JSON; bodies: of each fragment, in order of the manifest."""
+
+    update: Update
+    manifest: bytes
+    bodies: tuple[Buffer, ...]
+
+    @classmethod
+    def of(cls, run_id: str, part: int, grant: int, base: str, tokens: int, merged: Round) -> Offer:
+        """Return the offer of a merged round.
+
+        Args:
+            base: name of the part's state that it was merged for.
+            tokens: merged in all, with it.
+        """
+        records = [replace(record, residual=None) for record in merged.records]
+        headers = [fragment_header(merged.round_id, record, None) for record in records]
+        values = {"round_id": merged.round_id, "reason": merged.reason, "theta": merged.theta, "fragments": headers}
+        manifest = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
+        bodies = tuple(record.payload.data if record.payload is not None else b"" for record in records)
+        outer_step = records[0].outer_step + 1
+        unnamed = cls(Update(part, outer_step, grant, base, base, base, tokens), manifest, bodies)
+        found = update_id(run_id, part, outer_step, base, manifest, unnamed.hashes)
+        return replace(unnamed, update=replace(unnamed.update, id=found, digest=found))
+
+    @classmethod
+    def again(cls, run_id: str, update: Update, committed: CommittedRound) -> Offer:
+        """Return the offer that a journalled round was held as."""
+        merged = Round(committed.round_id, committed.reason, committed.base, committed.fragments)
+        return cls.of(run_id, update.part, update.grant, update.base, update.tokens, merged)
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """BLAKE3 of each body."""
+        return [blake3(body).digest() for body in self.bodies]
+
+    def check(self, run_id: str) -> None:
+        """Raise RemoteProtocolError unless the bytes are those of the update's id."""
+        update = self.update
+        if len(self.manifest) > MOST_MANIFEST:
+            raise RemoteProtocolError(f"part {update.part}: a manifest of {len(self.manifest)} bytes")
+        found = update_id(run_id, update.part, update.outer_step, update.base, self.manifest, self.hashes)
+        if found != update.id or update.digest != update.id:
+            raise RemoteProtocolError(
+                f"part {update.part}: the bytes to outer step {update.outer_step} are not those of its id"
+            )
+
+    def merged(self, outer: OuterState) -> Round:
+        """Return the round in it. Raises RemoteProtocolError unless it fits this outer state, whose next step it is."""
+        what = f"part {self.update.part}: the update to outer step {self.update.outer_step}"
+        try:
+            values = parse_json(self.manifest)
+            if not isinstance(values, dict) or values.keys() != _KEYS:
+                raise ValueError("not a manifest")
+            round_id, reason, theta = values["round_id"], values["reason"], values["theta"]
+            if type(round_id) is not int or type(reason) is not str or type(theta) is not str:
+                raise ValueError("not a round")
+            records = tuple(
+                _record(round_id, header, body, outer) for header, body in zip(values["fragments"], self.bodies, strict=True)
+            )
+            largest = outer.check(records)
+            records = tuple(replace(record, largest=largest[record.fragment_id]) for record in records)
+        except (EditError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise RemoteProtocolError(f"{what} cannot be read ({str(error) or type(error).__name__})") from error
+        return Round(round_id, reason, theta, records)
+
+
+def _record(round_id: int, header: Any, body: Buffer, outer: OuterState) -> MergeRecord:
+    """Return one fragment. Raises EditError, LookupError, TypeError, ValueError unless an owner would write it so."""
+    record, _ = fragment_of(Path("manifest"), Record(0, 0, header, body))
+    if record.residual is not None or fragment_header(round_id, record, None) != header:
+        raise ValueError(f"fragment {record.fragment_id} is written otherwise")
+    if record.payload is not None and record.payload.codec != outer.recorded_as[record.fragment_id]:
+        raise ValueError(f"fragment {record.fragment_id} is recorded in {record.payload.codec:.40}")
+    return record

@@ -1,0 +1,279 @@
+"""One part of the model at one member of a swarm, and the council's effects carried out.
+
+Order of the writes: a held update is in the journal, synced, before anybody hears of it. It is a commit without a digest after
+it (`aggregator.storage.journal`, rule 7). Adopting applies it and notes the digest; a kill in between leaves it held, and the
+council, whose record names it, adopts it again. So a restart needs nothing but the journal and the council's record.
+
+Called by one thread. Nothing here waits for another member: a `Source` answers, or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aggregator.storage.store import Store
+from aggregator.swarm.offers import Offer, Round
+from edit.config.run import RunConfig
+from edit.council.events import Adopt, Applied, Failed, Fetch, Held, Hold
+from edit.council.record import MOST_COUNT, PartState, Update
+from edit.errors import EditError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
+from edit.fragments.schema import Schema
+from edit.merging.outer_state import MergeRecord, OuterState
+from edit.records import Commit
+
+__all__ = ["PartReplica", "PartSnapshot", "Source", "carry_out"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSnapshot:
+    """The whole state of a part after an outer step. tensors: not shared with the replica that gave it."""
+
+    name: str  # of the state
+    tokens: int
+    schema: str  # as JSON
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, Any]
+
+
+class Source(Protocol):
+    """Another member, to fetch from. Every call ends within a time that the implementation bounds; it may raise EditError."""
+
+    def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
+        """Return the update TO this outer step with this id, applied or held. Raises GoneError."""
+        ...
+
+    def snapshot(self, part: int) -> PartSnapshot:
+        """Return the part's state of now. Raises GoneError when there is none."""
+        ...
+
+
+class PartReplica:
+    """One part at one member.
+
+    Args:
+        store: the part's folder. What it has is recovered at once: StorageError, ConfigError as `Store.recover`.
+        on_commit: is told of each outer step that is taken, after it is on disk and in `outer`.
+    """
+
+    def __init__(
+        self, run_id: str, part: int, config: RunConfig, store: Store, on_commit: Callable[[Commit], None] = lambda _: None
+    ) -> None:
+        self._run_id, self._part, self._config, self._store, self._on_commit = run_id, part, config, store, on_commit
+        self._outer: OuterState | None = None
+        self._state = PartState()
+        self._held: Round | None = None  # the round of the update that is held
+        self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
+        self._recover()
+
+    @property
+    def state(self) -> PartState:
+        """What is on disk, as the council is told."""
+        return self._state
+
+    @property
+    def outer(self) -> OuterState:
+        """The outer state. Raises GoneError when the part is not here yet."""
+        if self._outer is None:
+            raise GoneError(f"part {self._part} is not here yet")
+        return self._outer
+
+    def found(self, outer: OuterState) -> None:
+        """Write the part's first state. Raises StorageError."""
+        self._store.found(outer)
+        self._outer, self._state = outer, PartState(0, outer.digest)
+
+    def _recover(self) -> None:
+        self._outer, self._held, self._state, self._damaged = self._store.recover(), None, PartState(), False
+        if self._outer is None:
+            return
+        name = self._store.update_id or self._outer.digest
+        self._state = PartState(self._outer.outer_step, name)
+        if (held := self._store.held) is not None:
+            assert held.update is not None
+            update = Update(**held.update)
+            self._state = PartState(self._outer.outer_step, name, update)
+            self._held = Round(held.round_id, held.reason, held.base, held.fragments)
+
+    # -- an owner ----------------------------------------------------------------------------------------------------------
+
+    def offer(self, grant: int, round_id: int, reason: str, tokens: int, records: Sequence[MergeRecord]) -> Offer:
+        """Return what is offered of a merged round. Changes nothing. tokens: merged with it."""
+        merged = Round(round_id, reason, self.outer.digest, tuple(sorted(records, key=lambda record: record.fragment_id)))
+        total = min(self._store.tokens + tokens, MOST_COUNT)
+        return Offer.of(self._run_id, self._part, grant, self._state.digest, total, merged)
+
+    # -- all members -------------------------------------------------------------------------------------------------------
+
+    def hold(self, offer: Offer, own: Sequence[MergeRecord] = ()) -> None:
+        """Write an update to the journal, in place of the one that is held; it is on disk when this returns.
+
+        own: the owner's records, with what they leave out. Raises RemoteProtocolError for bytes that are no update to the
+        state here, StorageError; after both nothing, or what was held before, is held.
+        """
+        update, state = offer.update, self._state
+        if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
+            raise RemoteProtocolError(f"part {self._part} is at outer step {state.outer_step}: not what the update continues")
+        offer.check(self._run_id)
+        merged = offer.merged(self.outer)
+        if own:
+            merged = Round(merged.round_id, merged.reason, merged.theta, tuple(own))
+        if update.tokens < self._store.tokens:
+            raise RemoteProtocolError(f"part {self._part}: {update.tokens} tokens after {self._store.tokens}")
+        if state.held is not None:
+            self._let_go()
+        for record in merged.records:
+            self._store.begin_fragment(merged.round_id, record).result()
+        self._store.hold(merged.round_id, update.outer_step, merged.reason, merged.theta, asdict(update))
+        self._held, self._state = merged, PartState(state.outer_step, state.digest, update)
+
+    def _let_go(self) -> None:
+        """Give up what is held."""
+        self._held, self._state = None, PartState(self._state.outer_step, self._state.digest)
+        self._store.take_back()
+
+    def adopt(self, update_id: str) -> None:
+        """Take the outer step with the update that is held.
+
+        Where the parameters are not those that it was merged for, they stay, and the state gets another name: it is damaged.
+        """
+        update, merged, outer = self._state.held, self._held, self.outer
+        if update is None or merged is None or update.id != update_id:
+            raise LocalProtocolError(f"part {self._part} does not hold {update_id[:12]}")
+        if merged.theta != outer.digest:
+            found, wanted = outer.digest, merged.theta
+            _log.error("part %d is damaged: outer step %d is %.12s, not %.12s", self._part, outer.outer_step, found, wanted)
+            self._held, self._state, self._damaged = None, PartState(update.outer_step, found), True
+            return
+        commit = outer.commit(merged.round_id, merged.reason, list(merged.records))
+        self._store.adopted(commit, asdict(update))
+        self._held, self._state = None, PartState(update.outer_step, update.id)
+        if update.outer_step % self._config.storage.checkpoint_every == 0:
+            self._checkpoint()
+        self._on_commit(commit)
+
+    def _checkpoint(self) -> None:
+        try:
+            self._store.checkpoint(self.outer)
+        except StorageError as error:  # the journal goes on
+            _log.error("no checkpoint: %s", error)
+
+    def fetch(self, wanted: Fetch, source: Source) -> None:
+        """Bring the part to an outer step or a later one: by updates where the source keeps them all, else by its snapshot.
+
+        Raises EditError: the part is where it was, or has come nearer.
+        """
+        steps = range(self._state.outer_step + 1, wanted.outer_step + 1)
+        if wanted.snapshot or self._damaged or self._outer is None or not 0 < len(steps) <= self._config.kept_updates:
+            self._replace(wanted, source.snapshot(self._part))
+            return
+        try:
+            held, offers = self._leading_to(wanted, source, steps)
+        except GoneError:
+            self._replace(wanted, source.snapshot(self._part))
+            return
+        for offer in offers:
+            offer.check(self._run_id)  # the hashes of all of them, before the first is taken
+        if held is not None:
+            self.adopt(held.id)
+        for offer in offers:
+            self.hold(offer)
+            self.adopt(offer.update.id)
+
+    def _leading_to(self, wanted: Fetch, source: Source, steps: range) -> tuple[Update | None, list[Offer]]:
+        """Return the updates that lead to the wanted one: the held one, if it is the first of them, and the source's.
+
+        Their ids are a chain whose end the record names. Raises GoneError when the source does not have them.
+        """
+        held, offers = self._state.held, list[Offer]()
+        for step in reversed(steps):
+            following = offers[0].update.base if offers else wanted.update
+            if step == steps[0] and held is not None and held.id == following:
+                return held, offers
+            offer = source.kept(self._part, step, following)
+            if (offer.update.outer_step, offer.update.id) != (step, following):
+                raise GoneError(f"{wanted.source} has another outer step {step} of part {self._part}")
+            offers.insert(0, offer)
+        if offers[0].update.base != self._state.digest:
+            raise GoneError(f"{wanted.source} has another outer step {steps[0] - 1} of part {self._part}")
+        return None, offers
+
+    def _replace(self, wanted: Fetch, snapshot: PartSnapshot) -> None:
+        """Take a snapshot. It may be of a later outer step: the source has taken it, so it is committed."""
+        outer_step, name = snapshot.metadata.get("outer_step"), snapshot.name
+        if type(outer_step) is not int or outer_step < wanted.outer_step:
+            raise GoneError(f"{wanted.source} is at outer step {outer_step} of part {self._part}, not at {wanted.outer_step}")
+        if outer_step == wanted.outer_step and name != wanted.digest:
+            raise GoneError(f"{wanted.source} has another outer step {outer_step} of part {self._part}")
+        if not 0 <= snapshot.tokens <= MOST_COUNT:
+            raise RemoteProtocolError(f"part {self._part}: {snapshot.tokens} tokens")
+        outer = OuterState.restore(Schema.from_json(snapshot.schema), self._config, snapshot.tensors, snapshot.metadata)
+        self._store.tokens, self._store.update_id = snapshot.tokens, name if outer_step else ""
+        try:
+            self._store.replace(outer)
+        except StorageError:
+            self._recover()
+            raise
+        self._outer, self._held, self._damaged = outer, None, False
+        self._state = PartState(outer_step, name)
+
+    # -- for others --------------------------------------------------------------------------------------------------------
+
+    def kept(self, outer_step: int, update_id: str) -> Offer:
+        """See `Source.kept`. It is read from the journal."""
+        committed = self._store.committed(outer_step) if not self._damaged else None
+        if committed is None or committed.update is None or committed.update["id"] != update_id:
+            raise GoneError(f"the update to outer step {outer_step} of part {self._part} is not kept")
+        return Offer.again(self._run_id, Update(**committed.update), committed)
+
+    def snapshot(self) -> PartSnapshot:
+        """Return a copy of the state. Raises GoneError when there is none that is whole."""
+        outer = self.outer
+        if self._damaged:
+            raise GoneError(f"part {self._part} is damaged")
+        tensors = {name: each.clone() for name, each in outer.to_tensors().items() if not name.startswith("unrecorded.")}
+        return PartSnapshot(self._state.digest, self._store.tokens, outer.schema.to_json(), tensors, outer.metadata())
+
+
+def carry_out(
+    replica: PartReplica,
+    effect: Hold | Adopt | Fetch,
+    *,
+    offer: Offer | None = None,
+    own: Sequence[MergeRecord] = (),
+    source: Source | None = None,
+) -> Held | Applied | Failed:
+    """Carry out one effect of the council; return its answer. An answer to what it cannot do says why.
+
+    Args:
+        offer: of a Hold: its bytes, and the owner's own records. Of a Fetch: source, whom it names.
+    """
+    before = replica.state
+    try:
+        match effect:
+            case Hold(update):
+                if offer is None or offer.update != update:
+                    raise LocalProtocolError("a Hold without the bytes of its update")
+                replica.hold(offer, own)
+                return Held(update)
+            case Adopt():
+                replica.adopt(effect.update)
+            case Fetch():
+                if source is None:
+                    raise LocalProtocolError("a Fetch without its source")
+                replica.fetch(effect, source)
+    except LocalProtocolError:
+        raise
+    except EditError as error:
+        if isinstance(effect, Hold):
+            return Failed(effect.update.part, effect, str(error))
+        if replica.state.outer_step == before.outer_step:
+            return Failed(effect.part, effect, str(error))
+        _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken
+    return Applied(effect.part, replica.state.outer_step, replica.state.digest)
