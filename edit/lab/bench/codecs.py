@@ -24,7 +24,7 @@ from edit import kernels
 from edit.codecs import codec, codec_names
 from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec, TensorSpec
-from edit.lab.bench.results import Row, circumstances, figure_note, last_line, results_table
+from edit.lab.bench.results import Row, circumstances, figure_note, one_line, results_table
 from edit.lab.bench.rivals.environments import HIVEMIND, Environments, foreign_python
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.processes import ChildDied, Supervisor
@@ -78,7 +78,7 @@ def _rivals(options: CodecOptions, folder: Path, begins: Mapping[str, Any]) -> l
             command = (*python, str(script), str(options.numel), str(options.repeat))
             said = supervisor.call({"hivemind": command}, _RIVALS_WITHIN_S)["hivemind"]
         except ChildDied as error:
-            return [_failed(begins, "compressors", last_line(error), options)]
+            return [_failed(begins, "compressors", one_line(error), options)]
     rows: list[Row] = []
     for found in (json.loads(line) for line in said.splitlines() if line.startswith("{")):
         if "error" in found:

@@ -19,7 +19,7 @@ from rich.table import Table
 from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
-from edit.plain_text import json_text
+from edit.plain_text import json_text, printable
 
 __all__ = [
     "Row",
@@ -27,7 +27,7 @@ __all__ = [
     "circumstances",
     "cpu_model",
     "figure_note",
-    "last_line",
+    "one_line",
     "print_table",
     "results_table",
     "write_picture",
@@ -102,9 +102,11 @@ def figure_note(rows: Sequence[Row]) -> str:
     return f"{row['date']}{commit}. {row['machine']}{computes}; load before each {load}."
 
 
-def last_line(error: Exception) -> str:
-    """Return the line of an error that says most: the last one of a process's last words."""
-    return str(error).strip().splitlines()[-1].strip()
+def one_line(error: Exception) -> str:
+    """Return the line of an error that says most: who was killed by a signal, else the last one of a process's last words."""
+    lines = str(error).strip().splitlines()
+    line = lines[0].partition("; its last lines:")[0] if "ended (killed by " in lines[0] else lines[-1]
+    return printable(line).strip()
 
 
 def results_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Table:

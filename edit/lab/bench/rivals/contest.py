@@ -21,7 +21,7 @@ from rich.table import Table
 from edit.config.codec import CodecSpec
 from edit.errors import EditError
 from edit.lab.bench.exchange import ours, require_proc
-from edit.lab.bench.results import Row, circumstances, figure_note, last_line, results_table
+from edit.lab.bench.results import Row, circumstances, figure_note, one_line, results_table
 from edit.lab.bench.rivals.environments import FLOWER, GLOO, HIVEMIND, TORCHFT, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing, Turns, best, median
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
@@ -143,7 +143,7 @@ def _row(
         try:
             timings = measure()
         except EditError as error:
-            errors.append(last_line(error))
+            errors.append(one_line(error))
             continue
         figures = {
             "round_s": median(timings).wall_s,

@@ -206,6 +206,20 @@ def test_a_system_that_fails_twice_is_a_row_with_its_error(measured: Any, tmp_pa
     assert "round_s" not in failed
 
 
+def test_who_was_killed_is_the_error_and_not_what_it_said_last(measured: Any, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text("import os, sys\nif sys.argv[1] == '0': print('all is well', flush=True); os.kill(os.getpid(), 9)")
+    *_, failed = measured(rival(script))
+    assert failed["error"] == "peer-0 ended (killed by SIGKILL)"
+
+
+def test_an_error_is_text_that_a_terminal_shows_as_it_stands(measured: Any, tmp_path: Path) -> None:
+    script = tmp_path / "colours.py"
+    script.write_text("import sys; sys.exit('\\x1b[91mno\\x1b[0m lighthouse')")
+    *_, failed = measured(rival(script))
+    assert failed["error"] == "[91mno [0m lighthouse"
+
+
 def test_a_system_that_fails_once_has_figures_and_its_error(measured: Any, tmp_path: Path) -> None:
     script, mark = tmp_path / "fails_once.py", tmp_path / "failed"
     body = (SCRIPTS / "gloo_all_reduce.py").read_text()
