@@ -76,7 +76,7 @@ momentum = 0.6                  # Outer momentum, for nesterov and delayed_neste
 #direction = "mean"             # How contributions are averaged: mean, or rda (directions and lengths separately).
 #correct = "none"               # heloco shrinks or turns what goes against the momentum.
 
-[codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign or topk. docs/codecs.md compares them.
+[codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1. docs/codecs.md compares them.
 up = "int8"                     # For contributions.
 down = "bf16"                   # For updates.
 #up_decay = 1.0                 # Share of what a contribution left out that is added to the next one; 0: nothing is.

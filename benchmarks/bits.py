@@ -77,6 +77,10 @@ def _up(text: str, decay: float = 1.0, down: str = "bf16") -> CodecConfig:
     return CodecConfig(up=text, down=down, up_decay=decay)
 
 
+def _ahead(text: str) -> CodecConfig:
+    return CodecConfig(up=text, down="bf16", up_residual="local")
+
+
 EXACT = CodecConfig(up="fp32", down="fp32")
 SETTINGS: dict[str, Setting] = {
     "fp32": Setting(EXACT),
@@ -95,6 +99,9 @@ SETTINGS: dict[str, Setting] = {
     "top-k 128": Setting(_up("topk:k=128", 0.95), PLAIN, "fp32, no momentum"),
     "top-k 64": Setting(_up("topk", 0.95), PLAIN, "fp32, no momentum"),
     "top-k 64, decay 1": Setting(_up("topk"), PLAIN, "fp32, no momentum"),
+    "top-k 128, step ahead": Setting(_ahead("topk:k=128")),
+    "top-k 64, step ahead": Setting(_ahead("topk")),
+    "top-1 of 32, step ahead": Setting(_ahead("top1")),
     "top-k 64 without feedback": Setting(_up("topk", 0.0), PLAIN, "fp32, no momentum"),
 }
 

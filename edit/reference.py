@@ -30,6 +30,7 @@ __all__ = [
     "stat2",
     "step_ahead",
     "streaming",
+    "top1",
     "topk",
 ]
 
@@ -392,6 +393,19 @@ def topk(x: Tensor, k: int, chunk: int = 4096) -> Tensor:
     for part in _parts(x, chunk):
         magnitudes = part.abs().tolist()
         kept = [i for _, i in sorted((-magnitude, i) for i, magnitude in enumerate(magnitudes))[:k]]
+        sent = torch.zeros_like(part)
+        sent[kept] = _two_levels(part[kept], float(part[kept].abs().mean()))
+        parts.append(sent)
+    return torch.cat(parts)
+
+
+def top1(x: Tensor, of: int, chunk: int = 4096) -> Tensor:
+    """Keep the largest magnitude of each group of `of` (the first of equal ones) as two levels of the chunk, the rest is 0."""
+    parts = []
+    for part in _parts(x, chunk):
+        kept = [
+            start + int(group.abs().argmax()) for start, group in zip(range(0, part.numel(), of), _parts(part, of), strict=True)
+        ]
         sent = torch.zeros_like(part)
         sent[kept] = _two_levels(part[kept], float(part[kept].abs().mean()))
         parts.append(sent)

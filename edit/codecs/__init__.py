@@ -14,6 +14,7 @@ know peers, rounds, verdicts, carriers.
     stat2           two levels by the standard deviation of a row
     sign            1 bit and the mean magnitude
     topk            the k largest of 4096
+    top1            the largest of each small group
     residuals       how a residual is stored
     error_feedback  what a lossy codec left out, the residual, is added to the next vector
 
@@ -38,6 +39,7 @@ from edit.codecs.int4 import BlockInt4
 from edit.codecs.int8 import BlockInt8
 from edit.codecs.sign import BlockSign
 from edit.codecs.stat2 import RowStat2
+from edit.codecs.top1 import GroupTop1
 from edit.codecs.topk import ChunkedTopK
 from edit.config.codec import CodecSpec
 from edit.errors import ConfigError, RemoteProtocolError
@@ -56,6 +58,7 @@ _CODECS: Mapping[str, Callable[[CodecSpec], Codec]] = MappingProxyType(
         "stat2": RowStat2,
         "sign": BlockSign,
         "topk": ChunkedTopK,
+        "top1": GroupTop1,
     }
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edit.config.codec import LOCAL, CodecConfig
+from edit.config.codec import LOCAL, SPARSE, CodecConfig
 from edit.config.validation import one_of, positive, require, within
 
 __all__ = [
@@ -256,6 +256,7 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
     all of them always are. `strict` promises the same bits after an interruption, so nothing may depend on how long
     something took.
     """
+    sparse = " or ".join(SPARSE)
     if sync.mode == "eager":
         with_eager = 'with sync.mode = "eager"'
         optimizers = ("sgd", "nesterov")
@@ -265,18 +266,18 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
         require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
         require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, f"must be 0 {with_eager}")
         for direction, choice in (("up", codec.uplink), ("down", codec.downlink)):
-            rule = f"must not be topk {with_eager}, nor in codec.fragments: the next step moves other elements than the last"
-            require("topk" not in choice.names, f"codec.{direction}", str(choice.default), rule)
+            rule = (
+                f"must not be {sparse} {with_eager}, nor in codec.fragments: the next step moves other elements than the last"
+            )
+            require(choice.names.isdisjoint(SPARSE), f"codec.{direction}", str(choice.default), rule)
         rule = f"must not be {LOCAL} {with_eager}: local parameters that are an estimate of theta have no room for a residual"
         require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)
     if sync.mode == "delayed" and sync.mix == "lerp":
         rule = f'must not be {LOCAL} with sync.mix = "lerp": of what the codec left out only a share would be kept'
         require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)
     if outer.correct == "heloco":
-        rule = (
-            'must not be topk with outer.correct = "heloco", nor in codec.fragments: few elements have no direction to correct'
-        )
-        require("topk" not in codec.uplink.names, "codec.up", codec.up, rule)
+        rule = f'must not be {sparse} with outer.correct = "heloco", nor in codec.fragments: few elements have no direction'
+        require(codec.uplink.names.isdisjoint(SPARSE), "codec.up", codec.up, rule)
     if rounds.max_staleness:
         rule = "must be 1 with rounds.max_staleness above 0: a later outer step would exchange other fragments"
         require(sync.groups == 1, "sync.groups", sync.groups, rule)

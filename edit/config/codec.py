@@ -22,6 +22,7 @@ __all__ = [
     "FragmentCodec",
 ]
 
+SPARSE = ("topk", "top1")  # they send few elements of a vector
 MAX_SPEC_CHARS = 64  # of a spec's text
 # Those of `record`. The others would starve the outer momentum of small elements: few bits, or fp16's range.
 RECORDS = ("fp32", "bf16", "int8", "int4", "e3m0")
@@ -68,6 +69,7 @@ CODECS: Mapping[str, Mapping[str, CodecOption]] = MappingProxyType(
         "stat2": {"block": _block(1024), "range": CodecOption(4.0, 1, 12)},
         "sign": {"block": _block(256)},
         "topk": {"k": CodecOption(64, 1, 2048)},
+        "top1": {"of": CodecOption(32, 4, 128, power_of_two=True)},
     }
 )
 
@@ -192,10 +194,10 @@ class CodecConfig:
         if self.record:
             _check_spec("codec.record", self.record)
             one_of("codec.record", self.record.partition(":")[0], RECORDS)
-        if "topk" in self.downlink.names:
+        if not self.downlink.names.isdisjoint(SPARSE):
             rule = (
-                "must be 1 with topk in codec.down or codec.fragments: most of an outer step is in the residual, and the outer "
-                "optimizer counts it as taken"
+                f"must be 1 with {' or '.join(SPARSE)} in codec.down or codec.fragments: most of an outer step is in the "
+                "residual, and the outer optimizer counts it as taken"
             )
             require(self.down_decay == 1, "codec.down_decay", self.down_decay, rule)
 

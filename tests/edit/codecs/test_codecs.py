@@ -47,6 +47,10 @@ def _bound_of_block(kind: str, options: dict[str, int | float], magnitudes: Tens
         case "stat2":
             edge = magnitudes.square().mean().sqrt() * options["range"] / 4
             return torch.maximum(edge, largest - edge).expand_as(magnitudes)
+        case "top1":
+            of = int(options["of"])
+            most = torch.cat([group.max().expand_as(group) for group in magnitudes.split(of)])  # of those not sent, too
+            return torch.maximum(most, largest - most[::of].min())
     sent = magnitudes.topk(min(int(options["k"]), magnitudes.numel())).values
     return torch.minimum(torch.maximum(magnitudes, largest - sent[-1]), torch.maximum(sent[-1], largest - sent[-1]))
 

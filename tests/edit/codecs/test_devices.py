@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edit.codecs import base, blockwise, codec, topk
+from edit.codecs import base, blockwise, codec, top1, topk
 from edit.codecs.base import PIECE, parts
 from edit.config.codec import CodecSpec
 from edit.errors import LocalProtocolError
@@ -26,7 +26,7 @@ def encode_parts(name: str, flat: Tensor, data: Tensor) -> None:
 
 
 def encode_as_cuda_does(name: str, flat: Tensor, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    for module in (base, blockwise, topk):
+    for module in (base, blockwise, top1, topk):
         monkeypatch.setattr(module, "on_cpu", lambda tensor: False)
     data = torch.empty(codec(name).encoded_size(flat.numel()), dtype=torch.uint8)
     with CudaArithmetic():

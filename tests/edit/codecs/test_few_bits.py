@@ -31,6 +31,9 @@ NAIVE: dict[str, Callable[[Tensor], Tensor]] = {
     "topk": lambda x: reference.topk(x, 64),
     "topk:k=7": lambda x: reference.topk(x, 7),
     "topk:k=128": lambda x: reference.topk(x, 128),
+    "top1": lambda x: reference.top1(x, 32),
+    "top1:of=8": lambda x: reference.top1(x, 8),
+    "top1:of=64": lambda x: reference.top1(x, 64),
 }
 
 
@@ -70,6 +73,9 @@ def test_what_is_sent_with_feedback_is_what_the_naive_rule_sends(text: str, deca
         ("topk", 8 + 96 + 16, 8 + 8 + 2),
         ("topk:k=7", 8 + 11 + 2, 8 + 8 + 2),
         ("topk:k=128", 8 + 192 + 32, 8 + 8 + 2),
+        ("top1", 8 + 64 + 16 + 32, 8 + 1 + 1 + 1),
+        ("top1:of=4", 8 + 256 + 256, 8 + 1 + 1),
+        ("top1:of=128", 8 + 16 + 8 + 4 + 8, 8 + 1 + 1 + 1 + 1),
     ],
 )
 def test_the_size_is_known_from_the_number_of_elements(text: str, whole: int, short: int) -> None:
@@ -80,7 +86,7 @@ def test_the_size_is_known_from_the_number_of_elements(text: str, whole: int, sh
 
 
 @pytest.mark.parametrize(
-    ("text", "most"), [("topk", 0.25), ("topk:k=128", 0.5), ("sign", 1.13), ("stat2", 2.07), ("int4", 4.13)]
+    ("text", "most"), [("topk", 0.25), ("top1", 0.25), ("topk:k=128", 0.5), ("sign", 1.13), ("stat2", 2.07), ("int4", 4.13)]
 )
 def test_bits_per_parameter_of_a_large_fragment(text: str, most: float) -> None:
     assert 8 * codec(text).encoded_size(7_087_872) / 7_087_872 < most
@@ -94,7 +100,7 @@ def test_no_codec_makes_the_error_longer_than_the_vector(text: str, numel: int) 
     assert (decode(encode(text, x)) - x).norm() < x.norm()
 
 
-@pytest.mark.parametrize("text", ["sign", "stat2", "stat2:range=6", "topk"])
+@pytest.mark.parametrize("text", ["sign", "stat2", "stat2:range=6", "topk", "top1"])
 def test_levels_are_means_so_the_error_is_what_they_leave_of_the_square(text: str) -> None:
     x = normal(4096).double()
     decoded = decode(encode(text, x.float())).double()
@@ -159,6 +165,25 @@ def test_topk_is_levels_then_12_bit_positions_then_codes() -> None:
     ]
 
 
+def test_top1_is_levels_then_positions_in_parts_of_4_2_and_1_bits_then_codes() -> None:
+    x = torch.zeros(4 * 128)
+    x[0b1101011], x[128 + 0b0010100], x[256], x[384 + 127] = 2.0, -4.0, 6.0, -1.0
+    data = bytes(encode("top1:of=128", x).data)
+    levels = torch.tensor([1.5, 5.0]).numpy().tobytes()
+    low = bytes([0b1011 | 0 << 4, 0b0100 | 15 << 4])  # of two bytes, byte j has the codes j and j + 2
+    middle, high = 0b10 | 0b01 << 2 | 0 << 4 | 0b11 << 6, 1 | 0 << 1 | 0 << 2 | 1 << 3
+    assert data == levels + low + bytes([middle, high]) + bytes([0 | 3 << 2 | 2 << 4 | 1 << 6])
+    decoded = decode(encode("top1:of=128", x))
+    assert {i: float(value) for i, value in enumerate(decoded) if value} == {107: 1.5, 148: -5.0, 256: 5.0, 511: -1.5}
+
+
+def test_of_equal_magnitudes_top1_sends_the_first_and_of_a_short_group_too() -> None:
+    x = torch.ones(70)
+    assert positions_of("top1", x) == [0, 32, 64]
+    x[5], x[9], x[69] = -2.0, 2.0, 3.0
+    assert positions_of("top1", x) == [5, 32, 69]
+
+
 def positions_of(text: str, x: Tensor) -> list[int]:
     return decode(encode(text, x)).nonzero().flatten().tolist()
 
@@ -199,26 +224,31 @@ def damaged(text: str, x: Tensor) -> Iterator[tuple[str, bytes]]:
                 )
             yield "position's padding", bytes(data[:12]) + bytes([data[12] | 0x10]) + bytes(data[13:])
             yield "code's padding", bytes(data[:13]) + bytes([data[13] | 0x40])
+        case "top1:of=8":  # two groups, of 8 and of 3
+            yield "outside", bytes([*data[:8], data[8] & 3 | 3 << 2, data[9] & 1, data[10]])
+            yield "outside by its highest bit", bytes([*data[:9], data[9] | 2, data[10]])
+            yield "position's padding", bytes([*data[:9], data[9] | 4, data[10]])
+            yield "code's padding", bytes([*data[:10], data[10] | 0x10])
         case _:
             bits = {"int4": 4, "e3m0": 4, "stat2": 2, "sign": 1}[text]
             yield "padding", bytes(data[:-1]) + bytes([data[-1] | 1 << (8 - bits)])
 
 
-@pytest.mark.parametrize("text", ["int4", "e3m0", "stat2", "sign", "topk:k=3"])
+@pytest.mark.parametrize("text", ["int4", "e3m0", "stat2", "sign", "topk:k=3", "top1:of=8"])
 @pytest.mark.parametrize("before", [0, 4096])
 def test_bytes_that_no_encoder_writes_are_the_senders_fault(text: str, before: int) -> None:
     x = normal(11)
     clean = bytes(encode(text, normal(before)).data) if before else b""
     assert len(clean) == codec(text).encoded_size(before)
     for what, data in damaged(text, x):
-        with pytest.raises(RemoteProtocolError, match=r"padding bits are not zero|do not ascend, or are outside"):
+        with pytest.raises(RemoteProtocolError, match=r"padding bits are not zero|outside"):
             decode(EncodedTensor(text, 11, data)), what
         with pytest.raises(RemoteProtocolError):
             codec(text).decode_add(EncodedTensor(text, 11, data), torch.zeros(11), 1.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-@pytest.mark.parametrize("text", ["sign", "stat2", "topk"])
+@pytest.mark.parametrize("text", ["sign", "stat2", "topk", "top1"])
 def test_a_sum_beyond_fp32_is_nan_throughout_its_block_with_fixed_bytes(text: str, bad: float) -> None:
     x = normal(3 * 4096)
     x[4096:8192] = bad
@@ -291,6 +321,8 @@ def test_packed_codes_come_back(bits: int, numel: int, seed: int) -> None:
         ("topk:k=1.5", "k must be a whole number"),
         ("topk:chunk=64", "there is no option 'chunk'; topk has k"),
         ("int8:block=64", "there is no option 'block'; int8 has none"),
+        ("top1:of=48", "of must be a power of two"),
+        ("top1:of=256", "of must be between 4 and 128"),
     ],
 )
 def test_a_wrong_option_is_named(text: str, reason: str) -> None:
