@@ -59,6 +59,7 @@ class Chaos:
         self._lines = {name: JsonLines(self._testbed.metrics(name)) for name in names}
         self._observer: Observer | None = None
         self._last_slow_poll = self._began = 0.0
+        self._coordinator_began = 0.0  # its last start
         self._status_step = 0
 
     def run(self) -> Report:
@@ -90,6 +91,7 @@ class Chaos:
         )
         self._testbed.found()
         self._history.started(COORDINATOR)
+        self._coordinator_began = self._unix()
         self._observer = replace(open_observer(self._testbed.folder.state), timeout_s=0.5)
         for name in self._options.peer_ids:
             self._testbed.start(name)
@@ -155,13 +157,23 @@ class Chaos:
         self._poll()
         if incident.fault.kind.kills:
             self._history.started(incident.fault.target)
+        if incident.fault.kind is Kind.KILL_COORDINATOR:
+            self._coordinator_began = self._unix()
         self._testbed.repair(incident.fault)
         incident.ended = self._unix()
-        dead = any(one.fault.kind is Kind.KILL_COORDINATOR and one.ended is None for one in self._history.incidents)
-        if incident.fault.kind is Kind.FULL_DISK and not dead and not self._testbed.running(COORDINATOR):
-            self._say("the coordinator could not start on the full disk; starting it again, as a supervisor would")
-            self._history.started(COORDINATOR)
-            self._testbed.start(COORDINATOR)
+        if incident.fault.kind is Kind.FULL_DISK and not self._testbed.running(COORDINATOR):
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Start the coordinator, which ended on a full disk, once the disk has room; not one that is to stay dead for now."""
+        if any(
+            one.fault.kind in (Kind.FULL_DISK, Kind.KILL_COORDINATOR) and one.ended is None for one in self._history.incidents
+        ):
+            return  # the repair of that one starts it
+        self._say("the coordinator could not start on the full disk; starting it again, as a supervisor would")
+        self._history.started(COORDINATOR)
+        self._coordinator_began = self._unix()
+        self._testbed.start(COORDINATOR)
 
     def _read_dead_folder(self) -> None:
         try:
@@ -194,7 +206,8 @@ class Chaos:
         """Read new lines; every half second also ask for the status, measure the memory and check the rules; then wait."""
         self._read_lines()
         for end in self._testbed.unexpected_ends():
-            if end.name == COORDINATOR and may_not_start(self._history.incidents) and not self._testbed.served():
+            if end.name == COORDINATOR and self._could_not_start():
+                self._start_again()
                 continue
             self._fail(Violation("no process ends by itself", self._unix(), str(end), (end.name, COORDINATOR)))
         if self._unix() - self._last_slow_poll >= _SLOW_POLL_S:
@@ -205,6 +218,9 @@ class Chaos:
             self._history.files.append(Files(self._unix(), self._testbed.log_bytes(), self._testbed.state_bytes()))
             self._check(broken(self._history, self._options.bounds, self._unix()))
         time.sleep(_POLL_S)
+
+    def _could_not_start(self) -> bool:
+        return may_not_start(self._history.incidents, self._coordinator_began) and not self._testbed.served()
 
     def _read_lines(self) -> None:
         for name, lines in self._lines.items():

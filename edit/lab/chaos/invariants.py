@@ -79,9 +79,10 @@ def journal_differs(history: History, journalled: Mapping[int, int], t: float) -
         yield Violation("no commit is lost", t, text, (COORDINATOR,))
 
 
-def may_not_start(incidents: Sequence[Incident]) -> bool:
-    """Return whether a coordinator that is started now may fail at once, because its disk is full."""
-    return any(incident.fault.kind is Kind.FULL_DISK and incident.ended is None for incident in incidents)
+def may_not_start(incidents: Sequence[Incident], since: float) -> bool:
+    """Return whether a coordinator that was started at `since` may have failed to, because its disk was full meanwhile."""
+    full = (incident for incident in incidents if incident.fault.kind is Kind.FULL_DISK)
+    return any(incident.ended is None or incident.ended >= since for incident in full)
 
 
 def _one_line(history: History) -> Iterator[Violation]:

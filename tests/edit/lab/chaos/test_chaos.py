@@ -148,12 +148,18 @@ def test_a_full_disk_may_swallow_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ended", "may"), [(Kind.FULL_DISK, None, True), (Kind.FULL_DISK, 22.0, False), (Kind.KILL_PEER, None, False)]
+    ("kind", "ended", "since", "may"),
+    [
+        (Kind.FULL_DISK, None, 21.0, True),
+        (Kind.FULL_DISK, 22.0, 21.0, True),  # it met the full disk, and its end is noticed after the repair
+        (Kind.FULL_DISK, 22.0, 22.5, False),
+        (Kind.KILL_PEER, None, 21.0, False),
+    ],
 )
-def test_nobody_can_start_on_a_full_disk(kind: Kind, ended: float | None, may: bool) -> None:
+def test_nobody_can_start_on_a_full_disk(kind: Kind, ended: float | None, since: float, may: bool) -> None:
     history = good()
     incident_in(history, kind, 20.5, ended)
-    assert may_not_start(history.incidents) is may
+    assert may_not_start(history.incidents, since) is may
 
 
 def test_a_folder_that_lost_a_commit() -> None:
