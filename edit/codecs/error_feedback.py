@@ -9,7 +9,8 @@ where the peer would be had all been sent, and the next delta, theta less the lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,15 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["ErrorFeedback", "codec_of"]
+__all__ = ["ErrorFeedback", "Vector", "codec_of"]
+
+
+class Vector(Protocol):
+    """A flat fp32 vector on the CPU that is read by the parts of `edit.codecs.base.parts`, in order: a tensor, or one that
+    computes a part when it is read; then that is valid until the next one is. Parts are not written."""
+
+    def numel(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
 def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
@@ -62,55 +71,72 @@ class ErrorFeedback:
         """Return whether `commit` of the staged vector i takes its delta."""
         return self.keeps(i) and not isinstance(self._staged.get(i), Residual)
 
-    def stage(self, i: int, delta: Tensor) -> EncodedTensor:
-        """Encode fragment i's delta (flat fp32, shape [shard.numel], not changed) plus its residual.
+    def stage(self, i: int, delta: Vector) -> EncodedTensor:
+        """Encode fragment i's delta (flat fp32, shape [shard.numel]) plus its residual.
 
         A delta that is not finite gives an encoded vector that is not finite. A merge refuses it, so it is never committed.
         """
         self._check(i, delta)
         encoder, residual, numel = self._codecs[i], self._residuals.get(i), delta.numel()
-        if residual is None:
-            self._staged[i] = encoded = encoder.encode(delta, self._shards[i].fragment)
-            return encoded
-        data, total = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
-        for part, piece in residual.pieces():
-            u = owing(delta[part], piece, self._decay, total[: piece.numel()])
+        data, total = new_buffer(encoder.encoded_size(numel)), torch.empty(0 if residual is None else min(PIECE, numel))
+        for part in parts(numel):
+            u = delta[part]
+            if residual is not None:
+                u = owing(u, residual.read(part), self._decay, total[: u.numel()])
             encoder.encode_part(u, data, numel, part.start)
         self._staged[i] = encoded = EncodedTensor(encoder.name, numel, data)
         return encoded
 
-    def keep(self, i: int, delta: Tensor) -> None:
+    def keep(self, i: int, delta: Vector) -> None:
         """Compute the residual that `commit` would leave, in new memory: the staged delta will not be there any more."""
         self._check(i, delta)
         staged = self._staged[i]
         if self.keeps(i) and isinstance(staged, EncodedTensor):
-            self._staged[i] = self._left_out(i, delta, staged, Residual(delta.numel(), self.form))
+            left = Residual(delta.numel(), self.form)
+            for _ in self._left_out(i, delta, staged, self._residuals.get(i), left):
+                pass
+            self._staged[i] = left
 
-    def commit(self, i: int, delta: Tensor | None = None) -> None:
+    def commit(self, i: int, delta: Vector | None = None) -> None:
         """Adopt the residual of the staged vector: it was merged. Raises LocalProtocolError when nothing is staged.
 
         delta: as it was staged, to the bit; see `needs_delta`.
         """
+        for _ in self.commit_parts(i, delta):
+            pass
+
+    def commit_parts(self, i: int, delta: Vector | None = None) -> Iterator[slice]:
+        """Do as `commit`, but a part at a time: yields each once its delta is not needed any more. Iterate to the end.
+
+        What `commit` raises is raised at once.
+        """
         if i not in self._staged:
             raise LocalProtocolError(f"fragment {i}: commit of a residual without a staged one")
         staged = self._staged[i]
+        written: Iterator[slice] = iter(())
         if isinstance(staged, Residual):
             self._residuals[i] = staged
         elif self.keeps(i):
             if delta is None:
                 raise LocalProtocolError(f"fragment {i}: commit of a residual without its delta")
             self._check(i, delta)
-            residual = self._residuals.get(i)
-            self._residuals[i] = self._left_out(i, delta, staged, residual or Residual(delta.numel(), self.form))
+            before = self._residuals.get(i)
+            self._residuals[i] = before or Residual(delta.numel(), self.form)
+            written = self._left_out(i, delta, staged, before, self._residuals[i])
+            if self._steps_ahead:  # all of it is asked for before anything moves
+                written = iter(list(written))
         del self._staged[i]
+        return written
 
-    def _left_out(self, i: int, delta: Tensor, encoded: EncodedTensor, out: Residual) -> Residual:
-        """Write e' = u - decode(q) into `out`, which may be e itself, and return it."""
-        before, total = self._residuals.get(i), torch.empty(min(PIECE, delta.numel()))
+    def _left_out(
+        self, i: int, delta: Vector, encoded: EncodedTensor, before: Residual | None, out: Residual
+    ) -> Iterator[slice]:
+        """Write e' = u - decode(q) into `out`, yielding each part that is written. before: e, perhaps `out` itself."""
+        total = torch.empty(min(PIECE, delta.numel()))
         for part, piece in zip(parts(delta.numel()), self._codecs[i].decode_pieces(encoded), strict=True):
             u = owing(delta[part], None if before is None else before.read(part), self._decay, total[: piece.numel()])
             out.write(part, u.sub_(piece))
-        return out
+            yield part
 
     def step_ahead(self, i: int) -> Tensor | None:
         """Return decay e of fragment i, new, and set e to 0: the local parameters take it. None unless the choice is LOCAL."""
@@ -143,7 +169,7 @@ class ErrorFeedback:
         self._residuals = {i: residual for i, residual in loaded.items() if self.keeps(i)}
         self._staged = {}
 
-    def _check(self, i: int, delta: Tensor) -> None:
-        if not 0 <= i < len(self._shards) or delta.shape != (self._shards[i].numel,):
+    def _check(self, i: int, delta: Vector) -> None:
+        if not 0 <= i < len(self._shards) or delta.numel() != self._shards[i].numel:
             numels = [shard.numel for shard in self._shards]
             raise LocalProtocolError(f"no fragment {i} of {delta.numel()} elements; the fragments have {numels}")

@@ -2,20 +2,24 @@
 
 A vector has its tensors row-major, one after the other; a pseudo-gradient is outer minus local. Vectors are fp32 on the CPU,
 whatever the parameters' dtype and device (defect T15). Next to parameters on a GPU they are pinned, and the copies of one
-vector are asynchronous, with one wait at the end.
+vector are asynchronous, with one wait at the end. On the CPU none of them need be there as a whole: `LocalVector` and
+`PseudoGradient` read and write a part at a time, which stays in the cache.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from edit.codecs.base import PIECE
 from edit.errors import LocalProtocolError
 
-__all__ = ["as_held", "flatten", "is_finite", "load_fragment", "pseudo_gradient"]
+__all__ = ["LocalVector", "PseudoGradient", "as_held", "flatten", "is_finite", "load_fragment", "pseudo_gradient"]
 
 _COPIED = 1 << 24  # elements at a time: where the dtypes differ, torch converts in new memory of the GPU, 64 MiB of fp32
 
@@ -63,6 +67,71 @@ def load_fragment(outer: Tensor, parameters: Sequence[Tensor]) -> None:
         else:
             parameter.copy_(part.view(parameter.shape), non_blocking=True)
     _wait(parameters)
+
+
+class LocalVector:
+    """The parameters of a fragment as one flat vector that shares their memory. Does not take gradients along.
+
+    Raises LocalProtocolError unless `readable`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        if not self.readable(parameters):
+            raise LocalProtocolError("only contiguous parameters on the CPU are one vector")
+        self._flat = [parameter.detach().view(-1) for parameter in parameters]
+        self._starts = list(itertools.accumulate((flat.numel() for flat in self._flat), initial=0))
+
+    @staticmethod
+    def readable(parameters: Sequence[Tensor]) -> bool:
+        """Return whether all are contiguous and on the CPU."""
+        return all(parameter.device.type == "cpu" and parameter.is_contiguous() for parameter in parameters)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self._starts[-1]
+
+    def pieces(self, part: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Yield what each parameter has of a part of the vector: where it stands in the part, and its memory."""
+        i = bisect.bisect_right(self._starts, part.start) - 1
+        while i < len(self._flat) and self._starts[i] < part.stop:
+            begin, end = max(self._starts[i], part.start), min(self._starts[i + 1], part.stop)
+            if begin < end:
+                yield (
+                    slice(begin - part.start, end - part.start),
+                    self._flat[i][begin - self._starts[i] : end - self._starts[i]],
+                )
+            i += 1
+
+    def write(self, part: slice, values: Tensor) -> None:
+        """Write flat fp32 `values` into a part of the vector, rounding to the parameters' dtypes."""
+        for here, into in self.pieces(part):
+            into.copy_(values[here])
+
+
+class PseudoGradient:
+    """`pseudo_gradient`, computed a part at a time: Delta[part] is fp32 and valid until the next part is read.
+
+    outer: flat fp32, as long as the local vector; local: the parameters; earlier: what they were (flat fp32), None for now.
+    Parts are at most PIECE elements long.
+    """
+
+    def __init__(self, outer: Tensor, local: LocalVector, earlier: Tensor | None = None) -> None:
+        if any(vector.numel() != local.numel() for vector in (outer, *(() if earlier is None else (earlier,)))):
+            raise LocalProtocolError(f"a fragment of {local.numel()} elements was given a vector of {outer.numel()}")
+        self._outer, self._local, self._earlier = outer, local, earlier
+        self._scratch = torch.empty(min(PIECE, outer.numel()))
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self._local.numel()
+
+    def __getitem__(self, part: slice) -> Tensor:
+        outer, delta = self._outer[part], self._scratch[: part.stop - part.start]
+        earlier = self._earlier[part] if self._earlier is not None else None
+        for here, now in self._local.pieces(part):
+            held = outer[here] if now.dtype == torch.float32 else outer[here].to(now.dtype).to(torch.float32)
+            torch.sub(held, now.to(torch.float32) if earlier is None else earlier[here], out=delta[here])
+        return delta
 
 
 def is_finite(vector: Tensor) -> bool:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from edit.codecs import PIECE, codec
 from edit.codecs.base import parts
+from edit.codecs.error_feedback import Vector
 from edit.errors import RemoteProtocolError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.records import EncodedTensor, Here, RolledBack, Snapshot
 from edit.replica.device_copies import Transfers
-from edit.replica.flat import as_held, flatten, is_finite, load_fragment, pseudo_gradient
+from edit.replica.flat import LocalVector, PseudoGradient, as_held, flatten, is_finite, load_fragment, pseudo_gradient
 from edit.replica.layout import Layout
 from edit.replica.module_hooks import ParameterModules, reshard
 from edit.replica.ranks import ALONE, Ranks
@@ -60,13 +61,36 @@ class Replica:
         self.transfers = Transfers(tensor for tensors in self.layout.tensors for tensor in tensors)
         self._ids = range(len(self.schema.fragments))
         self._outer = Outer(0, "", (), ())
+        self._kept = [False] * len(
+            self._ids
+        )  # by fragment: whether others may hold theta's vector, so that no move writes into it
         self._undone = [0] * len(self._ids)  # writes to the local parameters, by fragment, that `restore` has undone
         self._versions = [0] * len(self._ids)  # of the local parameters when `load_outer` replaced them
 
     @property
     def outer(self) -> Outer:
-        """theta as of now. Moves replace it and never write into its tensors, so it stays valid for every holder."""
+        """theta as of now, to keep: its vectors stay as they are, and the next move puts others in their place."""
+        self._kept = [True] * len(self._ids)
         return self._outer
+
+    @property
+    def outer_step(self) -> int:
+        """theta's outer step."""
+        return self._outer.outer_step
+
+    @property
+    def digest(self) -> str:
+        """The digest at theta's outer step; see `Outer`."""
+        return self._outer.digest
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The hash of each whole fragment of theta."""
+        return self._outer.hashes
+
+    def theta(self, fragment_id: int) -> Tensor:
+        """Return what this rank holds of one fragment of theta, flat fp32, to read until the next move."""
+        return self._outer.fragments[fragment_id]
 
     def parameters(self, fragment_id: int) -> Sequence[Tensor]:
         """Return the fragment's parameters in schema order, as the model has them."""
@@ -98,6 +122,14 @@ class Replica:
             return as_held(theta, locals_).sub_(local)
         with self.transfers.beside():
             return pseudo_gradient(theta, locals_)
+
+    def own_pseudo_gradient(self, fragment_id: int, local: Tensor | None = None) -> Vector:
+        """Return the owned part of `pseudo_gradient`: computed when it is read, where that can be. Until theta or, without
+        `local`, the local parameters move."""
+        layout, parameters = self.layout, self.layout.locals(fragment_id)
+        if LocalVector.readable(parameters) and layout.owned[fragment_id].numel == layout.held[fragment_id].numel:
+            return PseudoGradient(self._outer.fragments[fragment_id], LocalVector(parameters), local)
+        return layout.own(fragment_id, self.pseudo_gradient(fragment_id, local))
 
     def progress(self, fragment_id: int) -> Tensor:
         """Return local - theta of one fragment: what a replay puts onto other outer parameters."""
@@ -167,10 +199,13 @@ class Replica:
     def _after(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
         """Return theta - decode(encoded), new memory."""
         theta = self._outer.fragments[fragment_id]
-        after = torch.empty(theta.shape, dtype=theta.dtype, pin_memory=self.transfers.pinned)
+        after = self._new_like(theta)
         for part, piece in self._decoded(fragment_id, encoded):
             torch.sub(theta[part], piece, out=after[part])
         return after
+
+    def _new_like(self, theta: Tensor) -> Tensor:
+        return torch.empty(theta.shape, dtype=theta.dtype, pin_memory=self.transfers.pinned)
 
     def _decoded(self, fragment_id: int, encoded: EncodedTensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the held part of an update, decoded, in pieces where it can be. Raises RemoteProtocolError."""
@@ -208,33 +243,70 @@ class Replica:
 
     def resume(self, outer: Outer) -> None:
         """Take `outer` as theta and leave the local parameters as they are."""
-        self._outer = outer
+        self._take(outer)
 
-    def move(self, target: Outer, progress: Progress, fragments: Iterable[int] | None = None) -> None:
-        """Make `target` theta; each local fragment (None: all) becomes what `progress` says. The others stay."""
-        for i in self._ids if fragments is None else fragments:
+    def move(self, target: Outer, progress: Progress) -> None:
+        """Make `target` theta; each local fragment becomes what `progress` says."""
+        for i in self._ids:
             self._load(i, target.fragments[i], progress(i))
-        self._outer = target
+        self._take(target)
+
+    def reload(self, progress: Progress, fragments: Iterable[int] | None = None) -> None:
+        """Make the local parameters of these fragments (None: all) what `progress` says; theta stays."""
+        for i in self._ids if fragments is None else fragments:
+            self._load(i, self._outer.fragments[i], progress(i))
+
+    def _take(self, outer: Outer) -> None:
+        self._outer, self._kept = outer, [True] * len(self._ids)  # a run in this process hands out vectors of its own
 
     def apply_fragment(
-        self, fragment_id: int, step: Here | RolledBack, progress: Progress, hashed: bytes | None = None
+        self,
+        fragment_id: int,
+        step: Here | RolledBack,
+        progress: Progress,
+        hashed: bytes | None = None,
+        before: Iterable[slice] = (),
     ) -> None:
         """Take theta <- theta - decode(step) of one fragment; the local one becomes what `progress` says.
 
         The outer step and the digest stay as they are until `applied`. hashed: as `hashes_after` told it, which was given the
         same step; None: raises as that.
+        before: what reads theta and the local parameters as they were; it yields each part that it has done with, and is
+        iterated to its end. So a part is in the cache when it moves.
         """
-        kept, theta, hashes = progress(fragment_id), list(self._outer.fragments), list(self._outer.hashes)
+        kept, before = progress(fragment_id), iter(before)
         if isinstance(step, Here):
-            encoded = step.payload
             if hashed is None:
-                theta[fragment_id] = self.layout.ranks.together(lambda: self._after(fragment_id, encoded))
-                hashed = self._hashes({fragment_id: theta[fragment_id]})[fragment_id]
-            else:
-                theta[fragment_id] = self._after(fragment_id, encoded)
-            hashes[fragment_id] = hashed
-        self._outer = dataclasses.replace(self._outer, fragments=tuple(theta), hashes=tuple(hashes))
-        self._load(fragment_id, theta[fragment_id], kept)
+                hashed = self.hashes_after({fragment_id: step})[fragment_id]
+            local = self._local_to_write(fragment_id) if kept is None else None
+            self._advance(fragment_id, step.payload, hashed, before, local)
+        else:
+            local = None
+        for _ in before:
+            pass
+        if local is None:
+            self._load(fragment_id, self._outer.fragments[fragment_id], kept)
+
+    def _local_to_write(self, fragment_id: int) -> LocalVector | None:
+        self.modules.before_write(fragment_id)
+        parameters = self.layout.locals(fragment_id)
+        return LocalVector(parameters) if LocalVector.readable(parameters) else None
+
+    def _advance(
+        self, fragment_id: int, encoded: EncodedTensor, hashed: bytes, before: Iterator[slice], local: LocalVector | None
+    ) -> None:
+        """Subtract a decoded update, which is known to be good, from theta; write theta into `local`, part by part."""
+        fragments, hashes = list(self._outer.fragments), list(self._outer.hashes)
+        theta = fragments[fragment_id]
+        after = self._new_like(theta) if self._kept[fragment_id] else theta
+        for part, piece in self._decoded(fragment_id, encoded):
+            next((done for done in before if done.stop >= part.stop), None)
+            torch.sub(theta[part], piece, out=after[part])
+            if local is not None:
+                with self.transfers.beside():
+                    local.write(part, after[part])
+        fragments[fragment_id], hashes[fragment_id], self._kept[fragment_id] = after, hashed, False
+        self._outer = dataclasses.replace(self._outer, fragments=tuple(fragments), hashes=tuple(hashes))
 
     def applied(self, outer_step: int) -> None:
         """Advance to `outer_step`, with the digest that theta really has: all its fragments are applied."""

@@ -41,10 +41,10 @@ class AggregatorShare:
     @classmethod
     def of(cls, each: ShareExchange) -> AggregatorShare:
         """Return how the exchange with one aggregator stands."""
-        exchange, outer = each.exchange, each.replica.outer
+        exchange, replica = each.exchange, each.replica
         return cls(
-            outer_step=outer.outer_step,
-            digest=outer.digest,
+            outer_step=replica.outer_step,
+            digest=replica.digest,
             round_inner_steps=exchange.schedule.round_inner_steps,
             pending=exchange.pending is not None,
             finished=exchange.finished,

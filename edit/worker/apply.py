@@ -92,7 +92,7 @@ class ShareExchange:
 
     def begin(self) -> None:
         """Training begins, from theta or from a checkpoint."""
-        self.run(self.exchange.begin(self.replica.outer.outer_step))
+        self.run(self.exchange.begin(self.replica.outer_step))
 
     def keep_local(self) -> None:
         """Keep the local parameters as they were sent, while a contribution is pending: what follows is then kept with them."""
@@ -205,7 +205,8 @@ class ShareExchange:
             if (target := self._updates.snapshot()) is None:
                 return Failed(f"{WRONG_DIGEST}; {self._updates.failure}")
             for i in steps:
-                self._take_verdict(i, verdicts[i])
+                for _ in self._take_verdict(i, verdicts[i]):
+                    pass
             replica.move(target, progress)
             if self.estimator is not None:  # a snapshot may be further: that was not this commit's step alone
                 self.estimator.forget()
@@ -216,7 +217,7 @@ class ShareExchange:
         self.last_commit = without_payloads(commit)
         if not carried:
             self.sent = SentTensors()
-        return Moved(replica.outer.outer_step, reason)
+        return Moved(replica.outer_step, reason)
 
     def _apply_all(
         self,
@@ -231,33 +232,35 @@ class ShareExchange:
         replica, sent = self.replica, self.sent
         moved: dict[int, Tensor] = {}
         for i, step in steps.items():
-            if carried is None:
-                self._take_verdict(i, verdicts[i])
-            elif i in carried.missing:
+            residual = self._take_verdict(i, verdicts[i]) if carried is None else ()
+            if carried is not None and i in carried.missing:
                 self._maker.keep_residual(sent, i)
-            before = replica.outer.fragments[i]
-            replica.apply_fragment(i, step, progress, hashes[i])
-            after = replica.outer.fragments[i]
+            shifts = carried is not None and i in sent.sent_from
+            before = replica.outer.fragments[i] if shifts or self.estimator is not None else None
+            replica.apply_fragment(i, step, progress, hashes[i], residual)
+            if before is None:
+                continue
+            after = replica.theta(i)
             if self.estimator is not None:
                 moved[i] = before - after
-            if carried is not None and i in sent.sent_from:
+            if shifts:
                 sent.sent_from[i] = (sent.sent_from[i] - before).add_(after)
         replica.applied(commit.outer_step)
         if self.estimator is not None:
             self.estimator.committed(commit, self._collective.peer_id, moved, sent.deltas)
 
-    def _take_verdict(self, i: int, verdict: Verdict | None) -> None:
+    def _take_verdict(self, i: int, verdict: Verdict | None) -> Iterable[slice]:
         """Adopt or forget the residual of fragment i; clean the inner optimizer's state after a contribution with NaN or Inf.
 
-        Before theta and the local parameters move. verdict: None where the contribution is not part of the commit, nor will be
-        of another.
+        Before theta and the local parameters move: yields each part that may move, and is to be iterated to its end.
+        verdict: None where the contribution is not part of the commit, nor will be of another.
         """
         if verdict is Verdict.OK:
-            self._maker.commit_residual(self.sent, i)
-            return
+            return self._maker.commit_residual(self.sent, i)
         self.feedback.rollback(i)
         if verdict is Verdict.NONFINITE:
             scrub(self._optimizer, self.replica.parameters(i))
+        return ()
 
     def _kept(self, i: int, verdict: Verdict | None, pending: Pending | None) -> Tensor | float | None:
         """Return what fragment i keeps after `_take_verdict` of the same verdict, see `edit.worker.local_progress`."""
@@ -282,7 +285,7 @@ class ShareExchange:
         for i in pending.missing:
             self.feedback.rollback(i)
         if aborted and sent.deltas:
-            self.replica.move(self.replica.outer, lambda i: unmerged(self.replica, i, sent), pending.fragments)
+            self.replica.reload(lambda i: unmerged(self.replica, i, sent), pending.fragments)
 
     # A commit that is applied lazily.
 
@@ -296,8 +299,8 @@ class ShareExchange:
             self.run(self.exchange.interrupted(str(error)))
             return
         verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
-        self._take_verdict(i, verdict)
-        self.replica.apply_fragment(i, step, lambda i: self._kept(i, verdict, pending))
+        residual = self._take_verdict(i, verdict)
+        self.replica.apply_fragment(i, step, lambda i: self._kept(i, verdict, pending), before=residual)
         del partial.waiting[i]
         pending.applied.add(i)
         if not partial.waiting:
@@ -315,5 +318,5 @@ class ShareExchange:
     def _check_applied(self) -> None:
         """Take a snapshot where what was applied is not what the run has; not in a forward, which has used it."""
         unchecked, self._unchecked = self._unchecked, False
-        if unchecked and self.last_commit is not None and self.replica.outer.digest != self.last_commit.digest:
+        if unchecked and self.last_commit is not None and self.replica.digest != self.last_commit.digest:
             self.run(self.exchange.take_snapshot(WRONG_DIGEST))

@@ -5,11 +5,12 @@ The same contribution can be made again to the bit, from what a checkpoint keeps
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from edit.codecs.error_feedback import ErrorFeedback
+from edit.codecs.error_feedback import ErrorFeedback, Vector
 from edit.collective import Collective
 from edit.errors import LocalProtocolError
 from edit.records import Contribution, EncodedTensor
@@ -61,32 +62,37 @@ class ContributionMaker:
         self._config = config
         self._estimator = estimator
 
-    def delta(self, sent: SentTensors, i: int) -> Tensor:
-        """Return the pseudo-gradient of fragment i once more, as long as theta is what it was computed against.
+    def _own_delta(self, sent: SentTensors, i: int) -> Vector | None:
+        """Return this rank's part of the pseudo-gradient of fragment i once more, if its residual takes it.
+
+        As long as theta is what it was computed against.
 
         Raises LocalProtocolError when the local parameters that it was computed from are gone.
         """
+        if not self._feedback.needs_delta(i):
+            return None
         if i in sent.deltas:
-            return sent.deltas[i]
+            return self._replica.layout.own(i, sent.deltas[i])
         if i not in sent.sent_from and self._replica.version(i) != sent.versions[i]:
             name = self._replica.schema.fragments[i].name
             raise LocalProtocolError(
                 f"the parameters of {name} changed after optimizer.step() had contributed them; only_steps_write says no"
             )
-        return self._replica.pseudo_gradient(i, sent.sent_from.get(i))
+        return self._replica.own_pseudo_gradient(i, sent.sent_from.get(i))
 
-    def commit_residual(self, sent: SentTensors, i: int) -> None:
-        """Adopt the residual of fragment i: its contribution is merged. Before theta or the local parameters move."""
+    def commit_residual(self, sent: SentTensors, i: int) -> Iterator[slice]:
+        """Adopt the residual of fragment i: its contribution is merged. Before theta or the local parameters move.
+
+        Yields each part of them that it has done with; iterate to the end.
+        """
         if self._replica.layout.owned[i].numel:
-            self._feedback.commit(i, self._own_delta(sent, i))
+            return self._feedback.commit_parts(i, self._own_delta(sent, i))
+        return iter(())
 
     def keep_residual(self, sent: SentTensors, i: int) -> None:
         """Compute now the residual that fragment i would leave: theta is about to move while its contribution stays pending."""
         if self._replica.layout.owned[i].numel and (delta := self._own_delta(sent, i)) is not None:
             self._feedback.keep(i, delta)
-
-    def _own_delta(self, sent: SentTensors, i: int) -> Tensor | None:
-        return self._replica.layout.own(i, self.delta(sent, i)) if self._feedback.needs_delta(i) else None
 
     def contribute(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
         """Stage every fragment of a contribution, send it, and put the local parameters where training goes on from.
@@ -99,29 +105,30 @@ class ContributionMaker:
         Raises what `Collective.contribute` raises.
         """
         for i in pending.fragments:
-            delta = self._replica.pseudo_gradient(i)
-            self._stage(pending, sent, i, delta, send)
             if self._estimator is not None:
+                delta = self._replica.pseudo_gradient(i)
+                self._stage(pending, sent, i, self._replica.layout.own(i, delta), send)
                 self._go_on_from_estimate(self._estimator, sent, i, delta)
-            elif self._config.sync.overlap:
-                sent.sent_from[i] = self._replica.local_fragment(i)
-            else:
-                self._rely_on_local(sent, i, delta)
+                continue
+            own = self._replica.own_pseudo_gradient(i)
+            self._stage(pending, sent, i, own, send)
+            self._stay(sent, i, own)
 
     def contribute_again(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
         """Make the same contribution from what is left of it in a checkpoint; the local parameters stay.
 
         Args and errors as of `contribute`; `sent` is what the checkpoint kept.
         """
+        layout = self._replica.layout
         for i in pending.missing:
-            delta = sent.deltas[i] if i in sent.deltas else self._replica.pseudo_gradient(i, sent.sent_from.get(i))
-            self._stage(pending, sent, i, delta, send)
-            if i in sent.sent_from:
-                continue
-            if self._config.sync.overlap:
-                sent.sent_from[i] = self._replica.local_fragment(i)
-            else:
-                self._rely_on_local(sent, i, delta)
+            own: Vector = (
+                layout.own(i, sent.deltas[i])
+                if i in sent.deltas
+                else self._replica.own_pseudo_gradient(i, sent.sent_from.get(i))
+            )
+            self._stage(pending, sent, i, own, send)
+            if i not in sent.sent_from:
+                self._stay(sent, i, own)
 
     def send_again(self, pending: Pending, sent: SentTensors) -> None:
         """Send the same bytes once more. Raises what `Collective.contribute` raises."""
@@ -134,18 +141,20 @@ class ContributionMaker:
             if i not in sent.sent_from:
                 sent.sent_from[i] = self._replica.local_fragment(i)
 
-    def _rely_on_local(self, sent: SentTensors, i: int, delta: Tensor) -> None:
-        """The local parameters stay until the outcome: in every loop, or only if no one else writes to them."""
-        layout = self._replica.layout
-        sent.versions[i] = self._replica.version(i)
-        if not self._config.only_steps_write and layout.owned[i].numel:
-            self._feedback.keep(i, layout.own(i, delta))
-
-    def _stage(self, pending: Pending, sent: SentTensors, i: int, delta: Tensor, send: bool) -> None:
-        layout = self._replica.layout
-        if layout.owned[i].numel == 0:
+    def _stay(self, sent: SentTensors, i: int, own: Vector) -> None:
+        """Training goes on from the local parameters as they are. own: as it was staged."""
+        if self._config.sync.overlap:
+            sent.sent_from[i] = self._replica.local_fragment(i)
             return
-        payload = self._feedback.stage(i, layout.own(i, delta))
+        sent.versions[i] = self._replica.version(i)
+        # They stay until the outcome: in every loop, or only if no one else writes to them.
+        if not self._config.only_steps_write and self._replica.layout.owned[i].numel:
+            self._feedback.keep(i, own)
+
+    def _stage(self, pending: Pending, sent: SentTensors, i: int, own: Vector, send: bool) -> None:
+        if self._replica.layout.owned[i].numel == 0:
+            return
+        payload = self._feedback.stage(i, own)
         if self._config.sync.strict:
             sent.payloads[i] = payload
         if send:
@@ -167,7 +176,7 @@ class ContributionMaker:
     def _go_on_from_estimate(self, estimator: Estimator, sent: SentTensors, i: int, delta: Tensor) -> None:
         replica = self._replica
         buffers = replica.layout.schema.fragments[i].buffers  # no outer optimizer moves them
-        estimate = None if buffers else estimator.estimate(i, replica.outer.fragments[i], delta)
+        estimate = None if buffers else estimator.estimate(i, replica.theta(i), delta)
         if estimate is not None and replica.layout.ranks.all([is_finite(estimate)])[0]:
             replica.load_local(i, estimate)
         sent.deltas[i] = delta

@@ -37,7 +37,7 @@ class Updates:
 
         Raises RemoteProtocolError when it does not follow, or is not about the fragments that are due.
         """
-        commit, outer_step = outcome.commit, self._replica.outer.outer_step
+        commit, outer_step = outcome.commit, self._replica.outer_step
         if commit.outer_step != outer_step + 1:
             raise RemoteProtocolError(f"commit to outer step {commit.outer_step} cannot follow {outer_step}")
         due = self._due(outer_step)

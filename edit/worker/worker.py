@@ -148,13 +148,13 @@ class EditWorker:
     @property
     def outer_step(self) -> int:
         """The committed outer step of theta; of several shares, that of the furthest."""
-        return self._furthest.replica.outer.outer_step
+        return self._furthest.replica.outer_step
 
     @property
     def digest(self) -> str:
         """Digest of theta; equal on all peers at the same outer step (of all shares), whatever the number of aggregators."""
-        outers = [each.replica.outer for each in self._entered]
-        return outers[0].digest if len(outers) == 1 else combine(one for outer in outers for one in outer.hashes)
+        replicas = [each.replica for each in self._entered]
+        return replicas[0].digest if len(replicas) == 1 else combine(one for replica in replicas for one in replica.hashes)
 
     @property
     def shares(self) -> tuple[AggregatorShare, ...]:
@@ -164,7 +164,7 @@ class EditWorker:
     def outer_of(self, share: int = 0) -> tuple[Schema, Outer]:
         """Return theta of one aggregator's fragments as this rank holds it, and which they are.
 
-        What was returned once stays as it is: later commits replace it.
+        What was returned once stays as it is: the next commit is written elsewhere, one fragment after the other.
         """
         replica = self._entered[share].replica
         return replica.schema, replica.outer
@@ -334,7 +334,7 @@ class EditWorker:
     def _reset_finished(self) -> None:
         """Move the share of a finished run back to theta: its parameters are still trained along with the others'."""
         for replica in (each.replica for each in self._exchanges if each.exchange.finished):
-            replica.move(replica.outer, lambda _: None)
+            replica.reload(lambda _: None)
 
     @property
     def _entered(self) -> tuple[ShareExchange, ...]:
@@ -344,7 +344,7 @@ class EditWorker:
 
     @property
     def _furthest(self) -> ShareExchange:
-        return max(self._entered, key=lambda each: each.replica.outer.outer_step)
+        return max(self._entered, key=lambda each: each.replica.outer_step)
 
     def _require_local(self, call: str) -> None:
         if self._swapped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -103,10 +103,10 @@ class RunConnection(Protocol):
         """Begin to fetch the snapshots that joining will return, from a run that has parameters already."""
         ...
 
-    def show(self, schema: Schema, outer: Outer) -> None:
-        """Offer these outer parameters to members that join, where this peer serves snapshots; return at once.
+    def show(self, outer_of: Callable[[], tuple[Schema, Outer]]) -> None:
+        """Offer the outer parameters to members that join, where this peer serves snapshots; return at once.
 
-        `outer` is kept by reference until a later call replaces it.
+        outer_of: returns them, to keep by reference until a later call replaces them; called only where they are served.
         """
         ...
 

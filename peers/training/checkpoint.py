@@ -63,7 +63,7 @@ class Resumable:
             tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
         own = self._of_this_rank()
         tensors |= {f"rank/{self.ranks.rank}/{name}": tensor for name, tensor in own.items()}
-        theta = {key for key in tensors if key.startswith("worker/outer/")}  # commits replace it, fragment by fragment
+        theta = {key for key in tensors if key.startswith("worker/outer/")}  # what was kept of it stays as it is
         checkpoints.save(tensors, scalars, constant=theta)
 
     def load(self, checkpoints: Checkpoints, saved: Saved, run_step: int = 0) -> None:

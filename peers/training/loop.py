@@ -202,7 +202,7 @@ class Training:
             if (origin := connection.origin) is not None and origin is not self._origins.get(number):
                 self._origins[number] = origin
                 self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
-        self._connection.show(*worker.outer_of())
+        self._connection.show(worker.outer_of)
 
     def _report(self, worker: EditWorker) -> None:
         for share, connection in zip(worker.shares, self._connection.shares, strict=True):

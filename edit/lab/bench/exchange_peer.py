@@ -72,16 +72,17 @@ def main(home: Path, invitation: str, parameters: int, codec_name: str, port: in
 
 def _train(replica: Replica, generator: torch.Generator) -> None:
     with torch.no_grad():
-        for i, theta in enumerate(replica.outer.fragments):
+        for i in range(len(replica.schema.fragments)):
+            theta = replica.theta(i)
             replica.parameters(i)[0].copy_(theta).add_(torch.empty_like(theta).normal_(0, 1e-3, generator=generator))
 
 
 def _exchange(replica: Replica, feedback: ErrorFeedback, collective: HubCollective) -> str:
     """Contribute, wait for the commit, move to it; return the digest."""
-    step = replica.outer.outer_step
+    step = replica.outer_step
     fragments = range(len(replica.schema.fragments))
     for i in fragments:
-        payload = feedback.stage(i, replica.pseudo_gradient(i))
+        payload = feedback.stage(i, replica.own_pseudo_gradient(i))
         collective.contribute(Contribution(outer_step=step, fragment_id=i, inner_steps=1, tokens=1, payload=payload))
     outcome = collective.outcome(step, block=True)
     assert isinstance(outcome, Committed), outcome
@@ -89,10 +90,10 @@ def _exchange(replica: Replica, feedback: ErrorFeedback, collective: HubCollecti
     hashes = replica.hashes_after(steps)
     assert combine(hashes) == outcome.commit.digest
     for i in fragments:
-        feedback.commit(i, replica.pseudo_gradient(i))
-        replica.apply_fragment(i, steps.get(i, RolledBack()), lambda _: None, hashes[i])
+        residual = feedback.commit_parts(i, replica.own_pseudo_gradient(i) if feedback.needs_delta(i) else None)
+        replica.apply_fragment(i, steps.get(i, RolledBack()), lambda _: None, hashes[i], residual)
     replica.applied(step + 1)
-    return replica.outer.digest
+    return replica.digest
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from edit.collective import CompositeCollective
@@ -171,9 +171,12 @@ class AllAggregators(CompositeCollective):
         for one in self._connections:
             one.prefetch()
 
-    def show(self, schema: Schema, outer: Outer) -> None:
-        """Offer these outer parameters to members that join, where this peer serves snapshots."""
-        if (server := self._server) is not None and outer is not self._shown:
+    def show(self, outer_of: Callable[[], tuple[Schema, Outer]]) -> None:
+        """See `RunConnection.show`."""
+        if (server := self._server) is None:
+            return
+        schema, outer = outer_of()
+        if outer is not self._shown:
             self._shown = outer
             self._io.post(lambda: server.show(schema, outer))
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from edit.codecs.base import parts
 from edit.errors import LocalProtocolError
 from edit.replica import flat
-from edit.replica.flat import flatten, is_finite, load_fragment, pseudo_gradient
+from edit.replica.flat import LocalVector, PseudoGradient, flatten, is_finite, load_fragment, pseudo_gradient
 
 
 def fragment(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -108,3 +109,33 @@ def test_a_model_on_a_gpu_reads_and_writes_the_same_bits() -> None:
     assert torch.equal(pseudo_gradient(outer, here), pseudo_gradient(outer, there))
     load_fragment(outer, there)
     assert torch.equal(flatten(there), outer)
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.float16, torch.float64]])
+def test_by_parts_a_fragment_is_read_and_written_as_at_once(dtypes: list[torch.dtype]) -> None:
+    """Parameters begin and end anywhere in the parts; some are empty."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(7,), (0, 3), (300, 500), (), (131_072,), (2, 65_500)]
+    parameters = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)])) for i, shape in enumerate(shapes)
+    ]
+    local = LocalVector(parameters)
+    outer = torch.randn(local.numel(), generator=generator)
+    earlier = flatten(parameters) + 1
+    for now in (None, earlier):
+        delta = PseudoGradient(outer, local, now)
+        expected = pseudo_gradient(outer, parameters) if now is None else flat.as_held(outer, parameters) - earlier
+        assert delta.numel() == outer.numel()
+        assert all(torch.equal(delta[part], expected[part]) for part in parts(outer.numel()))
+    for part in parts(outer.numel()):
+        local.write(part, outer[part])
+    assert torch.equal(flatten(parameters), flat.as_held(outer, parameters))
+
+
+def test_a_transposed_parameter_is_not_read_by_parts() -> None:
+    transposed = [nn.Parameter(torch.arange(6.0).view(2, 3).t())]
+    assert not LocalVector.readable(transposed)
+    with pytest.raises(LocalProtocolError, match="contiguous"):
+        LocalVector(transposed)
+    with pytest.raises(LocalProtocolError, match="a fragment of 18 elements was given a vector of 17"):
+        PseudoGradient(torch.zeros(17), LocalVector(fragment()))

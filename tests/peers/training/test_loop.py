@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,8 @@ class LocalConnection:
     def interrupt(self) -> None: ...
     def close(self, reason: str = "") -> None: ...
 
-    def show(self, schema: Schema, outer: Outer) -> None:
-        self.shown.append((schema, outer))
+    def show(self, outer_of: Callable[[], tuple[Schema, Outer]]) -> None:
+        self.shown.append(outer_of())
 
     def check(self) -> None:
         self._looks += 1
