@@ -2,6 +2,7 @@
 
     python benchmarks/council.py --seeds 5000
     python benchmarks/council.py --one-fault --seeds 200
+    python benchmarks/council.py --parts --seeds 500
 
 Checks at every moment that there is no split: one leader per term, one digest per outer step, what the record names is on the
 disks of a quorum, grants and outer steps never go back; and after healing that all parts advance twice at all members within
@@ -9,18 +10,26 @@ disks of a quorum, grants and outer steps never go back; and after healing that 
 
 --one-fault: four members, three parts, no other fault: the virtual seconds from a SIGKILL or SIGSTOP to the next commit of all
 parts at all survivors. A simulated engine needs 0.2 to 0.6 s for a round.
+
+--parts: the members keep real parts in folders under that of temporary files: each kill loses what was not synced, or comes in
+the middle of a write. Checks besides that all members come to the same bits, and find what they said that they had.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+import tempfile
 import time
+import weakref
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from edit.lab.council.plan import Plan, draw
+from edit.lab.council.replicated import ReplicatedSwarm
 from edit.lab.council.search import Result, failure, shrink
 from edit.lab.council.swarm import Swarm
 from edit.lab.council.truth import Broken
@@ -29,12 +38,20 @@ from edit.plain_text import json_text
 LAST_LINES = 80  # of the trace of a seed that fails
 
 
-def show_failure(seed: int, members: int, reason: str) -> None:
+def replicated(plan: Plan, lines: list[str] | None = None) -> Swarm:
+    """Return a swarm with real parts, in a folder that goes with it."""
+    folder = tempfile.TemporaryDirectory(prefix="edit-council-")
+    swarm = ReplicatedSwarm(plan, Path(folder.name), lines=lines)
+    weakref.finalize(swarm, folder.cleanup)
+    return swarm
+
+
+def show_failure(seed: int, members: int, reason: str, make: Callable[..., Swarm]) -> None:
     """Print the smallest plan that fails, and the end of its trace."""
     print(f"seed {seed}: {reason}")
-    plan, lines = shrink(draw(seed, members)), list[str]()
+    plan, lines = shrink(draw(seed, members), make), list[str]()
     print(plan)
-    reason = failure(plan, lines=lines)
+    reason = failure(plan, make, lines=lines)
     print("\n".join(lines[-LAST_LINES:]))
     print(f"seed {seed}, the smallest plan of it that fails: {reason}")
 
@@ -93,16 +110,19 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--members", type=int, default=4, help="at most so many members (default 4)")
     parser.add_argument("--out", type=Path, help="append the result to this file, as a line of JSON")
+    parser.add_argument("--parts", action="store_true", help="with real journals, checkpoints and merges")
     parser.add_argument("--one-fault", action="store_true", help="measure how long one fault costs instead")
     arguments = parser.parse_args()
     if arguments.one_fault:
         show_one_fault(arguments.seeds)
         return
+    logging.disable(logging.ERROR)  # each kill leaves something to be cut off
     result, started = Result(), time.process_time()
+    make = replicated if arguments.parts else Swarm
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        reason = failure(draw(seed, arguments.members), result=result)
+        reason = failure(draw(seed, arguments.members), make, result=result)
         if reason:
-            show_failure(seed, arguments.members, reason)
+            show_failure(seed, arguments.members, reason, make)
             sys.exit(1)
         if (seed + 1) % 500 == 0:
             print(f"{result.seeds} seeds, {time.process_time() - started:.0f} s", flush=True)
@@ -119,6 +139,7 @@ def main() -> None:
             "first": arguments.first,
             "seeds": result.seeds,
             "members": arguments.members,
+            "parts": arguments.parts,
             "faults": result.faults,
             "commits": result.commits,
             "events": result.events,

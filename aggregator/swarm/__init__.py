@@ -6,6 +6,7 @@ offers is the journal's record of a round, so that what one member has on disk i
 Owns: an update as bytes, and the part's state on disk. Must not know: how bytes reach other members (a `Source` is given),
 clocks, the event loop, peers that train.
 
-    offers.py       an update with its bytes, as members send it to each other
-    replication.py  one part at one member; and the council's effects carried out
+    member_folder.py  the names of the files, and what the council must have on disk
+    offers.py         an update with its bytes, as members send it to each other
+    replication.py    one part at one member; and the council's effects carried out
 """

@@ -167,7 +167,7 @@ class PartReplica:
     def fetch(self, wanted: Fetch, source: Source) -> None:
         """Bring the part to an outer step or a later one: by updates where the source keeps them all, else by its snapshot.
 
-        Raises EditError: the part is where it was, or has come nearer.
+        At most `config.kept_updates` of them are in memory. Raises EditError: the part is where it was, or has come nearer.
         """
         steps = range(self._state.outer_step + 1, wanted.outer_step + 1)
         if wanted.snapshot or self._damaged or self._outer is None or not 0 < len(steps) <= self._config.kept_updates:

@@ -17,6 +17,7 @@ import torch
 
 from aggregator.storage.journal import Disk
 from aggregator.storage.store import Store
+from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from edit.codecs import codec
 from edit.config.run import RunConfig
@@ -83,7 +84,7 @@ class MemberDisk:
         self.killed_after, replicas = None, list[PartReplica]()
         disk = Disk(write=self._write, fsync=self._sync)
         for part in range(parts):
-            self._stores.append(Store(self._folder / f"part-{part}", self._config, RUN, disk))
+            self._stores.append(Store(MemberFolder(self._folder).part(part), self._config, RUN, disk))
             replicas.append(self.replica(RUN, part, self._config, self._stores[-1], partial(on_commit, part)))
         return replicas
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from edit.errors import LocalProtocolError
+from edit.errors import EditError
 from edit.lab.council.plan import Plan
 from edit.lab.council.swarm import Swarm
 from edit.lab.council.truth import Broken
@@ -57,7 +57,7 @@ def failure(
     swarm = make(plan, lines=lines)
     try:
         recovery_s = swarm.run_all()
-    except (Broken, LocalProtocolError) as error:
+    except (Broken, EditError) as error:
         return str(error)
     if result is not None:
         result.add(swarm, recovery_s)

@@ -121,6 +121,27 @@ def test_the_owner_keeps_what_its_record_left_out_and_the_others_follow_it(two: 
     assert all(torch.equal(owed[name], one.replica.outer.to_tensors()[name]) for name in names), "its restart has it, too"
 
 
+@pytest.mark.parametrize(("down", "record"), [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8")])
+def test_a_swarm_and_a_hub_come_to_the_same_bits(tmp_path: Path, down: str, record: str) -> None:
+    """As long as no owner changes: the next one lacks what the record left out."""
+    config = RunConfig.from_mapping({**CONFIG, "codec": {"up": "fp32", "down": down, "record": record}})
+    hub = outer_state(config, 0)
+    one, other = Member(tmp_path / "one", config).found(), Member(tmp_path / "other", config).found()
+    for seed in range(6):
+        records = merged_round(one.replica.outer, 3, seed)
+        offer = one.replica.offer(1, seed + 1, "all are in", 30, records)
+        one.replica.hold(offer, records)
+        other.replica.hold(offer)
+        other = other.again()  # killed while it holds it
+        for each in (one, other):
+            each.replica.adopt(offer.update.id)
+        hub.commit(seed + 1, "all are in", merged_round(hub, 3, seed))
+        assert one.replica.outer.digest == other.replica.outer.digest == hub.digest
+    mine, theirs = one.replica.outer.to_tensors(), hub.to_tensors()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert one.replica.outer.metadata() == hub.metadata()
+
+
 def test_another_update_takes_the_place_of_the_one_that_is_held(two: tuple[Member, Member]) -> None:
     one, other = two
     first, second = one.offer(seed=1), one.offer(seed=2, grant=2)

@@ -1,0 +1,45 @@
+"""The folder of a member: what the council must have on disk, and a folder for each part.
+
+council.json   `edit.council.record.Saved`: the term, the vote, the newest record; private
+part-N/        the journal and the checkpoints of part N (`aggregator.storage.store`)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edit.council.record import Saved
+from edit.durable_files import write_atomic
+from edit.errors import StorageError
+
+__all__ = ["MemberFolder"]
+
+
+class MemberFolder:
+    """The files of one member. path: exists, and is locked by who writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._council = path, path / "council.json"
+
+    def part(self, part: int) -> Path:
+        """Return the folder of a part."""
+        return self._path / f"part-{part}"
+
+    def save(self, saved: Saved) -> None:
+        """Carry out a Save: on disk when this returns. Raises StorageError; then the member may say nothing more."""
+        write_atomic(self._council, saved.encode(), mode=0o600)
+
+    def saved(self) -> Saved | None:
+        """Return what was saved last, or None in a folder that is new. Raises StorageError for damage, FormatError.
+
+        A folder without council.json and with parts has lost what its member said: it is damaged, not new. A member whose disk
+        was lost comes back with an empty folder, in another incarnation.
+        """
+        try:
+            return Saved.decode(self._council.read_bytes(), self._council)
+        except FileNotFoundError:
+            if any(self._path.glob("part-*")):
+                raise StorageError(f"{self._council}: is missing beside the parts; join anew with an empty folder") from None
+            return None
+        except OSError as error:
+            raise StorageError(f"{self._council}: cannot be read ({error.strerror})") from error
