@@ -8,5 +8,6 @@ clocks, the event loop, peers that train.
 
     member_folder.py  the names of the files, and what the council must have on disk
     offers.py         an update with its bytes, as members send it to each other
+    engine_store.py   a part's store as its owner's engine has it: a commit waits for the members
     replication.py    one part at one member; and the council's effects carried out
 """

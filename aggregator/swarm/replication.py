@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from aggregator.storage.store import Store
+from aggregator.swarm.engine_store import EngineStore, Proposal
 from aggregator.swarm.offers import Offer, Round
 from edit.config.run import RunConfig
 from edit.council.events import Adopt, Applied, Failed, Fetch, Held, Hold
@@ -70,6 +72,8 @@ class PartReplica:
         self._state = PartState()
         self._held: Round | None = None  # the round of the update that is held
         self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
+        self._engine: EngineStore | None = None
+        self._proposed = ""  # the id of what the engine waits for
         self._recover()
 
     @property
@@ -108,6 +112,26 @@ class PartReplica:
         merged = Round(round_id, reason, self.outer.digest, tuple(sorted(records, key=lambda record: record.fragment_id)))
         total = min(self._store.tokens + tokens, MOST_COUNT)
         return Offer.of(self._run_id, self._part, grant, self._state.digest, total, merged)
+
+    def serve(self, folder: Path, propose: Callable[[Proposal], None]) -> EngineStore:
+        """Return the store for an engine of this part, which then is the only one that moves its outer state, until `cease`.
+
+        propose: takes each merged round, in the engine's worker thread; the caller gives it to `made`, in its own.
+        """
+        self._engine = EngineStore(self._store, folder, self._config, self._run_id, propose)
+        return self._engine
+
+    def made(self, grant: int, proposal: Proposal) -> Offer:
+        """Return what is offered of a round that the engine proposed."""
+        offer = self.offer(grant, proposal.round_id, proposal.reason, proposal.tokens, proposal.records)
+        self._proposed = offer.update.id
+        return offer
+
+    def cease(self, reason: str) -> None:
+        """Refuse what the engine proposed, if it is not an outer step."""
+        if self._engine is not None:
+            self._engine.end(reason)
+        self._engine, self._proposed = None, ""
 
     # -- all members -------------------------------------------------------------------------------------------------------
 
@@ -151,12 +175,13 @@ class PartReplica:
             _log.error("part %d is damaged: outer step %d is %.12s, not %.12s", self._part, outer.outer_step, found, wanted)
             self._held, self._state, self._damaged = None, PartState(update.outer_step, found), True
             return
-        commit = outer.commit(merged.round_id, merged.reason, list(merged.records))
-        self._store.adopted(commit, asdict(update))
+        if update.id != self._proposed or self._engine is None or not self._engine.take(update):
+            self._store.adopted(outer.commit(merged.round_id, merged.reason, list(merged.records)), asdict(update))
         self._held, self._state = None, PartState(update.outer_step, update.id)
         if update.outer_step % self._config.storage.checkpoint_every == 0:
             self._checkpoint()
-        self._on_commit(commit)
+        if (commit := self._store.update(update.outer_step)) is not None:
+            self._on_commit(commit)
 
     def _checkpoint(self) -> None:
         try:

@@ -141,15 +141,23 @@ class Rounds:
 
 @asynccontextmanager
 async def open_rounds(
-    path: Path, disk: Disk | None = None, *, quorum: int = 1, policy: Admission | None = None
+    path: Path,
+    disk: Disk | None = None,
+    *,
+    quorum: int = 1,
+    policy: Admission | None = None,
+    founded: tuple[Store, OuterState] | None = None,
 ) -> AsyncIterator[Rounds]:
-    """A run that is founded with `theta()`; at the end it is left as a SIGKILL would leave it."""
+    """A run that is founded with `theta()`, or was before; at the end it is left as a SIGKILL would leave it."""
     folder = new_folder(path / "run", quorum=quorum)
     config = folder.config()
     changed, feed = asyncio.Event(), RunFeed(lambda: 0.0)
     feed.subscribe(lambda event, unix: changed.set())
     with ThreadPoolExecutor(1) as worker, ThreadPoolExecutor(1) as files:
-        store, background = Store(folder.outer, config, folder.run_id, disk), Background(worker)
+        if founded is None:
+            founded = Store(folder.outer, config, folder.run_id, disk), OuterState(SCHEMA, config, theta())
+            founded[0].found(founded[1])
+        (store, outer), background = founded, Background(worker)
         resources = Resources(
             store=store,
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
@@ -159,8 +167,6 @@ async def open_rounds(
             feed=feed,
             clock=Clock(),
         )
-        outer = OuterState(SCHEMA, config, theta())
-        store.found(outer)
         readers = Readers()
         published = PublishedState(outer, store, background, lambda: resources.clock.monotonic() + readers.ahead_s)
         runner = RoundRunner(outer, config, resources, published, first_round_id=1, policy=policy)

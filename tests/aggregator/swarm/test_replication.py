@@ -23,9 +23,7 @@ from edit.council.record import update_id
 from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.lab.council.parts_on_disk import RUN, merged_round, outer_state
 from edit.lab.council.replicated import same
-from tests.support.council.replicated_table import CONFIG
-
-SETTINGS = RunConfig.from_mapping(CONFIG)
+from tests.support.council.replicated_table import CONFIG, SETTINGS
 
 
 class Member:

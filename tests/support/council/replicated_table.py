@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ from edit.council import events as ev
 from edit.council.record import Part, Update
 from edit.lab.council.parts_on_disk import Killed, MemberDisk, merged_round, outer_state
 from edit.lab.council.replicated import There, same
-from edit.merging.outer_state import MergeRecord
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from tests.support.council.table import LEASE_S, Table
 
@@ -22,13 +23,14 @@ CONFIG: dict[str, Any] = {
     "outer": {"optimizer": "nesterov"},
     "storage": {"checkpoint_every": 2, "keep_updates": 4, "keep_checkpoints": 4},
 }
+SETTINGS = RunConfig.from_mapping(CONFIG)
 
 
 class ReplicatedTable(Table):
     """See `Table`. One part. folder: of all members; changes: as there, and to the configuration."""
 
-    def __init__(self, folder: Path, voters: str = "abcde", *, config: dict[str, Any] = CONFIG, **changes: Any) -> None:
-        self.config = RunConfig.from_mapping(config)
+    def __init__(self, folder: Path, voters: str = "abcde", *, config: RunConfig = SETTINGS, **changes: Any) -> None:
+        self.config = config
         self.taken: dict[int, set[str]] = {}  # the digests that members came to, by outer step
         self.fetched = {"updates": 0, "snapshot": 0}
         self.members: dict[str, MemberDisk] = {}
@@ -38,10 +40,14 @@ class ReplicatedTable(Table):
         self._seed = 0
         for peer_id in voters:
             self.members[peer_id] = MemberDisk(folder / peer_id, self.config, Random(peer_id))
-            self._open(peer_id).found(outer_state(self.config, 0))
+            self._open(peer_id).found(self.first_state())
             self.members[peer_id].crash()
-        part = Part(owner="a", grant=1, outer_step=0, digest=outer_state(self.config, 0).digest)
+        part = Part(owner="a", grant=1, outer_step=0, digest=self.first_state().digest)
         super().__init__(voters, **{"parts": (part,)} | changes)
+
+    def first_state(self) -> OuterState:
+        """What the run is founded with."""
+        return outer_state(self.config, 0)
 
     def _open(self, peer_id: str) -> PartReplica:
         def took(part: int, commit: Commit) -> None:
@@ -79,6 +85,9 @@ class ReplicatedTable(Table):
                     answer = carry_out(replica, effect, source=There([self.replicas[effect.source]], self.fetched))
                 case ev.Fetch():
                     answer = ev.Failed(effect.part, effect, "the source does not answer")
+                case ev.Cease(_, grant):
+                    replica.cease(f"grant {grant} is over")
+                    return
                 case _:
                     super()._work(peer_id, effect)
                     return
@@ -98,7 +107,11 @@ class ReplicatedTable(Table):
         self._seed += 1
         records = merged_round(replica.outer, 3, self._seed)
         offer = replica.offer(council.record.parts[0].grant, self._seed, "all are in", 30, records)
-        self._offers[offer.update.id], self._own[owner, offer.update.id] = offer, records
+        return self.offer(owner, offer, records)
+
+    def offer(self, owner: str, offer: Offer, records: Sequence[MergeRecord]) -> Update:
+        """Keep the bytes of an offer for those who hold it."""
+        self._offers[offer.update.id], self._own[owner, offer.update.id] = offer, list(records)
         return offer.update
 
     def make(self, owner: str, part: int = 0, content: str = "") -> Update:

@@ -1,0 +1,156 @@
+"""The coordinator's own round runner as the engine of an owner: what peers contribute becomes an outer step of a swarm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.swarm.engine_store import Proposal
+from edit.config.run import RunConfig
+from edit.council import events as ev
+from edit.council.record import Update
+from edit.errors import LocalProtocolError, RefusedError
+from edit.fragments.digest import digest
+from edit.lab.council.parts_on_disk import merged_round
+from edit.merging.outer_state import OuterState
+from tests.support.council.replicated_table import ReplicatedTable
+from tests.support.council.table import LEASE_S
+from tests.support.rounds import Rounds, open_rounds
+from tests.support.served import SCHEMA, WAIT_S, theta
+
+ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
+SETTINGS = RunConfig.from_mapping(
+    {
+        "penalty": {"enabled": False},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+        "codec": {"up": "fp32", "down": "fp32"},
+        "storage": {"checkpoint_every": 2},
+    }
+)
+
+
+class Table(ReplicatedTable):
+    def first_state(self) -> OuterState:
+        return OuterState(SCHEMA, self.config, theta())
+
+
+class Owner:
+    """The host of a, who owns the part; c leads."""
+
+    def __init__(self, table: Table, rounds: Rounds, proposals: asyncio.Queue[Proposal]) -> None:
+        self.table, self.rounds, self._proposals = table, rounds, proposals
+
+    async def contribute(self) -> None:
+        self.rounds.ready("peer")
+        await self.rounds.contribute("peer", ONES)
+
+    async def made(self) -> Update:
+        """Wait for the engine's next proposal, and tell its council."""
+        async with asyncio.timeout(WAIT_S):
+            proposal = await self._proposals.get()
+        offer = self.table.replicas["a"].made(self.table.record.parts[0].grant, proposal)
+        update = self.table.offer("a", offer, proposal.records)
+        self.table.handle("a", ev.Made(update))
+        return update
+
+
+@asynccontextmanager
+async def serving(path: Path) -> AsyncIterator[Owner]:
+    table = Table(path, "abc", config=SETTINGS)
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    (served,) = table.done(ev.Serve, "a")
+    loop, proposals, replica = asyncio.get_running_loop(), asyncio.Queue[Proposal](), table.replicas["a"]
+    store = replica.serve(path / "a", lambda proposal: loop.call_soon_threadsafe(proposals.put_nowait, proposal))
+    async with open_rounds(path / "engine", founded=(store, replica.outer)) as rounds:
+        assert served.grant == table.record.parts[0].grant
+        try:
+            yield Owner(table, rounds, proposals)
+        finally:
+            replica.cease("the test is over")
+
+
+def test_what_peers_contribute_is_the_outer_step_of_all_members(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(tmp_path) as owner:
+            expected = theta()
+            for step in (1, 2, 3):
+                await owner.contribute()
+                await owner.made()
+                assert owner.rounds.published.outer_step == step - 1, "held, and nobody was told"
+                owner.table.deliver()
+                await owner.rounds.closed(step)
+                assert owner.rounds.runner.last_closed[:2] == (step, True)
+                assert owner.table.steps() == dict.fromkeys("abc", step)
+                expected = [part - 1 for part in expected]
+                commit = owner.rounds.published.update(step)
+                assert commit.digest == owner.rounds.published.digest == digest(expected)
+                assert owner.table.taken[step] == {commit.digest}
+            owner.table.check_equal()
+
+    asyncio.run(body())
+
+
+def test_an_owner_that_lost_its_grant_loses_its_round_and_follows(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(tmp_path) as owner:
+            table = owner.table
+            table.cut = {"a"}
+            await owner.contribute()
+            lost = await owner.made()
+            table.run(3 * LEASE_S)
+            other = table.record.parts[0].owner
+            assert other != "a"
+            won = table.make(other)
+            table.run(LEASE_S)
+            assert table.steps() == {"a": 0, "b": 1, "c": 1} and owner.rounds.published.outer_step == 0
+            table.cut = set()
+            table.run(2 * LEASE_S)
+            await owner.rounds.closed(1)
+            assert owner.rounds.runner.last_closed == (1, False, f"grant {lost.grant} is over")
+            assert table.steps() == dict.fromkeys("abc", 1) and table.record.parts[0].update == won.id
+            table.check_equal()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("delivered", [False, True], ids=["held", "agreed on"])
+def test_an_owner_that_is_killed_while_its_engine_waits(tmp_path: Path, delivered: bool) -> None:
+    async def body() -> None:
+        async with serving(tmp_path) as owner:
+            table = owner.table
+            await owner.contribute()
+            made = await owner.made()
+            if delivered:  # to the leader, and from it to the others
+                table.deliver(lambda mail: mail[1] != "a")
+            owner.table.mail.clear()
+            table.replicas["a"].cease("killed")
+            table.kill("a")
+            table.run(3 * LEASE_S)
+            assert (table.record.parts[0].update == made.id) or not delivered
+            table.go_on()
+            table.start("a")
+            table.run(2 * LEASE_S)
+            table.go_on()
+            table.check_equal()
+
+    asyncio.run(body())
+
+
+def test_a_grant_that_is_over_takes_no_proposal(tmp_path: Path) -> None:
+    table = Table(tmp_path, "abc", config=SETTINGS)
+    proposals: list[Proposal] = []
+    store = table.replicas["a"].serve(tmp_path / "a", proposals.append)
+    with pytest.raises(LocalProtocolError, match="without its fragments"):
+        store.append_commit(1, 1, "all are in")
+    table.replicas["a"].cease("another owns it")
+    for record in merged_round(table.replicas["a"].outer, 2, 1):
+        store.begin_fragment(1, record).result()
+    with pytest.raises(RefusedError, match="another owns it"):
+        store.append_commit(1, 1, "all are in")
+    assert not proposals
