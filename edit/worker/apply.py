@@ -316,7 +316,12 @@ class ShareExchange:
         self.replica.transfers.mark_changing()
 
     def _check_applied(self) -> None:
-        """Take a snapshot where what was applied is not what the run has; not in a forward, which has used it."""
-        unchecked, self._unchecked = self._unchecked, False
-        if unchecked and self.last_commit is not None and self.replica.digest != self.last_commit.digest:
-            self.run(self.exchange.take_snapshot(WRONG_DIGEST))
+        """Take a snapshot where what was applied is not what the run has; not in a forward, which has used it.
+
+        While the carrier is cut off, that is tried again each time.
+        """
+        if not self._unchecked:
+            return
+        last, replica = self.last_commit, self.replica
+        wrong = last is not None and replica.outer_step == last.outer_step and replica.digest != last.digest
+        self._unchecked = wrong and not self.run(self.exchange.take_snapshot(WRONG_DIGEST))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from edit.errors import RemoteProtocolError, TransportError
+from edit.fragments.digest import digest
 from edit.records import Aborted, Committed, EncodedTensor, NeedsSnapshot, Outcome, Snapshot, Verdict
 from edit.replica.device_copies import Transfers
 from edit.replica.replica import Replica
@@ -402,6 +403,24 @@ def test_a_wrong_digest_is_healed_before_the_next_step(peer: Callable[..., Peer]
     p.optimizer.zero_grad()
     p.optimizer.step()
     assert p.worker.digest == right.digest and "another digest" in p.worker.last_reason
+
+
+def test_a_wrong_digest_is_healed_once_the_link_is_back(peer: Callable[..., Peer]) -> None:
+    p = peer(config={"every": 4})
+    for _ in range(4):
+        p.step()
+    answer, after = committed(p.theta, random_steps(p.theta), [Verdict.OK] * 5, digest_of="of the run")
+    p.collective.answers[0].append(answer)
+    right = snapshot_of(1, [part + 1.0 for part in after.fragments])
+    p.collective.snapshots.extend([TransportError("unreachable"), right])
+    p.forward().sum().backward()
+    p.optimizer.zero_grad()
+    p.optimizer.step()
+    assert p.worker.digest == digest(after.fragments), "cut off"
+    p.optimizer.step()
+    assert p.worker.digest == right.digest and "another digest" in p.worker.last_reason
+    p.optimizer.step()
+    assert not p.collective.snapshots, "one was enough"
 
 
 def test_commits_made_meanwhile_are_caught_up_with_before_the_next_step(peer: Callable[..., Peer]) -> None:
