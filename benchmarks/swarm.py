@@ -7,9 +7,9 @@ equal. The owner and the members are processes of their own; all bytes go over g
 
     hub        the owner records each fragment in its journal and syncs it, takes the outer step, and then streams the encoded
                step; each member decodes it and moves its parameters, as a peer does
-    quorum     the owner streams each record while it writes it; each member writes the same to a journal, syncs it and answers;
-               at a majority (the owner is one of them) a council's record of 4 KB is written and synced at all members, and
-               answered by a majority; then all take the outer step, and each member moves its parameters besides
+    quorum     the owner offers the records of all fragments; each member checks them, writes them to its journal, syncs it and
+               answers; at a majority (the owner is one of them) a council's record of 4 KB is written and synced at all, and
+               answered by a majority; once all hold the update, all take the outer step, and move their parameters besides
     no fsync   the same, but nothing waits for a disk
 
 What lies before (contributions up, merge) is the same in all of them, and measured by `edit-lab bench exchange`, whose figures
@@ -31,21 +31,23 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import torch
-from torch import Tensor
 
 from aggregator.storage.journal import Disk, Journal
-from aggregator.storage.journal_records import Record, body_of, fragment_header, fragment_of
+from aggregator.storage.store import Store
+from aggregator.swarm.offers import Offer
+from aggregator.swarm.replication import PartReplica
 from edit import kernels
 from edit.codecs import codec
 from edit.config.codec import CodecConfig
-from edit.config.run import RunConfig
+from edit.config.run import RunConfig, StorageConfig
+from edit.council.record import Update
 from edit.durable_files import write_atomic
 from edit.fragments.digest import FragmentHash, combine
 from edit.lab.bench.exchange import ours
@@ -85,14 +87,8 @@ class Syncs:
 def outer_state(options: argparse.Namespace) -> OuterState:
     schema, coding = blocks(options.parameters), CodecConfig(up=options.codec, down=options.codec, record=options.record)
     theta = [torch.zeros(fragment.numel) for fragment in schema.fragments]
-    return OuterState(schema, replace(RunConfig(), codec=coding), theta)
-
-
-def journal_for(outer: OuterState, folder: Path, syncs: Syncs) -> Journal:
-    """A new segment, so that the disk does not fill: what was before it is dropped."""
-    for path in folder.glob("*.journal"):
-        path.unlink()
-    return Journal.create(folder / f"{outer.outer_step}.journal", outer.outer_step, syncs.disk())
+    config = replace(RunConfig(), codec=coding, storage=StorageConfig(checkpoint_every=1_000_000))
+    return OuterState(schema, config, theta)
 
 
 class Follower:
@@ -143,12 +139,20 @@ async def messages(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[dict[str
 class Member:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._way, self._folder, self._syncs = options.way, folder, Syncs(syncs=options.way == "quorum")
-        self._outer = outer_state(options)
-        self._follower = Follower(self._outer)
-        self._journal = journal_for(self._outer, folder, self._syncs)
-        self._records: list[MergeRecord] = []
+        outer = outer_state(options)
+        self._follower = Follower(outer)
+        self._replica = (
+            replica_of(outer, folder, self._syncs, lambda commit: move(self._follower, commit))
+            if options.way != "hub"
+            else None
+        )
         self.applied = asyncio.Queue[str]()
         self.fsync_s: list[float] = []
+
+    @property
+    def replica(self) -> PartReplica:
+        assert self._replica is not None
+        return self._replica
 
     async def update(self, stream: AsyncIterator[bytes], _: Any) -> bytes:
         """The hub's way: the encoded steps."""
@@ -158,40 +162,40 @@ class Member:
         await self.applied.put(self._follower.digest)
         return b""
 
-    async def record(self, stream: AsyncIterator[bytes], _: Any) -> bytes:
-        """Write the records of a round; answer when they are on disk."""
-        async for header, body in messages(stream):
-            record, _injected = fragment_of(self._folder, Record(0, 0, header, body))
-            self._records.append(record)
-            await asyncio.to_thread(self._journal.append_fragment, ROUND, record)
+    async def offer(self, stream: AsyncIterator[bytes], _: Any) -> bytes:
+        """Hold an update; answer when it is on disk."""
+        arrived = [message async for message in messages(stream)]
+        header, manifest = arrived[0]
+        offer = Offer(Update(**header), bytes(manifest), tuple(body for _, body in arrived[1:]))
         self._syncs.seconds = 0.0
-        await asyncio.to_thread(self._journal.append_commit, ROUND, self._outer.outer_step + 1, "", 0, None, self._outer.digest)
+        await asyncio.to_thread(self.replica.hold, offer)
         self.fsync_s.append(self._syncs.seconds)
         return b""
 
     async def mark(self, request: bytes, _: Any) -> bytes:
         """Write a version of the council's record."""
-        await asyncio.to_thread(self._note, request)
+        await asyncio.to_thread(note, self._folder, request, self._way)
         return b""
 
-    def _note(self, request: bytes) -> None:
-        if self._way == "quorum":
-            write_atomic(self._folder / "council.json", request)
-        else:
-            (self._folder / "council.json").write_bytes(request)
-
-    async def adopt(self, _request: bytes, _: Any) -> bytes:
+    async def adopt(self, request: bytes, _: Any) -> bytes:
         """Take the outer step."""
-        await self.applied.put(await asyncio.to_thread(self._adopt))
+        await asyncio.to_thread(self.replica.adopt, request.decode())
+        await self.applied.put(self._follower.digest)
         return b""
 
-    def _adopt(self) -> str:
-        move(self._follower, self._outer.commit(ROUND, "", self._records))
-        return self._follower.digest
 
-    def prepare(self) -> None:
-        self._journal.close()
-        self._journal = journal_for(self._outer, self._folder, self._syncs)
+def replica_of(outer: OuterState, folder: Path, syncs: Syncs, on_commit: Callable[[Commit], None]) -> PartReplica:
+    """The part, founded."""
+    replica = PartReplica("run", 0, outer.config, Store(folder / "part-0", outer.config, "run", syncs.disk()), on_commit)
+    replica.found(outer)
+    return replica
+
+
+def note(folder: Path, record: bytes, way: str) -> None:
+    if way == "quorum":
+        write_atomic(folder / "council.json", record)
+    else:
+        (folder / "council.json").write_bytes(record)
 
 
 def move(follower: Follower, commit: Commit) -> None:
@@ -207,7 +211,7 @@ async def serve(options: argparse.Namespace) -> None:
     server = grpc.aio.server(options=LIMITS)
     calls: dict[str, Any] = {
         "update": grpc.stream_unary_rpc_method_handler(member.update),
-        "record": grpc.stream_unary_rpc_method_handler(member.record),
+        "offer": grpc.stream_unary_rpc_method_handler(member.offer),
         "mark": grpc.unary_unary_rpc_method_handler(member.mark),
         "adopt": grpc.unary_unary_rpc_method_handler(member.adopt),
     }
@@ -219,7 +223,6 @@ async def serve(options: argparse.Namespace) -> None:
     while await asyncio.to_thread(exchanger.go):
         exchanger.report(await member.applied.get())
         write_atomic(folder / "fsync.json", json.dumps(member.fsync_s).encode())
-        member.prepare()
     await server.stop(None)
 
 
@@ -235,55 +238,46 @@ class Owner:
         self._means = [
             torch.empty(fragment.numel).normal_(0, 1e-3, generator=generator) for fragment in self._outer.schema.fragments
         ]
-        self._journal = journal_for(self._outer, folder, self._syncs)
+        if self._way == "hub":
+            self._journal = Journal.create(folder / "hub.journal", 0, self._syncs.disk())
+        else:
+            self._replica = replica_of(self._outer, folder, self._syncs, lambda _: None)
 
     async def step(self) -> str:
         """Take one outer step with the members; return the digest."""
-        records: list[MergeRecord] = []
-        if self._way == "hub":
-            for i, mean in enumerate(self._means):
-                records.append(await asyncio.to_thread(self._record, i, mean))
-            await asyncio.to_thread(self._commit_to_disk)
-            commit = await asyncio.to_thread(self._outer.commit, ROUND, "", records)
-            await asyncio.gather(*(self._call(each, "update", self._steps(commit)) for each in self._channels))
-            return self._outer.digest
-        queues = [asyncio.Queue[MergeRecord | None]() for _ in self._channels]
-        sending = [
-            asyncio.create_task(self._call(channel, "record", self._records(queue)))
-            for channel, queue in zip(self._channels, queues, strict=True)
-        ]
-        for i, mean in enumerate(self._means):
-            records.append(await asyncio.to_thread(self._record, i, mean))
-            for queue in queues:
-                queue.put_nowait(records[-1])
-        for queue in queues:
-            queue.put_nowait(None)
-        await self._majority([asyncio.create_task(asyncio.to_thread(self._commit_to_disk)), *sending])
-        marks = [asyncio.create_task(self._tell(channel, "mark", COUNCIL)) for channel in self._channels]
-        await self._majority([asyncio.create_task(asyncio.to_thread(self._note)), *marks])
-        taking = asyncio.create_task(asyncio.to_thread(self._outer.commit, ROUND, "", records))
-        await asyncio.gather(*sending, *marks)
-        await asyncio.gather(taking, *(self._tell(channel, "adopt", b"") for channel in self._channels))
+        await (self._step_of_a_hub() if self._way == "hub" else self._step_of_a_swarm())
         return self._outer.digest
 
-    def prepare(self) -> None:
-        self._journal.close()
-        self._journal = journal_for(self._outer, self._folder, self._syncs)
+    async def _step_of_a_hub(self) -> None:
+        records = [await asyncio.to_thread(self._journalled, i) for i in range(len(self._means))]
+        await asyncio.to_thread(self._commit_to_disk)
+        commit = await asyncio.to_thread(self._outer.commit, ROUND, "", records)
+        await asyncio.gather(*(self._call(each, "update", self._steps(commit)) for each in self._channels))
 
-    def _record(self, i: int, mean: Tensor) -> MergeRecord:
-        merged = Merged(fragment_id=i, merged=mean, verdicts=(), statistics={}, merged_norm=1.0, clip=1.0)
-        record = self._outer.record(merged)
+    async def _step_of_a_swarm(self) -> None:
+        records = [await asyncio.to_thread(self._recorded, i) for i in range(len(self._means))]
+        offer = await asyncio.to_thread(self._replica.offer, 1, ROUND, "", 0, records)
+        sending = [asyncio.create_task(self._call(channel, "offer", self._bytes(offer))) for channel in self._channels]
+        holding = asyncio.create_task(asyncio.to_thread(self._replica.hold, offer, records))
+        await self._majority([holding, *sending])
+        marks = [asyncio.create_task(self._tell(channel, "mark", COUNCIL)) for channel in self._channels]
+        own = asyncio.create_task(asyncio.to_thread(note, self._folder, COUNCIL, self._way))
+        await self._majority([own, *marks])
+        await asyncio.gather(holding, own, *sending, *marks)  # all of them: the slowest member's time counts
+        taking = asyncio.create_task(asyncio.to_thread(self._replica.adopt, offer.update.id))
+        await asyncio.gather(taking, *(self._tell(channel, "adopt", offer.update.id.encode()) for channel in self._channels))
+
+    def _recorded(self, i: int) -> MergeRecord:
+        merged = Merged(fragment_id=i, merged=self._means[i], verdicts=(), statistics={}, merged_norm=1.0, clip=1.0)
+        return self._outer.record(merged)
+
+    def _journalled(self, i: int) -> MergeRecord:
+        record = self._recorded(i)
         self._journal.append_fragment(ROUND, record)
         return record
 
     def _commit_to_disk(self) -> None:
         self._journal.append_commit(ROUND, self._outer.outer_step + 1, "", 0, None, self._outer.digest)
-
-    def _note(self) -> None:
-        if self._way == "quorum":
-            write_atomic(self._folder / "council.json", COUNCIL)
-        else:
-            (self._folder / "council.json").write_bytes(COUNCIL)
 
     async def _majority(self, answers: Sequence[asyncio.Task[Any]]) -> None:
         for count, answer in enumerate(asyncio.as_completed(answers), 1):
@@ -311,11 +305,11 @@ class Owner:
                 yield piece
 
     @staticmethod
-    async def _records(queue: asyncio.Queue[MergeRecord | None]) -> AsyncIterator[bytes]:
-        """What a record leaves out stays with the owner: it is not a part of what the others replay."""
-        while (record := await queue.get()) is not None:
-            sent = replace(record, residual=None)
-            async for piece in pieces(fragment_header(ROUND, sent, None), body_of(sent, None)):
+    async def _bytes(offer: Offer) -> AsyncIterator[bytes]:
+        async for piece in pieces(asdict(offer.update), [offer.manifest]):
+            yield piece
+        for body in offer.bodies:
+            async for piece in pieces({}, [body]):
                 yield piece
 
 
@@ -330,7 +324,6 @@ async def own(options: argparse.Namespace) -> None:
         await channel.channel_ready()
     while exchanger.go():
         exchanger.report(await owner.step())
-        owner.prepare()
     for channel in channels:
         await channel.close()
 
