@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
@@ -140,6 +142,34 @@ def test_an_owner_that_is_killed_while_its_engine_waits(tmp_path: Path, delivere
             table.check_equal()
 
     asyncio.run(body())
+
+
+def test_an_engine_that_does_not_apply_what_is_agreed_on_is_a_bug_and_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aggregator.swarm.engine_store.APPLIES_WITHIN_S", 0.01)
+    table, proposals = Table(tmp_path, "abc", config=SETTINGS), Queue[Proposal]()
+    replica = table.replicas["a"]
+    store = replica.serve(tmp_path / "a", proposals.put)
+    with ThreadPoolExecutor(1) as engine:
+        for record in merged_round(replica.outer, 2, 1):
+            store.begin_fragment(1, record).result()
+        committing = engine.submit(store.append_commit, 1, 1, "all are in")
+        proposal = proposals.get(timeout=WAIT_S)
+        offer = replica.made(1, proposal)
+        replica.hold(offer, proposal.records)
+        with pytest.raises(LocalProtocolError, match="has not applied outer step 1"):
+            replica.adopt(offer.update.id)
+        committing.result(timeout=WAIT_S)
+    assert replica.state.outer_step == 0 and replica.state.held == offer.update
+
+
+def test_only_the_replica_writes_checkpoints(tmp_path: Path) -> None:
+    """One of an engine, beside an update that is held, would begin a segment in which that is not."""
+    table = Table(tmp_path, "abc", config=SETTINGS)
+    replica = table.replicas["a"]
+    replica.serve(tmp_path / "a", lambda _: None).checkpoint(replica.outer)
+    assert [path.name for path in tmp_path.rglob("a/**/*.safetensors")] == ["step-00000000.safetensors"]
 
 
 def test_a_grant_that_is_over_takes_no_proposal(tmp_path: Path) -> None:
