@@ -9,13 +9,14 @@ The round machine decides which contribution of a peer is taken, how long it is 
  3. Whole: every shard is in and measured, and they cover each element once. More elements than the fragment has, or as many
     with two of them the same, is the peer's fault, found when the shard is declared, before memory is taken for it. Fewer: the
     round ends without this peer's fragment.
- 4. What is known of the shards, beside their bytes, is bounded over the whole contribution: MAX_PIECES, and one more for every
+ 4. Once it is merged its bytes are gone; the fragment stays whole.
+ 5. What is known of the shards, beside their bytes, is bounded over the whole contribution: MAX_PIECES, and one more for every
     ELEMENTS_OF_PIECE elements. A piece is an eighth of a shard, or a box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
@@ -94,6 +95,8 @@ class ShardedFragment:
             self.pieces += _pieces(header)
         elif known.header != header:
             raise RemoteProtocolError(f"{_who(header)} was declared with another {_difference(known.header, header)} before")
+        elif known.upload.dropped and self._whole is not None:  # it is merged
+            return None
         elif known.upload.dropped:  # the disk refused it
             known = self._shards[header.rank] = self._open(header, known.shard)
         return known
@@ -128,6 +131,11 @@ class ShardedFragment:
         if self._whole is None:
             raise LocalProtocolError(f"fragment {self._fragment.fragment_id}: a contribution that is not whole")
         return replace(self._whole, staleness=staleness)
+
+    def merged(self) -> None:
+        """Let go of the bytes; the fragment is whole for whoever sends it again."""
+        for shard in self._shards.values():
+            shard.upload.drop("it is merged")
 
     def drop(self, reason: str) -> None:
         """Let go of all bytes; who reads them keeps them until it is done."""
@@ -180,7 +188,7 @@ class Contribution:
         return sum(fragment.received_bytes for fragment in self.fragments.values())
 
     def declare(self, header: ContributionHeader) -> ShardUpload | None:
-        """Return the upload for a shard. Returns and raises as `ShardedFragment.declare`; also RemoteProtocolError (rule 4)."""
+        """Return the upload for a shard. Returns and raises as `ShardedFragment.declare`; also RemoteProtocolError (rule 5)."""
         fragment = self.fragments[header.fragment_id]
         pieces = sum(each.pieces for each in self.fragments.values()) + _pieces(header)
         if pieces > self._most_pieces and not fragment.knows(header.rank):
@@ -236,6 +244,12 @@ class Contributions:
         fragment = contribution.fragments[shard.header.fragment_id]
         fragment.check_current(shard)
         return fragment
+
+    def merged(self, fragment_id: int, peers: Iterable[str]) -> None:
+        """A fragment of these peers is merged: its bytes are needed no more."""
+        for peer_id in peers:
+            if (held := self._held.get(peer_id)) is not None:
+                held.fragments[fragment_id].merged()
 
     def drop(self, peer_id: str, reason: str) -> None:
         """Hold nothing of this peer any more."""

@@ -1,4 +1,5 @@
-"""What peers fetch: published updates and snapshots, whole or cut to what one rank holds.
+"""What peers fetch: published updates and snapshots, whole or cut to what one rank holds; and, sealed until the commit, what is
+staged of the update that the open round may come to.
 
 Payloads are cut fragment by fragment, while they are sent: a slow reader holds one fragment and not a replica's worth.
 Snapshots are cut chunk by chunk, because every member may read them, also one who then reads nothing.
@@ -7,7 +8,8 @@ Snapshots are cut chunk by chunk, because every member may read them, also one w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from aggregator.storage.store import Store
 from aggregator.worker_thread import Background
 from edit.codecs import codec
-from edit.errors import GoneError
+from edit.errors import BusyError, GoneError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injected
@@ -24,11 +26,14 @@ from edit.records import Commit, EncodedTensor
 from editpb import tensors_pb2 as pb
 from editpb.messages import SnapshotManifest, SnapshotRequest, UpdateRequest
 from editpb.snapshot_cache import SnapshotCache
+from editpb.transport.sealing import new_key
 
-__all__ = ["MAX_PAST", "CommittedState", "PublishedState"]
+__all__ = ["MAX_PAST", "ComingUpdate", "CommittedState", "PublishedState"]
 
 MAX_PAST = 2  # past outer steps that readers may hold in memory
 CHUNK_BYTES = 1 << 18  # of a snapshot: as much as a reader that reads nothing holds in memory
+AHEAD_S = 45.0  # a call waits for what is staged at most so long; less than a peer waits for a byte
+MAX_WAITING = 1024  # calls that do so at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,28 @@ class CommittedState:
             outer_step=outer.outer_step, digest=outer.digest, schema=outer.schema, fragment_hash=outer.fragment_hashes
         )
         return cls(manifest, outer.injected)
+
+
+class ComingUpdate:
+    """The update that an open round may come to: what the outer step will be of the fragments that are merged already.
+
+    Its bytes are sent ahead of the commit, by ascending fragment, sealed with a key that only the commit's manifest brings.
+    """
+
+    def __init__(self, round_id: int, outer_step: int, due: Sequence[int]) -> None:
+        self.round_id, self.outer_step = round_id, outer_step  # the step that the update leads to
+        self.key = new_key()
+        self._due = tuple(sorted(due))
+        self._staged: dict[int, EncodedTensor] = {}
+
+    def stage(self, fragment_id: int, payload: EncodedTensor) -> None:
+        """Take the encoded step of one fragment."""
+        self._staged[fragment_id] = payload
+
+    @property
+    def fragments(self) -> Iterator[tuple[int, EncodedTensor]]:
+        """The staged fragments before the first one that is not, when one comes to it: their place in the update is known."""
+        return ((i, self._staged[i]) for i in itertools.takewhile(lambda i: i in self._staged, self._due))
 
 
 class PublishedState:
@@ -65,6 +92,10 @@ class PublishedState:
         self._snapshots = SnapshotCache()
         self._at_rest = asyncio.Event()
         self._at_rest.set()
+        self._coming: ComingUpdate | None = None
+        self._keys: dict[int, tuple[int, bytes]] = {}  # of kept updates that this process sent ahead: round and key, by step
+        self._staged = asyncio.Event()  # pulsed at each news of the coming update
+        self._waiting = 0
 
     @property
     def schema(self) -> Schema:
@@ -107,6 +138,57 @@ class PublishedState:
         """Show this from now on. Its commit is on disk, and theta has changed."""
         self._committed = committed
         self._at_rest.set()
+        if (coming := self._coming) is not None and coming.outer_step == self.outer_step:
+            self._keys[coming.outer_step] = coming.round_id, coming.key
+        self._keys = {step: known for step, known in self._keys.items() if step >= self.oldest_update}
+        self.end_round()
+
+    def open_round(self, round_id: int, due: Sequence[int]) -> None:
+        """A round is open that tries to advance from here, with these fragments."""
+        self._coming = ComingUpdate(round_id, self.outer_step + 1, due)
+
+    def stage(self, round_id: int, fragment_id: int, payload: EncodedTensor) -> None:
+        """Show what the round's update will have of a fragment to those who ask ahead; nothing once that round is over."""
+        if self._coming is not None and self._coming.round_id == round_id:
+            self._coming.stage(fragment_id, payload)
+            self._tell_waiting()
+
+    def end_round(self) -> None:
+        """The round is over. What it staged is forgotten with its key, unless it was committed."""
+        self._coming = None
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        self._staged.set()
+        self._staged.clear()
+
+    async def coming(self, wanted: UpdateRequest) -> ComingUpdate | None:
+        """Return the update that the round of the request may come to, once there are bytes of it beyond those it has, or
+        none have come for a while; None as soon as that round is over. Raises BusyError when too many wait."""
+        if self._waiting >= MAX_WAITING:
+            raise BusyError(f"{self._waiting} others wait for the next update here already; try again later")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(AHEAD_S):
+                while (coming := self._coming_to(wanted)) is not None:
+                    if sum(_size_of(payload, i, wanted) for i, payload in coming.fragments) > wanted.offset:
+                        return coming
+                    await self._staged.wait()
+        except TimeoutError:
+            return self._coming_to(wanted)
+        finally:
+            self._waiting -= 1
+        return None
+
+    def _coming_to(self, wanted: UpdateRequest) -> ComingUpdate | None:
+        coming = self._coming
+        fits = coming is not None and (coming.outer_step, coming.round_id) == (wanted.outer_step, wanted.round_id)
+        return coming if fits else None
+
+    def key(self, commit: Commit, wanted: UpdateRequest) -> bytes:
+        """Return what opens the bytes of this update that the request's round has sent ahead; empty: they are of no use."""
+        round_id, key = self._keys.get(commit.outer_step, (0, b""))
+        return key if commit.round_id == wanted.round_id == round_id else b""
 
     def update(self, outer_step: int) -> Commit:
         """Return the published update TO `outer_step`. Raises GoneError when it is not kept (any more)."""
@@ -116,28 +198,24 @@ class PublishedState:
         return commit
 
     async def payloads(
-        self, commit: Commit, wanted: UpdateRequest, room: asyncio.Semaphore
+        self, fragments: Iterable[tuple[int, EncodedTensor]], wanted: UpdateRequest, room: asyncio.Semaphore
     ) -> AsyncGenerator[tuple[int, EncodedTensor, int], None]:
-        """Yield (fragment_id, what of it is wanted, the first byte of that) in the commit's order, from wanted.offset on.
+        """Yield (fragment_id, what of it is wanted, the first byte of that) in the order given, from wanted.offset on.
 
-        Those that were rolled back are left out. room: for a shard that is cut, until the next one is asked for. Close the
+        room: for a shard that is cut, until the next one is asked for. Close the
         generator when it is not read to its end.
         """
         skipped = wanted.offset
-        for fragment in commit.fragments:
-            payload = fragment.payload
-            if payload is None:
-                continue
-            of, shard = codec(payload.codec), wanted.shards[fragment.fragment_id] if wanted.shards is not None else None
-            size = of.encoded_size(payload.numel if shard is None else of.cut_numel(shard))
-            if size <= skipped:
+        for fragment_id, payload in fragments:
+            if (size := _size_of(payload, fragment_id, wanted)) <= skipped:
                 skipped -= size
                 continue
+            shard = wanted.shards[fragment_id] if wanted.shards is not None else None
             if shard is None or shard.is_whole:
-                yield fragment.fragment_id, payload, skipped
+                yield fragment_id, payload, skipped
             else:
                 async with room:
-                    yield fragment.fragment_id, await self._background.in_worker(of.cut, payload, shard), skipped
+                    yield fragment_id, await self._background.in_worker(codec(payload.codec).cut, payload, shard), skipped
             skipped = 0
 
     async def describe_snapshot(self) -> SnapshotManifest:
@@ -168,6 +246,14 @@ class PublishedState:
         """
         fragment = self._snapshots.take(wanted.outer_step, wanted.fragment_id, self._now())
         return _chunks(Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes), fragment, wanted.offset)
+
+
+def _size_of(payload: EncodedTensor, fragment_id: int, wanted: UpdateRequest) -> int:
+    """Return how many bytes of a fragment are wanted."""
+    if wanted.shards is None:
+        return memoryview(payload.data).nbytes
+    of = codec(payload.codec)
+    return of.encoded_size(of.cut_numel(wanted.shards[fragment_id]))
 
 
 def _chunks(shard: Shard, fragment: Tensor, offset: int) -> Iterator[pb.Chunk]:

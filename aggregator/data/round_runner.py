@@ -3,7 +3,7 @@
     header of a shard   offer     the round machine takes it, or refuses it
     its bytes           receive   checked and buffered; the machine hears how far the contribution is
     the last of them    arrived   measured; with the last shard of a fragment the machine hears that the fragment is in
-    effect Reduce       _reduce   admitted, merged, encoded, begun to be written to the journal
+    effect Reduce       _reduce   admitted, merged, encoded, begun to be written to the journal; its outer step is staged
     effect Commit       _commit   the commit in the journal, durable; then applied in memory, in place; then published
     effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
 
@@ -42,7 +42,7 @@ from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
-from edit.merging.outer_state import MergeRecord, OuterState
+from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.records import Commit
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
@@ -61,6 +61,8 @@ class _Round:
 
     round_id: int
     records: dict[int, MergeRecord] = field(default_factory=dict)  # by fragment_id; taken out when they are committed
+    staged: dict[int, Staged] = field(default_factory=dict)  # of those for which there was memory; likewise
+    reserved_bytes: int = 0  # of the uploads' memory, for what is staged
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
     bytes_in: int = 0  # that arrived while it was open
     commit: Commit | None = None
@@ -93,6 +95,7 @@ class RoundRunner:
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._policy = policy or admission(config)
+        self._uploads = resources.uploads
         self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
         self._round: _Round | None = None
@@ -212,8 +215,9 @@ class RoundRunner:
                     self._contributions.drop(peer_id, reason)
                 case events.Quarantined(peer_id, seconds, reason):
                     self._run_feed.publish(PeerQuarantined(peer_id, seconds, reason))
-                case events.RoundOpened(round_id):
+                case events.RoundOpened(round_id, outer_step):
                     self._round = _Round(round_id)
+                    self.published.open_round(round_id, self._due(outer_step))
                 case events.Reduce():
                     self._background.spawn(self._reduce(effect))
                 case events.Commit():
@@ -239,6 +243,7 @@ class RoundRunner:
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
             record, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
+            await self._stage(current, record)
             await asyncio.wrap_future(written)
         except Exception as error:
             self._fail(effect.round_id, error)
@@ -247,6 +252,20 @@ class RoundRunner:
         current.records[fragment_id] = record
         current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in record.verdicts if v.weight > 0)
         self.feed(events.Reduced(effect.round_id, fragment_id))
+
+    async def _stage(self, current: _Round, record: MergeRecord) -> None:
+        """Stage the outer step of a merged fragment and show it to the peers, where there is memory for it, in place of the
+        contributions to this fragment; else it is made at the commit."""
+        i = record.fragment_id
+        if self._round is not current:
+            return
+        self._contributions.merged(i, [verdict.peer_id for verdict in record.verdicts])
+        if not self._uploads.reserve(size := self.outer.update_bytes(i)):
+            return
+        current.reserved_bytes += size
+        staged = current.staged[i] = await self._background.in_worker(self.outer.stage, record, current.injection)
+        if staged.payload is not None:
+            self.published.stage(current.round_id, i, staged.payload)
 
     def _bounded(self, claimed: Sequence[Measured]) -> list[Measured]:
         """Return the contributions with what their inner steps and tokens count for; warn once of a member that claims more."""
@@ -291,12 +310,13 @@ class RoundRunner:
             nonlocal on_disk
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest)
             on_disk = True
-            commit = outer.commit(effect.round_id, effect.reason, records, injection)
+            commit = outer.commit(effect.round_id, effect.reason, records, injection, staged)
             self._store.applied(commit)
             return commit, CommittedState.of(outer)
 
         try:
             records, current.records = list(current.records.values()), {}
+            staged, current.staged = current.staged, {}
             tokens, injection = self._tokens(current), current.injection
             brings = injection.brings if injection is not None else None
             self.published.begin()
@@ -331,6 +351,9 @@ class RoundRunner:
     def _close(self, effect: events.RoundClosed) -> None:
         """Drop what is not carried over, and report the round."""
         current, self._round = self._round, None
+        self.published.end_round()
+        if current is not None:
+            self._uploads.release(current.reserved_bytes)
         self._contributions.keep(effect.carried, "its round is over")
         self.last_closed = (effect.round_id, effect.committed, effect.reason)
         commit = current.commit if current is not None else None

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +20,9 @@ from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import SnapshotReaders, UpdateReaders, send
 from edit.errors import EditError, GoneError, RefusedError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
+from edit.fragments.shards import Shard
 from edit.merging.injection import Injection
+from edit.records import EncodedTensor
 from editpb import data_pb2 as dpb
 from editpb import tensors_pb2 as tpb
 from editpb.data_messages import (
@@ -38,6 +40,7 @@ from editpb.messages import ContributionHeader, UpdateRequest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
 from editpb.transport.chunks import Reassembly
+from editpb.transport.sealing import Seal
 
 if TYPE_CHECKING:
     import grpc
@@ -114,7 +117,10 @@ class DataService:
         raise AssertionError("unreachable: abort raises")
 
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> None:
-        """Send one commit, or what of it concerns a rank, or a range of that: the same bytes for every request of the same."""
+        """Send one commit, or what of it concerns a rank, or a range of that: the same bytes for every request of the same.
+
+        A request that names the open round gets what there is of its update ahead of the commit, sealed: see data.proto.
+        """
         async with abort_on_error(context):
             identity = self._authorizer.authorize(context, "peer")
             published = self._run.rounds.published
@@ -127,16 +133,45 @@ class DataService:
         self, context: Context, wanted: UpdateRequest, room: asyncio.Semaphore
     ) -> AsyncGenerator[dpb.UpdatePart | bytes, None]:
         published = self._run.rounds.published
+        coming = await published.coming(wanted) if wanted.round_id and not wanted.digest else None
+        self._authorizer.authorize(context, "peer")  # it may have waited
+        if coming is not None:
+            first: dpb.UpdatePart | None = dpb.UpdatePart(ahead=dpb.UpdateAhead())
+            async with contextlib.aclosing(self._frames(context, coming.fragments, wanted, room, coming.key)) as frames:
+                async for frame in frames:
+                    if first is not None:
+                        yield first
+                        first = None
+                    yield frame
+            return
         commit = published.update(wanted.outer_step)
-        if not wanted.offset:
-            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards))
+        if not wanted.digest:
+            key = published.key(commit, wanted)
+            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards, key))
+            wanted = wanted if key else dataclasses.replace(wanted, offset=0)
         elif wanted.digest != commit.digest:
             raise GoneError(f"the update to outer step {wanted.outer_step} is another one now than was begun")
-        left = wanted.limit or MAX_COUNT
-        async with contextlib.aclosing(published.payloads(commit, wanted, room)) as payloads:
+        payloads = ((one.fragment_id, one.payload) for one in commit.fragments if one.payload is not None)
+        async with contextlib.aclosing(self._frames(context, payloads, wanted, room)) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _frames(
+        self,
+        context: Context,
+        fragments: Iterable[tuple[int, EncodedTensor]],
+        wanted: UpdateRequest,
+        room: asyncio.Semaphore,
+        key: bytes = b"",
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks of what is wanted of these fragments. key: what seals them; empty: they are not sealed."""
+        published, left = self._run.rounds.published, wanted.limit or MAX_COUNT
+        shards = wanted.shards or tuple(map(Shard, published.schema.fragments))
+        async with contextlib.aclosing(published.payloads(fragments, wanted, room)) as payloads:
             async for fragment_id, payload, start in payloads:
                 data = memoryview(payload.data).cast("B")[: start + left]
-                for frame in update_frames(fragment_id, data, start=start):
+                seal = Seal(key, shards[fragment_id], start) if key else None
+                for frame in update_frames(fragment_id, data, start=start, seal=seal):
                     self._authorizer.authorize(context, "peer")
                     yield frame
                 if (left := left - (len(data) - start)) <= 0:

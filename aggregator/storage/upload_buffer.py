@@ -58,6 +58,17 @@ class UploadBuffer:
         self._opened += 1
         return Upload(name, total_bytes, self, self._spill_dir / f"upload-{self._opened:08d}.part")
 
+    def reserve(self, size: int) -> bool:
+        """Reserve so many bytes of the memory for something else; return False where there is no room."""
+        if self.held_bytes + size > self._buffer_bytes:
+            return False
+        self.held_bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Give back what was reserved."""
+        self.held_bytes -= size
+
     def close(self) -> None:
         """Remove the files, after what is still being written."""
         self.files.submit(self._remove_files).result()

@@ -1,11 +1,11 @@
 """The outer state of a run: theta, the outer optimizer's state, the residuals and the norm statistics, per fragment.
 
-It changes in one way only: reduce (pure) -> record (pure) -> commit, which applies the records of all due fragments in place.
-What is recorded is what the outer optimizer is given: D' = decode(encode(D + what the records before left out)). So the same
-records and injections in the same order give the same bits, which is what a journal replays.
+It changes in one way only: reduce (pure) -> record (pure) -> stage (pure) -> commit, which applies the records of all due
+fragments in place. What is recorded is what the outer optimizer is given: D' = decode(encode(D + what the records before left
+out)). So the same records and injections in the same order give the same bits, which is what a journal replays.
 
-A step that is not finite leaves its fragment as it was. Where the largest magnitudes before it prove that nothing can overflow,
-the step is made in place; else on copies, which take the fragment's place if all is well. Both give the same bits.
+stage goes through a fragment and computes what the commit will publish of it: so that is known before the commit, and a step
+that is not finite leaves its fragment as it was. The commit goes through it again, and writes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ from edit.merging.outer_optimizers import Slots, initial_slots, outer_step
 from edit.merging.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 
-__all__ = ["MergeRecord", "OuterState"]
+__all__ = ["MergeRecord", "OuterState", "Staged"]
 
-# With lr at most _MAX_LR, eps at least _MIN_EPS and no magnitude above _SAFE, a step stays below 1e16, and its square, which
-# some codecs take, within fp32.
-_SAFE = 2.0**20
-_MAX_LR = 1e3
-_MIN_EPS = 1e-6
 _INFINITY = 0x7F800000  # the bits of fp32's
 
 
@@ -68,8 +63,20 @@ class MergeRecord:
     # ||D|| before the clip, and the clip's factor.
     merged_norm: float
     clip: float
-    # The largest magnitude in the decoded payload; None: not measured yet.
-    largest: float | None = None
+    # Whether the payload is known to decode.
+    decodes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The outer step of one fragment, computed and not applied."""
+
+    # What is published: the encoded step; None: the fragment is rolled back.
+    payload: EncodedTensor | None
+    # Of theta after it.
+    theta_hash: bytes
+    # Whether the record's payload is in it; else what is injected moves theta alone.
+    merges: bool
 
 
 @dataclass(slots=True)
@@ -88,14 +95,6 @@ class _Fragment:
     unrecorded: Residual | None
     # Of the norms of the contributions, by peer_id.
     statistics: Mapping[str, NormStatistics]
-    # No magnitude in theta, slots and residual is larger.
-    largest: float
-
-    def copy(self) -> _Fragment:
-        """Return one that can be changed without this one."""
-        slots = {name: slot.clone() for name, slot in self.slots.items()}
-        residual = self.residual.copy() if self.residual is not None else None
-        return _Fragment(self.theta.clone(), self.theta_hash, slots, residual, self.unrecorded, self.statistics, self.largest)
 
 
 class OuterState:
@@ -131,7 +130,7 @@ class OuterState:
         self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
         slots = slots if slots is not None else [_slots(config, fragment) for fragment in schema.fragments]
         self._fragments = [
-            _Fragment(part, fragment_hash(part), own, None, None, {}, max(map(_largest, (part, *own.values()))))
+            _Fragment(part, fragment_hash(part), own, None, None, {})
             for part, own in zip((part.detach().contiguous() for part in theta), slots, strict=True)
         ]
 
@@ -199,7 +198,7 @@ class OuterState:
 
         With a lossless codec the payload shares D's memory. A D that is not finite once it is encoded is a rollback.
         """
-        payload, residual, largest = None, None, 0.0
+        payload, residual = None, None
         if merged.merged is not None:
             payload, residual, largest = self._recorded(merged.fragment_id, merged.merged)
             if not math.isfinite(largest):
@@ -213,7 +212,7 @@ class OuterState:
             statistics=merged.statistics,
             merged_norm=merged.merged_norm,
             clip=merged.clip,
-            largest=largest,
+            decodes=True,
         )
 
     def _recorded(self, fragment_id: int, mean: Tensor) -> tuple[EncodedTensor, Residual | None, float]:
@@ -240,25 +239,69 @@ class OuterState:
                 residual.write(part, total.sub_(piece))
         return EncodedTensor(encoder.name, numel, data), residual, largest
 
-    def commit(self, round_id: int, reason: str, records: list[MergeRecord], injection: Injection | None = None) -> Commit:
-        """Apply the records of the fragments that are due, all of them, and advance; return what is to be published.
+    def stage(self, record: MergeRecord, injection: Injection | None = None) -> Staged:
+        """Compute what the commit of this record will publish, and the hash that theta will have. Changes nothing.
 
         A step that would make theta or the optimizer's state non-finite (it overflows fp32 or the codec) is a rollback; what is
-        injected is then applied alone. records: emptied on the way, so that their memory is free.
+        injected is then applied alone. Raises RemoteProtocolError for a payload that cannot be decoded.
+        """
+        i, injected, replaces = _injected(record, injection)
+        for mean in (None,) if replaces else (record.payload, None):
+            if (mean is not None or injected is not None) and (staged := self._stage(i, mean, injected, replaces)) is not None:
+                return staged
+        return Staged(None, self._fragments[i].theta_hash, merges=False)
+
+    def _stage(self, i: int, mean: EncodedTensor | None, injected: Tensor | None, replaces: bool) -> Staged | None:
+        """Return the optimizer's step of `mean`, less what is injected; None: something would not be finite."""
+        fragment, encoder, numel = self._fragments[i], self._codecs[i], self.schema.fragments[i].numel
+        data, scratch = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
+        decoded, hashed = encoder.pieces(data, numel), FragmentHash()
+        for part, total, slots in self._steps(i, mean, injected, None if replaces else fragment.residual, replaces=replaces):
+            encoder.encode_part(total, data, numel, part.start)
+            step = next(decoded)
+            theta = torch.sub(fragment.theta[part], step, out=scratch[: step.numel()])
+            hashed.update(theta)
+            seen = [theta, *slots.values()]
+            if self._keeps_residual(i):
+                seen.append(total.sub_(step))
+            if max(map(_largest, seen)) == math.inf:
+                return None
+        return Staged(EncodedTensor(encoder.name, numel, data), hashed.digest(), merges=mean is not None)
+
+    def update_bytes(self, fragment_id: int) -> int:
+        """Return the size of a fragment's encoded step, unless it is rolled back."""
+        return self._codecs[fragment_id].encoded_size(self.schema.fragments[fragment_id].numel)
+
+    def _keeps_residual(self, i: int) -> bool:
+        return not self._codecs[i].lossless and self.config.codec.down_decay != 0
+
+    def commit(
+        self,
+        round_id: int,
+        reason: str,
+        records: list[MergeRecord],
+        injection: Injection | None = None,
+        staged: Mapping[int, Staged] | None = None,
+    ) -> Commit:
+        """Apply the records of the fragments that are due, all of them, and advance; return what is to be published.
+
+        records: emptied on the way, so that their memory is free. staged: what `stage` returned for some of them at this outer
+        step and with this injection, by fragment; the others are staged here, one after the other.
 
         Raises LocalProtocolError unless there is one record for each of `due`, made at this outer step, RemoteProtocolError for
         a payload that cannot be decoded; then nothing has changed. Any later error is a bug that leaves the state half changed.
         """
-        largest = self.check(records)
+        self.check(records)
         records.sort(key=lambda record: record.fragment_id)
-        fragments = []
+        known, fragments = staged or {}, []
         while records:
             record = records.pop(0)
-            payload = self._advance(record, largest[record.fragment_id], injection)
+            step = known.get(record.fragment_id) or self.stage(record, injection)
+            self._apply(record, injection, step)
             fragments.append(
                 FragmentCommit(
                     fragment_id=record.fragment_id,
-                    payload=payload,
+                    payload=step.payload,
                     verdicts=record.verdicts,
                     merged_norm=record.merged_norm,
                     clip=record.clip,
@@ -276,56 +319,43 @@ class OuterState:
         """The codec of each fragment's records."""
         return tuple(recorder.name for recorder in self._recorders)
 
-    def check(self, records: Sequence[MergeRecord]) -> dict[int, float]:
-        """Return by fragment the largest magnitude in the decoded payload. Raises as `commit`, which checks the same."""
+    def check(self, records: Sequence[MergeRecord]) -> None:
+        """Raise as `commit`, which checks the same."""
         if tuple(sorted(record.fragment_id for record in records)) != self.due:
             raise LocalProtocolError(
                 f"the commit of outer step {self._outer_step + 1} needs fragments {list(self.due)}, each once"
             )
-        largest = {}
         for record in records:
             i, payload = record.fragment_id, record.payload
             if record.outer_step != self._outer_step:
                 raise LocalProtocolError(f"a fragment was recorded at another outer step than {self._outer_step}")
             if payload is not None and payload.numel != (numel := self.schema.fragments[i].numel):
                 raise LocalProtocolError(f"fragment {i}: a record of {payload.numel} elements, not {numel}")
-            largest[i] = _largest_of(payload) if record.largest is None else record.largest
-        return largest
+            if payload is not None and not record.decodes:
+                for _ in codec(payload.codec).decode_pieces(payload):
+                    pass
 
-    def _advance(self, record: MergeRecord, largest: float, injection: Injection | None) -> EncodedTensor | None:
-        """Apply one record, or else what is injected alone; return the encoded step; None: the fragment is rolled back."""
-        i = record.fragment_id
-        self._fragments[i].statistics = {**self._fragments[i].statistics, **record.statistics}
-        injected = injection.fragments.get(i) if injection is not None else None
-        if injection is not None and injected is not None and injection.replaces:
-            return self._take_step(i, None, injected, replaces=True, largest=_largest(injected))
-        beside = _largest(injected) if injected is not None else 0.0
-        if record.payload is not None:
-            step = self._take_step(i, record.payload, injected, replaces=False, largest=max(largest, beside))
-            if step is not None:
-                self._fragments[i].unrecorded = record.residual
-                return step
-        return self._take_step(i, None, injected, replaces=False, largest=beside) if injected is not None else None
-
-    def _take_step(
-        self, i: int, mean: EncodedTensor | None, injected: Tensor | None, *, replaces: bool, largest: float
-    ) -> EncodedTensor | None:
-        """Move fragment i by the optimizer's step of `mean`, less what is injected; return the encoded step.
-
-        In place where nothing can overflow, else on a copy that takes its place if all of it is finite. None: it is not.
-        largest: the largest magnitude in `mean` and `injected`.
-        """
-        outer, fragment = self.config.outer, self._fragments[i]
-        bounded = outer.lr <= _MAX_LR and outer.eps >= _MIN_EPS and self._codecs[i].name != "fp16"
-        if bounded and max(largest, fragment.largest) <= _SAFE:
-            self._keep_lent(i)
-            if (step := self._move(fragment, i, mean, injected, replaces=replaces)) is None:
-                raise LocalProtocolError(f"fragment {i} overflowed, which the magnitudes before ruled out")
-            return step
-        changed = fragment.copy()
-        if (step := self._move(changed, i, mean, injected, replaces=replaces)) is not None:
-            self._fragments[i], self._lent[i] = changed, None
-        return step
+    def _apply(self, record: MergeRecord, injection: Injection | None, staged: Staged) -> None:
+        """Move one fragment as staged, in place."""
+        i, injected, replaces = _injected(record, injection)
+        fragment, payload = self._fragments[i], staged.payload
+        fragment.statistics = {**fragment.statistics, **record.statistics}
+        if payload is None:
+            return
+        self._keep_lent(i)
+        numel, owed = payload.numel, None if replaces else fragment.residual
+        fragment.residual = _to_write(owed, numel, self.residual_form) if self._keeps_residual(i) else None
+        decoded, mean = codec(payload.codec).decode_pieces(payload), record.payload if staged.merges else None
+        for part, total, slots in self._steps(i, mean, injected, owed, replaces=replaces):
+            step = next(decoded)
+            fragment.theta[part].sub_(step)
+            if fragment.residual is not None:
+                fragment.residual.write(part, total.sub_(step))
+            for name, slot in slots.items():
+                (fragment.slots[name] if slot.numel() == 1 else fragment.slots[name][part]).copy_(slot)
+        fragment.theta_hash = staged.theta_hash
+        if staged.merges:
+            fragment.unrecorded = record.residual
 
     def _keep_lent(self, i: int) -> None:
         """Leave theta of fragment i to those who hold it, if anybody does, and go on with a copy."""
@@ -333,39 +363,22 @@ class OuterState:
         if lent is not None and lent() is not None:
             self._fragments[i].theta = self._fragments[i].theta.clone()
 
-    def _move(
-        self, into: _Fragment, i: int, mean: EncodedTensor | None, injected: Tensor | None, *, replaces: bool
-    ) -> EncodedTensor | None:
-        """See `_take_step`. Changes `into`, which is of no more use when this returns None.
+    def _steps(
+        self, i: int, mean: EncodedTensor | None, injected: Tensor | None, owed: Residual | None, *, replaces: bool
+    ) -> Iterator[tuple[slice, Tensor, Slots]]:
+        """Yield of each part what is to be encoded and subtracted from theta, which is scratch, and the slots that change.
 
-        Goes through the fragment once, in pieces that stay in the cache from one operation to the next.
+        The parts are pieces that stay in the cache from one operation to the next.
         """
-        spec, encoder, decay = self.schema.fragments[i], self._codecs[i], self.config.codec.down_decay
-        numel, keeps = spec.numel, not encoder.lossless and decay != 0
-        data, scratch = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
-        decoded, hashed = encoder.pieces(data, numel), FragmentHash()
-        owed = None if replaces else into.residual
-        into.residual = _to_write(owed, numel, self.residual_form) if keeps else None
-        before = {name: slot.clone() if slot.numel() == 1 else slot for name, slot in into.slots.items()}
-        largest = into.largest if mean is None or spec.buffers else 0.0  # the slots stay
+        spec, fragment = self.schema.fragments[i], self._fragments[i]
+        numel, decay = spec.numel, self.config.codec.down_decay
+        scratch = torch.empty(min(PIECE, numel))
+        before = {name: slot.clone() if slot.numel() == 1 else slot for name, slot in fragment.slots.items()}
         for part, piece in zip(parts(numel), _decoded(mean)):  # noqa: B905 (without a mean, as many as there are parts)
-            theta = into.theta[part]
+            theta = fragment.theta[part]
             change, slots = self._change(spec, theta, before, part, piece, injected, replaces=replaces)
-            total = owing(change, owed.read(part) if owed is not None else None, decay, scratch[: theta.numel()])
-            encoder.encode_part(total, data, numel, part.start)
-            step = next(decoded)
-            hashed.update(theta.sub_(step))
-            seen = [theta, *slots.values()]
-            if into.residual is not None:
-                into.residual.write(part, total.sub_(step))
-                seen.append(total)
-            for name, slot in slots.items():
-                (into.slots[name] if slot.numel() == 1 else into.slots[name][part]).copy_(slot)
-            if (now := max(map(_largest, seen))) == math.inf:
-                return None
-            largest = max(largest, now)
-        into.theta_hash, into.largest = hashed.digest(), largest
-        return EncodedTensor(encoder.name, numel, data)
+            residual = owed.read(part) if owed is not None else None
+            yield part, owing(change, residual, decay, scratch[: theta.numel()]), slots
 
     def _change(
         self,
@@ -463,9 +476,10 @@ def _largest(tensor: Tensor) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
-def _largest_of(payload: EncodedTensor | None) -> float:
-    """Return the largest magnitude in a decoded payload. Raises RemoteProtocolError."""
-    return max(map(_largest, codec(payload.codec).decode_pieces(payload)), default=0.0) if payload is not None else 0.0
+def _injected(record: MergeRecord, injection: Injection | None) -> tuple[int, Tensor | None, bool]:
+    """Return the record's fragment, what is injected into it, and whether that replaces theta."""
+    injected = injection.fragments.get(record.fragment_id) if injection is not None else None
+    return record.fragment_id, injected, injection is not None and injected is not None and injection.replaces
 
 
 def _decoded(payload: EncodedTensor | None) -> Iterator[Tensor | None]:
@@ -499,8 +513,6 @@ def _restore(i: int, fragment: _Fragment, tensors: Mapping[str, Tensor], metadat
     """Give a fragment its residuals and statistics. Raises StorageError."""
     fragment.residual = _residual(tensors, f"residual.{i}", fragment.theta.numel())
     fragment.unrecorded = _residual(tensors, f"unrecorded.{i}", fragment.theta.numel())
-    if fragment.residual is not None:
-        fragment.largest = max(fragment.largest, *(_largest(piece) for _, piece in fragment.residual.pieces()))
     try:
         written = metadata["statistics"][i]
         fragment.statistics = {peer_id: NormStatistics.from_json(of_peer) for peer_id, of_peer in written.items()}

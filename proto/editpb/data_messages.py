@@ -28,6 +28,7 @@ from editpb.tensor_messages import (
     schema_to_pb,
     shard_from_pb,
 )
+from editpb.transport.sealing import KEY_BYTES
 
 __all__ = [
     "commit_from_parts",
@@ -131,6 +132,7 @@ def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
         offset=request.offset,
         limit=request.limit,
         digest=request.digest,
+        round_id=request.round_id,
     )
 
 
@@ -150,14 +152,16 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
         None if all(shard.is_whole for shard in shards) else shards,
         within("offset", message.offset, 0, lim.MAX_COUNT),
         within("limit", message.limit, 0, lim.MAX_COUNT),
-        check_digest("digest", message.digest, empty=message.offset == 0),
+        check_digest("digest", message.digest, empty=message.offset == 0 or message.round_id > 0),
+        within("round_id", message.round_id, 0, lim.MAX_COUNT),
     )
 
 
-def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None) -> dpb.UpdateManifest:
+def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None, key: bytes = b"") -> dpb.UpdateManifest:
     """Encode a commit without the bytes of its payloads; they follow in the same order.
 
     shards: those of the request, one per fragment of the schema: the payloads are announced as they will be cut to them.
+    key: opens what was sent ahead.
     """
     return dpb.UpdateManifest(
         outer_step=commit.outer_step,
@@ -168,6 +172,7 @@ def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None)
             _fragment_update_to_pb(fragment, shards[fragment.fragment_id] if shards is not None else None)
             for fragment in commit.fragments
         ],
+        key=key,
     )
 
 
@@ -210,7 +215,14 @@ def update_manifest_from_pb(
         digest=check_digest("digest", message.digest),
         reason=check_text("reason", message.reason),
         fragments=tuple(_fragment_update_from_pb(m, r) for m, r in zip(message.fragments, wanted, strict=True)),
+        key=_key(message.key),
     )
+
+
+def _key(key: bytes) -> bytes:
+    if len(key) not in (0, KEY_BYTES):
+        fail(f"a key of {len(key)} bytes; {KEY_BYTES} are due, or none")
+    return key
 
 
 def _fragment_update_from_pb(message: dpb.FragmentUpdate, shard: Shard) -> msg.FragmentUpdate:

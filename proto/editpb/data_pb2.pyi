@@ -73,20 +73,22 @@ class FragmentBoxes(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest")
+    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest", "round_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     held: _containers.RepeatedCompositeFieldContainer[FragmentBoxes]
     offset: int
     limit: int
     digest: str
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    round_id: int
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ..., round_id: _Optional[int] = ...) -> None: ...
 
 class FragmentUpdate(_message.Message):
     __slots__ = ("fragment_id", "rollback", "codec", "numel", "total_bytes", "verdicts")
@@ -105,26 +107,34 @@ class FragmentUpdate(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., rollback: bool = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., verdicts: _Optional[_Union[_control_pb2.FragmentVerdicts, _Mapping]] = ...) -> None: ...
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("outer_step", "round_id", "digest", "reason", "fragments")
+    __slots__ = ("outer_step", "round_id", "digest", "reason", "fragments", "key")
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     outer_step: int
     round_id: int
     digest: str
     reason: str
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentUpdate]
-    def __init__(self, outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., reason: _Optional[str] = ..., fragments: _Optional[_Iterable[_Union[FragmentUpdate, _Mapping]]] = ...) -> None: ...
+    key: bytes
+    def __init__(self, outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., reason: _Optional[str] = ..., fragments: _Optional[_Iterable[_Union[FragmentUpdate, _Mapping]]] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class UpdateAhead(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class UpdatePart(_message.Message):
-    __slots__ = ("manifest", "chunk")
+    __slots__ = ("manifest", "chunk", "ahead")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     manifest: UpdateManifest
     chunk: FragmentChunk
-    def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., chunk: _Optional[_Union[FragmentChunk, _Mapping]] = ...) -> None: ...
+    ahead: UpdateAhead
+    def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., chunk: _Optional[_Union[FragmentChunk, _Mapping]] = ..., ahead: _Optional[_Union[UpdateAhead, _Mapping]] = ...) -> None: ...
 
 class FragmentChunk(_message.Message):
     __slots__ = ("fragment_id", "chunk")

@@ -42,7 +42,7 @@ __all__ = [
 
 # The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
 # coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class PeerState(Enum):
@@ -205,6 +205,7 @@ class UpdateRequest:
     offset: int = 0  # the first byte, counted over all fragments
     limit: int = 0  # the most bytes; 0: all that are left
     digest: str = ""  # of the update that was begun, where offset > 0
+    round_id: int = 0  # the open round that may come to it, for its bytes ahead of the commit; 0: only what is committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +227,7 @@ class UpdateManifest:
     digest: str  # of the outer parameters after it
     reason: str  # why its round closed
     fragments: tuple[FragmentUpdate, ...]  # those that the outer step exchanged, ascending
+    key: bytes = b""  # opens what its round has sent ahead; empty: all bytes follow
 
 
 @dataclass(frozen=True, slots=True)

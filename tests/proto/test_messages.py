@@ -504,6 +504,7 @@ def wrong_manifest(change: Callable[[dpb.UpdateManifest], object]) -> dpb.Update
         (lambda m: setattr(m, "outer_step", 5), "outer step 5 where 4"),
         (lambda m: setattr(m, "digest", ""), "digest"),
         (lambda m: setattr(m, "reason", "a\rb"), "reason"),
+        (lambda m: setattr(m, "key", bytes(31)), "a key of 31 bytes; 32 are due, or none"),
         (lambda m: m.fragments.pop(), "1 fragments, 2 are exchanged"),
         (lambda m: m.fragments.add(), "3 fragments, 2 are exchanged"),
         (lambda m: m.fragments.reverse(), "fragment 1 where 0 is due"),

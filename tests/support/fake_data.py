@@ -79,20 +79,25 @@ class FakeData(data_pb2_grpc.DataServicer):
             fake.script(fake)
 
     async def Probe(self, request: data_pb2.ContributionHeader, context: grpc.aio.ServicerContext) -> data_pb2.ProbeReply:
-        self._fake.calls["Probe"] += 1
-        if self._fake.config.rounds.max_staleness and (
-            late := self._fake.refusal(contribution_header_from_pb(request, self._fake.schema))
-        ):
+        fake = self._fake
+        fake.calls["Probe"] += 1
+        header = contribution_header_from_pb(request, fake.schema)
+        if fake.config.rounds.max_staleness and (late := fake.refusal(header)):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, late)
-        held = len(self._fake.received[request.round_id, request.fragment_id, request.rank])
+        slot = header.round_id, header.fragment_id, header.rank
+        fake.io.change(lambda: self._offer(slot, header))
+        held = len(fake.received[slot])
         return data_pb2.ProbeReply(received_bytes=held, complete=held == request.total_bytes)
 
     async def FetchUpdate(
         self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[data_pb2.UpdatePart]:
         fake = self._fake
-        fake.calls["FetchUpdate"] += 1
         commit, shards = fake.updates.get(request.outer_step), update_request_from_pb(request, fake.schema).shards
+        if commit is None and request.round_id:
+            fake.io.change(lambda: fake.calls.update(ahead=fake.calls["ahead"] + 1))
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
+        fake.calls["FetchUpdate"] += 1
         if commit is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
             return

@@ -1,5 +1,8 @@
 """What this rank reads, put together: its shards of one update, or of one snapshot. No I/O.
 
+The bytes of an update may come ahead of its commit, sealed. Nobody gets them before the manifest is here, which brings the key;
+without a manifest they are thrown away.
+
 A stream may break anywhere: what has arrived stays, and the next one goes on from there. Positions count bytes over all
 fragments. Everything raises RemoteProtocolError for what does not fit.
 """
@@ -8,11 +11,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from edit.codecs.error_feedback import codec_of
+from edit.config.codec import CodecChoice
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -23,6 +30,7 @@ from editpb.limits import MAX_FOLLOWING
 from editpb.messages import FragmentUpdate, SnapshotManifest, SnapshotRequest, UpdateManifest, UpdateRequest
 from editpb.transport.chunk_frames import ReceivedChunk
 from editpb.transport.chunks import Chunk, Reassembly
+from editpb.transport.sealing import Seal
 
 __all__ = ["SnapshotAssembly", "UpdateAssembly"]
 
@@ -30,37 +38,52 @@ __all__ = ["SnapshotAssembly", "UpdateAssembly"]
 class UpdateAssembly:
     """This rank's shards of one update, over as many streams as it takes.
 
-    The first stream begins with the manifest; then come the bytes of each fragment that was not rolled back, one after the
-    other.
+    A stream begins with the manifest, or ahead of the commit with a mark; one that goes on after the manifest, with neither.
+    Then come the bytes of each fragment that was not rolled back, one after the other.
 
     Args:
         schema: of the model.
         outer_step: the one that the update leads to.
         due: the fragments that the update is of, ascending.
         shards: what this rank holds, one per fragment of the schema.
+        round_id: the open round that may come to it; 0: it is asked for when it is committed.
+        choice: the codecs of updates, as this peer knows the run's configuration; None: nothing is taken ahead.
     """
 
-    def __init__(self, schema: Schema, outer_step: int, due: Sequence[int], shards: Sequence[Shard]) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        outer_step: int,
+        due: Sequence[int],
+        shards: Sequence[Shard],
+        *,
+        round_id: int = 0,
+        choice: CodecChoice | None = None,
+    ) -> None:
         self.outer_step = outer_step
+        self.round_id = round_id if choice is not None else 0
         self._schema = schema
         self._due = tuple(due)
         self._shards = tuple(shards)
+        self._choice = choice
         self._manifest: UpdateManifest | None = None
-        self._awaits_manifest = True  # of the present stream
-        self._finished_bytes = 0  # of the fragments in `_data`
-        self._data: dict[int, memoryview] = {}  # by position in the manifest; whole ones only
-        self._arriving: list[tuple[int, Reassembly]] = []  # in their order
+        self._begins = True  # the present stream, with its next message
+        self._parts: list[_Part | None] = []  # by position in the manifest; None: rolled back
+        self._at = 0  # the position that the next byte is of
+        self._finished_bytes = 0  # of the positions before
+        self._sealed: list[tuple[int, int]] = []  # positions with bytes to open, and how many
 
     def request(self, run_id: str, start: int, limit: int) -> UpdateRequest:
         """Return what to ask for, to get at most `limit` bytes from `start` on."""
-        if start == 0 or self._manifest is None:
-            self._awaits_manifest = True
-            return UpdateRequest(run_id, self.outer_step, self._shards, limit=limit)
-        return UpdateRequest(run_id, self.outer_step, self._shards, start, limit, self._manifest.digest)
+        request = UpdateRequest(run_id, self.outer_step, self._shards, start, limit)
+        if start > 0 and self._manifest is not None:
+            return replace(request, digest=self._manifest.digest)
+        self._begins = True
+        return replace(request, round_id=self.round_id)
 
     @property
     def manifest(self) -> Commit | None:
-        """The commit without its payloads, once the first message is in."""
+        """The commit without its payloads, once its message is in."""
         manifest = self._manifest
         if manifest is None:
             return None
@@ -78,13 +101,16 @@ class UpdateAssembly:
 
     def payload(self, position: int) -> EncodedTensor | None:
         """Return the fragment at this position of the manifest; None while bytes are missing."""
-        update, data = self._update(position), self._data.get(position)
-        return None if update.codec is None or data is None else EncodedTensor(update.codec, update.numel, data)
+        update, part = self._update(position), self._parts[position]
+        if part is None or update.codec is None or not part.bytes.complete or position in dict(self._sealed):
+            return None
+        return EncodedTensor(update.codec, update.numel, part.bytes.finish())
 
     @property
     def received(self) -> int:
         """Bytes so far."""
-        return self._finished_bytes + (self._arriving[0][1].received if self._arriving else 0)
+        part = self._parts[self._at] if self._at < len(self._parts) else None
+        return self._finished_bytes + (part.bytes.received if part is not None else 0)
 
     @property
     def total_bytes(self) -> int | None:
@@ -94,66 +120,122 @@ class UpdateAssembly:
     @property
     def complete(self) -> bool:
         """Whether all is here."""
-        return self._manifest is not None and not self._arriving
+        return self._manifest is not None and self._at == len(self._parts) and not self._sealed
 
     @property
     def at_an_end(self) -> bool:
         """Whether the bytes so far are those of whole fragments."""
-        return not self._arriving or self._arriving[0][1].received == 0
+        part = self._parts[self._at] if self._at < len(self._parts) else None
+        return part is None or part.bytes.received == 0
 
     def take(self, part: data_pb2.UpdatePart | ReceivedChunk) -> bool:
         """Take the next message of the stream; return whether the manifest, or a whole fragment more, is here now."""
-        if self._awaits_manifest == isinstance(part, ReceivedChunk):
+        if self._begins == isinstance(part, ReceivedChunk):
             raise RemoteProtocolError("an update is its manifest, and then chunks")
         if not isinstance(part, ReceivedChunk):
             self._begin(part)
-            return True
-        if not self._arriving or part.fragment_id != self._due[self._arriving[0][0]]:
+            return self._manifest is not None
+        arriving = self._parts[self._at] if self._at < len(self._parts) else None
+        if arriving is None or part.fragment_id != self._due[self._at]:
             raise RemoteProtocolError(f"an update's chunk of fragment {part.fragment_id} is out of turn")
-        self._arriving[0][1].take(part)
-        return self._move_on()
+        arriving.bytes.take(part)
+        return self._move_on() and self._manifest is not None
+
+    def open_one(self) -> bool:
+        """Open what came ahead of one fragment, once the manifest is here; return False when there is nothing to open."""
+        if self._manifest is None or not self._sealed:
+            return False
+        position, count = self._sealed[0]
+        part = self._parts[position]
+        assert part is not None
+        Seal(self._manifest.key, self._shards[self._due[position]]).in_place(part.bytes.arrived[:count])
+        del self._sealed[0]
+        return True
 
     def refuse_end(self) -> None:
         """Raise RemoteProtocolError: bytes are missing."""
         if self._manifest is None:
             raise RemoteProtocolError("an empty update")
-        self._arriving[0][1].finish()
+        part = self._parts[self._at]
+        assert part is not None
+        part.bytes.finish()
 
     def finish(self) -> Commit:
         """Return the commit with its payloads, once all bytes are here."""
-        if self._manifest is None or self._arriving:
+        if self._manifest is None or self._at < len(self._parts):
             self.refuse_end()
+        while self.open_one():
+            pass
         assert self._manifest is not None
-        return commit_from_parts(self._manifest, [self._data.get(i) for i in range(len(self._manifest.fragments))])
+        return commit_from_parts(self._manifest, [part.bytes.finish() if part else None for part in self._parts])
 
     def _update(self, position: int) -> FragmentUpdate:
         assert self._manifest is not None
         return self._manifest.fragments[position]
 
     def _begin(self, first: data_pb2.UpdatePart) -> None:
-        if first.WhichOneof("kind") != "manifest":
-            raise RemoteProtocolError("an update does not begin with its manifest")
-        manifest = update_manifest_from_pb(first.manifest, self._schema, self.outer_step, due=self._due, shards=self._shards)
-        self._awaits_manifest = False
+        match first.WhichOneof("kind"):
+            case "manifest":
+                self._take_manifest(first.manifest)
+            case "ahead" if self._manifest is None and self.round_id and self._choice is not None:
+                self._parts = self._parts or [_expected(self._shards[i], self._choice) for i in self._due]
+            case _:
+                raise RemoteProtocolError("an update does not begin with its manifest")
+        self._begins = False
+        self._move_on()
+
+    def _take_manifest(self, message: data_pb2.UpdateManifest) -> None:
+        manifest = update_manifest_from_pb(message, self._schema, self.outer_step, due=self._due, shards=self._shards)
         if self._manifest is not None:
             if (manifest.digest, manifest.round_id) != (self._manifest.digest, self._manifest.round_id):
                 raise RemoteProtocolError(f"the update to outer step {self.outer_step} is another than before")
             return
+        parts = [_announced(update, self._shards[i]) for update, i in zip(manifest.fragments, self._due, strict=True)]
+        if manifest.key and self.received:
+            if manifest.round_id != self.round_id or not all(map(_continues, self._parts, parts)):
+                self.round_id, self._parts, self._at, self._finished_bytes = 0, [], 0, 0
+                raise RemoteProtocolError("what came ahead of the commit is of another update")
+            self._sealed = [(i, part.bytes.received) for i, part in enumerate(self._parts) if part and part.bytes.received]
+            self._parts = [known if part else None for known, part in zip(self._parts, parts, strict=True)]
+        else:
+            self._parts, self._at, self._finished_bytes = parts, 0, 0
         self._manifest = manifest
-        for position, (update, fragment_id) in enumerate(zip(manifest.fragments, self._due, strict=True)):
-            if update.codec is not None:
-                name = f"update of fragment {self._schema.fragments[fragment_id].name}"
-                self._arriving.append((position, Reassembly(name, update.total_bytes, update.total_bytes)))
-        self._move_on()
 
     def _move_on(self) -> bool:
         """Move on to the next fragment that has bytes to come."""
-        before = len(self._arriving)
-        while self._arriving and self._arriving[0][1].complete:
-            position, payload = self._arriving.pop(0)
-            self._data[position] = payload.finish()
-            self._finished_bytes += payload.received
-        return len(self._arriving) < before
+        before = self._at
+        while self._at < len(self._parts) and ((part := self._parts[self._at]) is None or part.bytes.complete):
+            self._finished_bytes += part.bytes.received if part is not None else 0
+            self._at += 1
+        return self._at > before
+
+
+class _Part(NamedTuple):
+    """One fragment of an update, as far as it is here."""
+
+    codec: str
+    bytes: Reassembly
+
+
+def _announced(update: FragmentUpdate, shard: Shard) -> _Part | None:
+    """Return what a manifest announces of a fragment."""
+    if update.codec is None:
+        return None
+    return _Part(update.codec, Reassembly(f"update of fragment {shard.fragment.name}", update.total_bytes, update.total_bytes))
+
+
+def _expected(shard: Shard, choice: CodecChoice) -> _Part:
+    """Return what comes ahead of a fragment, unless it is rolled back."""
+    of = codec_of(shard.fragment, choice)
+    size = of.encoded_size(of.cut_numel(shard))
+    return _Part(of.name, Reassembly(f"update of fragment {shard.fragment.name}", size, size))
+
+
+def _continues(known: _Part | None, announced: _Part | None) -> bool:
+    """Return whether what came ahead can be the first bytes of what is announced."""
+    if known is None or announced is None:
+        return known is None or known.bytes.received == 0
+    return (known.codec, known.bytes.total) == (announced.codec, announced.bytes.total)
 
 
 class SnapshotAssembly:

@@ -206,20 +206,38 @@ class HubCollective:
             attempt=started_ms * ATTEMPTS,
             stage=self._stage,
         )
-        downlink = Downlink(self._io, self._data, self._agreement, schema, shards, config.sync, wanted=self._online)
+        downlink = Downlink(
+            self._io,
+            self._data,
+            self._agreement,
+            schema,
+            shards,
+            config.sync,
+            config.codec.downlink,
+            wanted=self._online,
+            attending=lambda: self._session.view is not None,
+        )
         self._links = uplink, downlink
 
     def _advance(self) -> None:
-        """Loop's thread, at each news: send what can be sent; fetch an update that will be asked for while training goes on."""
-        if self._links is None:
-            return
-        uplink, downlink = self._links
-        self._io.change(uplink.advance)
+        """Loop's thread, at each news: send what can be sent; fetch what will be asked for."""
+        if self._links is not None:
+            self._io.change(self._links[0].advance)
+            self._fetch(*self._links)
+
+    def _fetch(self, uplink: Uplink, downlink: Downlink) -> None:
+        """Fetch an update that will be asked for while training goes on.
+
+        Where contributions do not outlive their rounds, that begins as soon as this rank's is on its way.
+        """
         step = self._position
         if (sent := uplink.sent_to(step)) is None:
             return
-        if self._session.decide(step, sent, time.monotonic())[0] is Decision.COMMITTED:
-            downlink.foresee(step + 1)
+        match self._session.decide(step, sent, time.monotonic())[0]:
+            case Decision.COMMITTED:
+                downlink.foresee(step + 1)
+            case Decision.WAIT if sent.round_id and not self._session.carries and self._session.takes(sent.round_id):
+                downlink.fetch_ahead(step + 1, sent.round_id)
 
     def _first_snapshot(self) -> Snapshot:
         while True:
@@ -246,14 +264,14 @@ class HubCollective:
 
         The ranks do not agree on it: a rank that owns nothing of a fragment need not call it.
         """
-        uplink, _ = self._joined()
-        self._io.change(partial(self._send, uplink, contribution))
+        self._io.change(partial(self._send, *self._joined(), contribution))
 
-    def _send(self, uplink: Uplink, contribution: Contribution) -> None:
+    def _send(self, uplink: Uplink, downlink: Downlink, contribution: Contribution) -> None:
         """Loop's thread. A caller that reports nothing itself is where it contributes, or no round would wait for it."""
         self._position = max(self._position, contribution.outer_step)
         uplink.add(contribution)
         uplink.advance()
+        self._fetch(uplink, downlink)
         heartbeat = dataclasses.replace(self._report.heartbeat, state=PeerState.EXCHANGING)
         if self._position > heartbeat.outer_step:
             heartbeat = dataclasses.replace(heartbeat, outer_step=self._position, digest="")

@@ -153,7 +153,11 @@ class DataCalls:
         await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted, lambda: held.received_bytes)
 
     async def update(self, assembly: UpdateAssembly, wanted: Wanted, arrived: Callable[[], None]) -> None:
-        """Complete `assembly`. arrived: called when its manifest is in, and each time one of its fragments is."""
+        """Complete `assembly`. arrived: called when its manifest is in, and each time one of its fragments is.
+
+        With a round that may come to it, what is known of it is read before the commit; StaleError when that round came to
+        nothing.
+        """
 
         def ask(start: int, limit: int) -> _UpdateCall:
             message = update_request_to_pb(assembly.request(self._run_id, start, limit))
@@ -170,10 +174,39 @@ class DataCalls:
 
         async def attempt() -> None:
             async with StallTimeout(self._stall_s) as moving:
+                while assembly.round_id and assembly.manifest is None:
+                    await self._read_ahead(assembly, ask, moving, take)
+                while assembly.open_one():
+                    arrived()
+                    await asyncio.sleep(0)  # heartbeats
                 await read_in_ranges(assembly, self._pace_down, ask, moving.read, take)
             assembly.finish()
 
         await _retrying(f"update {assembly.outer_step}", attempt, wanted, lambda: assembly.received)
+
+    async def _read_ahead(
+        self,
+        assembly: UpdateAssembly,
+        ask: Callable[[int, int], _UpdateCall],
+        moving: StallTimeout,
+        take: Callable[[_UpdatePart], None],
+    ) -> None:
+        """Read one call of an update whose manifest is not here: what there is of it ahead of its commit, or what follows that.
+
+        The call waits for its first message, and what comes then is there: its time is the link's.
+        """
+        before, limit, clock = assembly.received, self._pace_down.bytes, None
+        call = ask(before, limit)
+        try:
+            while (part := await moving.read(call)) is not None:
+                take(part)
+                clock = clock or _Stopwatch()
+        finally:
+            call.cancel()
+        if clock is None:
+            raise TransportError("nothing has come ahead of the commit for a while")
+        if assembly.received > before:
+            self._pace_down.carried(assembly.received - before, clock.seconds(), asked=limit)
 
     async def describe(self, schema: Schema | None, wanted: Wanted) -> SnapshotManifest:
         """Return what the snapshot of the latest commit consists of. schema: None where it is not known yet."""

@@ -1,7 +1,8 @@
 """What the ranks of a replica fetch together: updates, whole or fragment by fragment, and snapshots.
 
-There is one background transfer per update, begun once and resumed after a break. No rank goes on before all ranks have their
-shards of the same update or snapshot.
+There is one background transfer per update, begun once and resumed after a break. It may begin while the update's round is
+open, with what is merged already; nothing of that is used before the manifest of the commit is here. No rank goes on before all
+ranks have their shards of the same update or snapshot.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+from edit.config.codec import CodecChoice
 from edit.config.run import SyncConfig
 from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
 from edit.fragments.groups import fragments_due
@@ -43,6 +45,17 @@ class _Download:
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # pulsed at each piece of news
         self._error: EditError | None = None
+
+    @property
+    def broke_ahead(self) -> bool:
+        """Whether the transfer ended before the manifest came, and may go on: its round was not given up."""
+        ended = self._task is not None and self._task.done()
+        return ended and self.assembly.manifest is None and isinstance(self._error, TransportError)
+
+    def cancel(self) -> None:
+        """Fetch it no longer."""
+        if self._task is not None:
+            self._task.cancel()
 
     def begin(self) -> None:
         """Fetch it, or resume where the stream broke."""
@@ -100,7 +113,9 @@ class Downlink:
         shards: what this rank holds, one per fragment of the schema.
         sync: says which fragments an outer step exchanges. In its mode "forward" updates are returned as soon as every rank has
             the manifest; their payloads arrive in the background.
+        choice: the codecs of updates.
         wanted: whether a transfer is worth another try.
+        attending: whether one is that runs ahead of a commit.
     """
 
     def __init__(
@@ -111,8 +126,10 @@ class Downlink:
         schema: Schema,
         shards: Sequence[Shard],
         sync: SyncConfig,
+        choice: CodecChoice,
         *,
         wanted: Wanted,
+        attending: Wanted,
     ) -> None:
         self._io = io
         self._data = data
@@ -120,7 +137,9 @@ class Downlink:
         self._schema = schema
         self._shards = tuple(shards)
         self._sync = sync
+        self._choice = choice
         self._wanted = wanted
+        self._attending = attending
         self._downloads: dict[int, _Download] = {}  # by outer step, until `forget`; on the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()  # of downloads, also of those that nobody asks for any more
 
@@ -154,8 +173,19 @@ class Downlink:
 
     def foresee(self, outer_step: int) -> None:
         """Begin to fetch the update that led to `outer_step`: it will be asked for."""
-        if outer_step not in self._downloads:
+        known = self._downloads.get(outer_step)
+        if known is None or (known.assembly.round_id and known.assembly.manifest is None):
             self._download(outer_step).begin()
+
+    def fetch_ahead(self, outer_step: int, round_id: int) -> None:
+        """Begin to fetch the update to `outer_step` that this open round may come to, as far as it is known."""
+        known = self._downloads.get(outer_step)
+        if known is not None and known.assembly.round_id != round_id and known.assembly.manifest is None:
+            known.cancel()
+            del self._downloads[outer_step]
+            known = None
+        if known is None or known.broke_ahead:
+            self._download(outer_step, round_id).begin()
 
     def forget(self, *, taken: bool) -> None:
         """Forget all updates: all ranks have their answer. taken: whoever took one holds it; else it is no longer fetched."""
@@ -175,11 +205,12 @@ class Downlink:
         )
         return Committed(commit, updates)
 
-    def _download(self, outer_step: int) -> _Download:
+    def _download(self, outer_step: int, round_id: int = 0) -> _Download:
         if outer_step not in self._downloads:
             due = fragments_due(outer_step - 1, len(self._schema.fragments), self._sync.groups, self._sync.pattern)
-            assembly = UpdateAssembly(self._schema, outer_step, due, self._shards)
-            transfer = partial(self._data.update, assembly, self._wanted)
+            assembly = UpdateAssembly(self._schema, outer_step, due, self._shards, round_id=round_id, choice=self._choice)
+            wanted = lambda: (self._wanted if assembly.manifest or not assembly.round_id else self._attending)()  # noqa: E731
+            transfer = partial(self._data.update, assembly, wanted)
             self._downloads[outer_step] = _Download(assembly, transfer, self._start_task)
         return self._downloads[outer_step]
 

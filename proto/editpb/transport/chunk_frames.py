@@ -49,24 +49,35 @@ def contribute_frames(data: bytes | bytearray | memoryview, *, start: int = 0) -
     return _frames(data, start, lambda chunk_bytes: _begin(_CHUNK, chunk_bytes))
 
 
-def update_frames(fragment_id: int, data: bytes | bytearray | memoryview, *, start: int = 0) -> Iterator[bytes]:
-    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on."""
+def update_frames(
+    fragment_id: int,
+    data: bytes | bytearray | memoryview,
+    *,
+    start: int = 0,
+    seal: Callable[[memoryview], bytes] | None = None,
+) -> Iterator[bytes]:
+    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on. seal: is given each in turn."""
     inner = bytes([_FRAGMENT_ID]) + _varint(fragment_id) if fragment_id else b""
 
     def head(chunk_bytes: int) -> bytes:
         wrapped = inner + _begin(_CHUNK, chunk_bytes)
         return _begin(_CHUNK, len(wrapped) + chunk_bytes) + wrapped
 
-    return _frames(data, start, head)
+    return _frames(data, start, head, seal)
 
 
-def _frames(data: bytes | bytearray | memoryview, start: int, head: Callable[[int], bytes]) -> Iterator[bytes]:
+def _frames(
+    data: bytes | bytearray | memoryview,
+    start: int,
+    head: Callable[[int], bytes],
+    seal: Callable[[memoryview], bytes] | None = None,
+) -> Iterator[bytes]:
     view = memoryview(data).cast("B")
     for offset in range(start, len(view), CHUNK_BYTES):
         piece = view[offset : offset + CHUNK_BYTES]
         where = bytes([_OFFSET]) + _varint(offset) if offset else b""
         fields = where + _begin(_DATA, len(piece))
-        yield b"".join((head(len(fields) + len(piece)), fields, piece))
+        yield b"".join((head(len(fields) + len(piece)), fields, piece if seal is None else seal(piece)))
 
 
 def _begin(tag: int, length: int) -> bytes:

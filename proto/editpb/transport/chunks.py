@@ -48,7 +48,8 @@ class Reassembly:
     def __init__(self, name: str, total: int, cap: int, digest: bytes | None = None) -> None:
         if not 0 <= total <= cap:
             fail(f"{name}: {total} bytes announced, {cap} are allowed")
-        self._name, self._total, self._digest = name, total, digest
+        self.total = total
+        self._name, self._digest = name, digest
         self.clear()
 
     @property
@@ -59,7 +60,12 @@ class Reassembly:
     @property
     def complete(self) -> bool:
         """Whether all bytes are here."""
-        return self._received == self._total
+        return self._received == self.total
+
+    @property
+    def arrived(self) -> memoryview:
+        """What has arrived; may be written into, where no digest is checked."""
+        return self._data[: self._received]
 
     def clear(self) -> None:
         """Throw away what has arrived."""
@@ -73,10 +79,10 @@ class Reassembly:
             fail(f"{self._name}: a chunk of {len(data)} bytes; 1 to {MAX_CHUNK_BYTES} are allowed")
         if offset != self._received:
             fail(f"{self._name}: a chunk at byte {offset} where {self._received} was due")
-        if (end := offset + len(data)) > self._total:
-            fail(f"{self._name}: more than the announced {self._total} bytes")
+        if (end := offset + len(data)) > self.total:
+            fail(f"{self._name}: more than the announced {self.total} bytes")
         if not self._data:
-            self._data = new_buffer(self._total)
+            self._data = new_buffer(self.total)
         self._data[offset:end] = data
         self._received = end
         if self._hash is not None:
@@ -85,7 +91,7 @@ class Reassembly:
     def finish(self) -> memoryview:
         """Return all bytes, once complete."""
         if not self.complete:
-            fail(f"{self._name}: {self._received} of {self._total} bytes arrived")
+            fail(f"{self._name}: {self._received} of {self.total} bytes arrived")
         if self._hash is not None and self._hash.digest() != self._digest:
             fail(f"{self._name}: its BLAKE3 is not the manifest's")
         return self._data

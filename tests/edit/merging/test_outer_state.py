@@ -15,7 +15,6 @@ from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConf
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
-from edit.merging import outer_state
 from edit.merging.detector import NormStatistics
 from edit.merging.merge import Measured, Merged, measure
 from edit.merging.outer_state import MergeRecord, OuterState
@@ -264,20 +263,26 @@ def test_theta_that_is_held_stays_as_it_is_and_only_then_is_it_copied(hold: Call
 
 @pytest.mark.parametrize("down", SPECS)
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
-def test_a_step_in_place_and_one_on_copies_give_the_same_bits(
-    down: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_staged_before_a_commit_changes_nothing_and_is_what_the_commit_publishes(down: str, optimizer: str) -> None:
     config = configured(optimizer, down)
-    in_place, on_copies = (OuterState(SCHEMA, config, initial_theta()) for _ in range(2))
-    first = in_place.to_tensors()["theta.0"]
+    ahead, at_the_commit = (OuterState(SCHEMA, config, initial_theta()) for _ in range(2))
+    first = ahead.to_tensors()["theta.0"]
     for round_number in range(5):
-        one, _ = advance(in_place, round_number)
-        with monkeypatch.context() as nothing_is_safe:
-            nothing_is_safe.setattr(outer_state, "_SAFE", -1.0)
-            other, _ = advance(on_copies, round_number)
-        assert one.digest == other.digest
-    assert same_state(in_place, on_copies)
-    assert (in_place.to_tensors()["theta.0"] is first) is (down != "fp16")
+        expected, _ = advance(at_the_commit, round_number)
+        merged = [ahead.reduce(i, contributions(moves(round_number, i))) for i in range(len(NUMELS))]
+        records = [ahead.record(one) for one in merged]
+        before, metadata = kept(ahead), ahead.metadata()
+        staged = {record.fragment_id: ahead.stage(record) for record in records}
+        assert ahead.metadata() == metadata
+        assert all(torch.equal(tensor, before[name]) for name, tensor in ahead.to_tensors().items())
+        commit = ahead.commit(round_number + 1, "all in", records, staged=staged)
+        assert [part.payload for part in commit.fragments] == [staged[i].payload for i in range(len(NUMELS))]
+        assert [bytes(part.payload.data) for part in commit.fragments if part.payload is not None] == [
+            bytes(part.payload.data) for part in expected.fragments if part.payload is not None
+        ]
+        assert commit.digest == expected.digest == digest(ahead.theta)
+    assert same_state(ahead, at_the_commit)
+    assert ahead.to_tensors()["theta.0"] is first, "written in place"
 
 
 @pytest.mark.parametrize("record", ["fp32", "bf16", "int8", "int4:block=64", "e3m0"])
@@ -320,7 +325,7 @@ def test_a_record_whose_bytes_cannot_be_decoded_changes_nothing() -> None:
     records = [state.record(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
     before, metadata, payload = kept(state), state.metadata(), records[1].payload
     assert payload is not None
-    short = dataclasses.replace(records[1], payload=EncodedTensor("int8", 5, bytes(payload.data)[:-1]), largest=None)
+    short = dataclasses.replace(records[1], payload=EncodedTensor("int8", 5, bytes(payload.data)[:-1]), decodes=False)
     with pytest.raises(RemoteProtocolError, match="8 bytes cannot be 5 elements in int8"):
         state.commit(1, "", [records[0], short])
     other = dataclasses.replace(records[1], payload=encode("int8", torch.ones(6)))

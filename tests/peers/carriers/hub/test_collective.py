@@ -142,6 +142,19 @@ def test_an_update_is_fetched_while_training_goes_on_and_only_once() -> None:
         assert fake.calls["FetchUpdate"] == 1
 
 
+def test_an_update_is_asked_for_ahead_of_its_commit_once_for_a_round() -> None:
+    """A round that has nothing to send ahead, or came to nothing, is not asked again; the commit is fetched all the same."""
+    with run_of() as (fake, peer):
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.calls["ahead"] == 1)
+        fake.await_(lambda f: f.complete(FIRST_ROUND))
+        fake.show(last_reason="news")
+        fake.io.change(fake.commit)
+        outcome = peer.ask()
+        assert isinstance(outcome, Committed) and outcome.commit.outer_step == 1
+        assert fake.calls["ahead"] == 1
+
+
 def test_a_view_that_says_so_means_behind() -> None:
     with run_of() as (fake, peer):
         fake.show(resync="your digest is not ours")

@@ -1,0 +1,297 @@
+"""A real coordinator sends what it has merged of an update ahead of the commit, sealed; only the commit brings the key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from edit.config.codec import CodecChoice
+from edit.errors import StaleError
+from edit.fragments.digest import digest
+from edit.fragments.shards import Shard
+from edit.records import Commit
+from edit.rounds import events
+from editpb import data_pb2
+from editpb.data_messages import update_manifest_from_pb, update_request_to_pb
+from editpb.messages import UpdateManifest, UpdateRequest
+from editpb.transport.chunks import make_chunks
+from editpb.transport.sealing import Seal
+from peers.carriers.hub.assemblies import UpdateAssembly
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.data_calls import DataCalls
+from peers.carriers.run_connection import Traffic
+from tests.support.encoded import encode
+from tests.support.loops import on_a_loop, until
+from tests.support.served import SCHEMA, TOML, WAIT_S, BarePeer, Served, new_folder, served, sharded, theta
+
+SIZES = tuple(4 * fragment.numel for fragment in SCHEMA.fragments)
+WHOLE = tuple(map(Shard, SCHEMA.fragments))
+
+
+def deltas(value: float) -> list[torch.Tensor]:
+    return [torch.full((fragment.numel,), value) for fragment in SCHEMA.fragments]
+
+
+@dataclass
+class Answer:
+    """What one FetchUpdate brought."""
+
+    ahead: bool = False
+    manifest: UpdateManifest | None = None
+    data: bytes = b""
+
+
+async def ask(peer: BarePeer, outer_step: int, round_id: int, offset: int = 0, shards: Sequence[Shard] = WHOLE) -> Answer:
+    wanted = UpdateRequest(peer.run_id, outer_step, tuple(shards), offset, round_id=round_id)
+    answer = Answer()
+    async with asyncio.timeout(WAIT_S):
+        async for part in peer.data.FetchUpdate(update_request_to_pb(wanted)):
+            match part.WhichOneof("kind"):
+                case "ahead":
+                    answer.ahead = True
+                case "manifest":
+                    answer.manifest = update_manifest_from_pb(part.manifest, SCHEMA, outer_step, shards=shards)
+                case "chunk":
+                    answer.data += part.chunk.chunk.data
+    return answer
+
+
+async def send(peer: BarePeer, round_id: int, fragment_id: int, value: float, outer_step: int = 0) -> None:
+    data = bytes(encode("fp32", deltas(value)[fragment_id]).data)
+    await peer.send(peer.header(round_id, outer_step, fragment_id, len(data)), make_chunks(data, 512))
+
+
+@asynccontextmanager
+async def two_peers(run: Served) -> AsyncIterator[tuple[BarePeer, BarePeer, int]]:
+    """Both are expected in the open round."""
+    async with run.peer("a") as a, run.peer("b") as b:
+        await a.attend()
+        await a.view(lambda view: view.found)
+        await b.attend()
+        await a.found(theta())
+        for peer in (a, b):
+            await peer.report(0)
+        yield a, b, (await a.view(lambda view: view.round_id > 0)).round_id
+
+
+async def first_fragment(a: BarePeer, b: BarePeer, round_id: int) -> Answer:
+    """Both send fragment 0, and it comes down ahead."""
+    for peer in (a, b):
+        await send(peer, round_id, 0, 1.0)
+    answer = await ask(a, 1, round_id)
+    assert answer.ahead and answer.manifest is None and len(answer.data) == SIZES[0]
+    return answer
+
+
+def update(commit: Commit) -> bytes:
+    return b"".join(bytes(fragment.payload.data) for fragment in commit.fragments if fragment.payload is not None)
+
+
+@on_a_loop
+async def test_what_is_merged_goes_ahead_and_the_commit_opens_it(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, b, round_id):
+        sealed = (await first_fragment(a, b, round_id)).data
+        waiting = asyncio.create_task(ask(b, 1, round_id, len(sealed)))
+        await send(a, round_id, 1, 1.0)
+        await send(b, round_id, 1, 1.0)
+        last = await waiting
+        if last.ahead:  # the call was made before the commit
+            sealed, last = sealed + last.data, await ask(b, 1, round_id, sum(SIZES))
+        manifest = last.manifest
+        assert manifest is not None and len(manifest.key) == 32 and manifest.round_id == round_id
+        plain = update(await a.fetch(1))
+        opened = Seal(manifest.key, WHOLE[0])(sealed[: SIZES[0]]) + Seal(manifest.key, WHOLE[1])(sealed[SIZES[0] :])
+        assert opened + last.data == plain
+        assert sealed[: SIZES[0]] != plain[: SIZES[0]]
+        assert manifest.digest == digest([t - 1 for t in theta()])
+
+
+@asynccontextmanager
+async def reader(run: Served, round_id: int) -> AsyncIterator[tuple[UpdateAssembly, Traffic, asyncio.Task[None]]]:
+    """A member that fetches the update to outer step 1 from now on, as a peer does."""
+    assembly, traffic = UpdateAssembly(SCHEMA, 1, (0, 1), WHOLE, round_id=round_id, choice=CodecChoice("fp32")), Traffic()
+    channels = Channels([run.coordinator.listen], run.credentials("reader"))
+    data = DataCalls(channels, run.folder.run_id, traffic)
+    task = asyncio.create_task(data.update(assembly, lambda: True, lambda: None))
+    try:
+        yield assembly, traffic, task
+    finally:
+        task.cancel()
+        await channels.close()
+
+
+@on_a_loop
+async def test_a_peer_reads_an_update_while_its_round_is_open_and_every_byte_once(tmp_path: Path) -> None:
+    async with (
+        served(new_folder(tmp_path / "run", start=2)) as run,
+        two_peers(run) as (a, b, round_id),
+        reader(run, round_id) as (assembly, traffic, task),
+    ):
+        await first_fragment(a, b, round_id)
+        await until(lambda: assembly.received == SIZES[0])
+        assert assembly.manifest is None and not task.done()
+        for peer in (a, b):
+            await send(peer, round_id, 1, 1.0)
+        await task
+        commit = assembly.finish()
+        assert update(commit) == update(await a.fetch(1))
+        assert commit.digest == digest([t - 1 for t in theta()])
+        assert sum(SIZES) < traffic.received < sum(SIZES) + 1000
+
+
+@on_a_loop
+async def test_a_peer_stops_reading_when_the_round_comes_to_nothing(tmp_path: Path) -> None:
+    async with (
+        served(new_folder(tmp_path / "run", start=2)) as run,
+        two_peers(run) as (a, b, round_id),
+        reader(run, round_id) as (assembly, _, task),
+    ):
+        await first_fragment(a, b, round_id)
+        await until(lambda: assembly.received == SIZES[0])
+        run.coordinator.run.rounds.feed(events.RoundFailed(round_id, "the disk is full"))
+        with pytest.raises(StaleError):
+            await task
+        assert assembly.manifest is None
+
+
+@on_a_loop
+async def test_an_update_that_is_asked_for_without_a_round_or_of_another_round_comes_whole_and_without_a_key(
+    tmp_path: Path,
+) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, b, round_id):
+        for peer in (a, b):
+            await peer.contribute(round_id, 0, deltas(1.0))
+        await a.view(lambda view: view.outer_step == 1)
+        for named, offset in ((0, 0), (round_id + 1, 7), (round_id - 1, 7)):
+            answer = await ask(b, 1, named, offset)
+            assert answer.manifest is not None and answer.manifest.key == b"" and len(answer.data) == sum(SIZES)
+
+
+@on_a_loop
+async def test_a_round_that_comes_to_nothing_takes_its_key_with_it(tmp_path: Path) -> None:
+    """Who waits for the rest is told at once; the next round seals the same bytes otherwise, and begins anew."""
+    async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, b, round_id):
+        lost = (await first_fragment(a, b, round_id)).data
+        waiting = asyncio.create_task(ask(a, 1, round_id, len(lost)))
+        published = run.coordinator.run.rounds.published
+        await until(lambda: published._waiting)
+        run.coordinator.run.rounds.feed(events.RoundFailed(round_id, "the disk is full"))
+        with pytest.raises(grpc.aio.AioRpcError) as over:
+            await waiting
+        assert over.value.code() is grpc.StatusCode.NOT_FOUND
+        again = (await a.view(lambda view: view.round_id > round_id)).round_id
+        assert (await first_fragment(a, b, again)).data != lost
+        for peer in (a, b):
+            await send(peer, again, 1, 1.0)
+        await a.view(lambda view: view.outer_step == 1)
+        answer = await ask(a, 1, round_id, len(lost))
+        assert answer.manifest is not None and answer.manifest.key == b"" and len(answer.data) == sum(SIZES)
+        assert answer.manifest.digest == digest([t - 1 for t in theta()])
+
+
+@on_a_loop
+async def test_a_coordinator_that_was_killed_knows_no_key(tmp_path: Path) -> None:
+    """What it committed is sent whole after the restart; what it had not committed is over."""
+    folder = new_folder(tmp_path / "run", start=2)
+    async with served(folder, kill=True) as run, two_peers(run) as (a, b, round_id):
+        await first_fragment(a, b, round_id)
+        for peer in (a, b):
+            await send(peer, round_id, 1, 1.0)
+        await a.view(lambda view: view.outer_step == 1)
+        await b.report(1)
+        await a.report(1)
+        open_then = (await a.view(lambda view: view.round_id > round_id)).round_id
+        for peer in (a, b):
+            await send(peer, open_then, 0, 1.0, outer_step=1)
+    async with served(folder) as run, run.peer("a") as a:
+        await a.attend()
+        answer = await ask(a, 1, round_id, 7)
+        assert answer.manifest is not None and answer.manifest.key == b"" and len(answer.data) == sum(SIZES)
+        with pytest.raises(grpc.aio.AioRpcError) as over:
+            await ask(a, 2, open_then, 7)
+        assert over.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@on_a_loop
+async def test_each_rank_gets_its_shards_ahead_and_can_open_only_those(tmp_path: Path) -> None:
+    layout = sharded(SCHEMA, 2, 0)
+    async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, b, round_id):
+        whole = (await first_fragment(a, b, round_id)).data
+        ahead = [(await ask(a, 1, round_id, shards=shards)).data for shards in layout]
+        assert [len(one) for one in ahead] == [4 * shards[0].numel for shards in layout]
+        assert not any(one[:4] == whole[:4] for one in ahead), "no keystream is used twice"
+        for peer in (a, b):
+            await send(peer, round_id, 1, 1.0)
+        await a.view(lambda view: view.outer_step == 1)
+        for shards, sealed in zip(layout, ahead, strict=True):
+            answer = await ask(a, 1, round_id, len(sealed), shards)
+            assert answer.manifest is not None
+            opened = Seal(answer.manifest.key, shards[0])(sealed)
+            assert opened == bytes(encode("fp32", torch.ones(shards[0].numel)).data)
+            assert answer.data == bytes(encode("fp32", torch.ones(shards[1].numel)).data)
+
+
+@on_a_loop
+async def test_without_memory_nothing_goes_ahead_and_the_commit_is_the_same(tmp_path: Path) -> None:
+    toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {SIZES[0] - 1}\n")
+    async with served(new_folder(tmp_path / "run", start=2, toml=toml)) as run, two_peers(run) as (a, b, round_id):
+        for peer in (a, b):
+            await send(peer, round_id, 0, 1.0)
+        waiting = asyncio.create_task(ask(a, 1, round_id))
+        await until(lambda: run.coordinator.run.rounds.published._waiting)
+        for peer in (a, b):
+            await send(peer, round_id, 1, 1.0)
+        answer = await waiting
+        assert not answer.ahead and answer.manifest is not None and len(answer.data) == sum(SIZES)
+        assert answer.manifest.digest == digest([t - 1 for t in theta()])
+        assert run.coordinator.run.rounds._uploads.held_bytes == 0
+
+
+@on_a_loop
+async def test_merged_contributions_make_room_and_are_whole_for_who_sends_them_again(tmp_path: Path) -> None:
+    """There is memory for two contributions to fragment 1, or for one and its update."""
+    toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {2 * SIZES[1]}\n")
+    async with served(new_folder(tmp_path / "run", start=2, toml=toml)) as run, two_peers(run) as (a, b, round_id):
+        uploads = run.coordinator.run.rounds._uploads
+        for peer in (a, b):
+            await send(peer, round_id, 1, 1.0)
+        await until(lambda: uploads.held_bytes == SIZES[1])
+        await send(a, round_id, 1, 1.0)
+        assert uploads.held_bytes == SIZES[1]
+        data = bytes(encode("fp32", deltas(2.0)[1]).data)
+        with pytest.raises(grpc.aio.AioRpcError, match="was declared with another tokens before"):
+            await b.send(b.header(round_id, 0, 1, len(data), {"tokens": 11}), make_chunks(data, 512))
+        for peer in (a, b):
+            await peer.disconnect()
+
+
+@on_a_loop
+async def test_an_evicted_member_that_waits_for_the_key_does_not_get_it(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, b, round_id), run.peer("c") as c:
+        await c.attend()
+        sealed = (await first_fragment(a, b, round_id)).data
+        waiting = asyncio.create_task(ask(c, 1, round_id, len(sealed)))
+        published = run.coordinator.run.rounds.published
+        await until(lambda: published._waiting)
+        run.coordinator.run.evict("c", "bad manners")
+        for peer in (a, b):
+            await send(peer, round_id, 1, 1.0)
+        await a.view(lambda view: view.outer_step == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await waiting
+        assert refused.value.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+@on_a_loop
+async def test_an_offset_without_a_digest_needs_a_round(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, _, _):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await a.data.FetchUpdate(data_pb2.UpdateRequest(run_id=a.run_id, outer_step=1, offset=1)).read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
