@@ -9,7 +9,7 @@ one copy of the bytes, at the end. Only a decoder looks at what it may have to r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,19 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor
 
-__all__ = ["PIECE", "Buffer", "Codec", "add_squares", "add_weighted", "new_buffer", "on_cpu", "parts", "readonly", "view"]
+__all__ = [
+    "PIECE",
+    "Adder",
+    "Buffer",
+    "Codec",
+    "add_squares",
+    "add_weighted",
+    "new_buffer",
+    "on_cpu",
+    "parts",
+    "readonly",
+    "view",
+]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -30,6 +42,9 @@ Buffer = bytes | bytearray | memoryview
 # 32 MiB on a GPU, where each operation has to be long beside its launch.
 PIECE = 1 << 17
 _DEVICE_PIECE = 1 << 23
+
+
+Adder = Callable[[slice, Tensor], None]  # takes a part, and what it adds to: fp32, as long as the part
 
 
 class Codec(Protocol):
@@ -112,11 +127,25 @@ class Codec(Protocol):
 
         Raises as `decode`; `out` may then have changed.
         """
-        pieces, scratch = self.decode_pieces(encoded, out.device), out.new_empty(0)
-        for part, piece in zip(parts(encoded.numel, out.device), pieces, strict=True):
+        add = self.adder(encoded, weight, out.device)
+        for part in parts(encoded.numel, out.device):
+            add(part, out[part])
+
+    def adder(self, encoded: EncodedTensor, weight: float, device: torch.device | None = None) -> Adder:
+        """Return what does as `decode_add` for one part after the other: out += weight * part. All of `parts`, in order.
+
+        Raises as `decode`, where the wrong length is told at once.
+        """
+        pieces, scratch = self.decode_pieces(encoded, device), torch.empty(0, device=device)
+
+        def add(part: slice, out: Tensor) -> None:
+            nonlocal scratch
+            piece = next(pieces)
             if self.lossless and scratch.numel() == 0:
                 scratch = torch.empty_like(piece)
-            add_weighted(piece, weight, out[part], scratch[: piece.numel()] if self.lossless else piece)
+            add_weighted(piece, weight, out, scratch[: piece.numel()] if self.lossless else piece)
+
+        return add
 
     def add_squares(self, encoded: EncodedTensor, lanes: Tensor) -> None:
         """Add the square of decoded element i to lanes[i mod PIECE], i ascending; both are rounded. lanes: fp32, on the CPU.

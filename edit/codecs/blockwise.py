@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edit.codecs.base import Buffer, Codec, add_weighted, new_buffer, on_cpu, parts, readonly, view
+from edit.codecs.base import Adder, Buffer, Codec, add_weighted, new_buffer, on_cpu, parts, readonly, view
 from edit.codecs.blocks import covering
 from edit.errors import RemoteProtocolError
 from edit.fragments.shards import Shard
@@ -104,6 +104,11 @@ class Blockwise(Codec):
         data = self.checked(encoded, out.device)
         for part in self.passes(out):
             self.add_part(data, encoded.numel, part.start, weight, out[part])
+
+    def adder(self, encoded: EncodedTensor, weight: float, device: torch.device | None = None) -> Adder:
+        """See `Codec.adder`."""
+        data = self.checked(encoded, device)
+        return lambda part, out: self.add_part(data, encoded.numel, part.start, weight, out)
 
     def cut_bytes(self, data: Buffer, shard: Shard) -> memoryview:
         """Select the planes of the blocks that the shard touches."""

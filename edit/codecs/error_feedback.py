@@ -132,10 +132,14 @@ class ErrorFeedback:
         self, i: int, delta: Vector, encoded: EncodedTensor, before: Residual | None, out: Residual
     ) -> Iterator[slice]:
         """Write e' = u - decode(q) into `out`, yielding each part that is written. before: e, perhaps `out` itself."""
-        total = torch.empty(min(PIECE, delta.numel()))
-        for part, piece in zip(parts(delta.numel()), self._codecs[i].decode_pieces(encoded), strict=True):
-            u = owing(delta[part], None if before is None else before.read(part), self._decay, total[: piece.numel()])
-            out.write(part, u.sub_(piece))
+        in_place = out.form == "fp32"
+        scratch, subtract = torch.empty(0 if in_place else min(PIECE, delta.numel())), self._codecs[i].adder(encoded, -1.0)
+        for part in parts(delta.numel()):
+            u = out.tensor[part] if in_place else scratch[: part.stop - part.start]
+            owing(delta[part], None if before is None else before.read(part), self._decay, u)
+            subtract(part, u)
+            if not in_place:
+                out.write(part, u)
             yield part
 
     def step_ahead(self, i: int) -> Tensor | None:

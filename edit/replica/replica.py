@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from edit.codecs import PIECE, codec
-from edit.codecs.base import parts
+from edit.codecs.base import Adder, add_weighted, parts
 from edit.codecs.error_feedback import Vector
 from edit.errors import RemoteProtocolError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
@@ -192,32 +193,42 @@ class Replica:
     def _hash_after(self, fragment_id: int, encoded: EncodedTensor) -> bytes:
         hashed, theta = FragmentHash(), self._outer.fragments[fragment_id]
         scratch = torch.empty(min(PIECE, theta.numel()))
-        for part, piece in self._decoded(fragment_id, encoded):
-            hashed.update(torch.sub(theta[part], piece, out=scratch[: piece.numel()]))
+        for part, subtract in self._subtracting(fragment_id, encoded):
+            if part.stop - part.start > scratch.numel():
+                scratch = torch.empty(part.stop - part.start)
+            after = scratch[: part.stop - part.start].copy_(theta[part])
+            subtract(part, after)
+            hashed.update(after)
         return hashed.digest()
 
     def _after(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
         """Return theta - decode(encoded), new memory."""
         theta = self._outer.fragments[fragment_id]
         after = self._new_like(theta)
-        for part, piece in self._decoded(fragment_id, encoded):
-            torch.sub(theta[part], piece, out=after[part])
+        for part, subtract in self._subtracting(fragment_id, encoded):
+            subtract(part, after[part].copy_(theta[part]))
         return after
 
     def _new_like(self, theta: Tensor) -> Tensor:
         return torch.empty(theta.shape, dtype=theta.dtype, pin_memory=self.transfers.pinned)
 
-    def _decoded(self, fragment_id: int, encoded: EncodedTensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the held part of an update, decoded, in pieces where it can be. Raises RemoteProtocolError."""
+    def _subtracting(self, fragment_id: int, encoded: EncodedTensor) -> Iterator[tuple[slice, Adder]]:
+        """Yield each part of the held vector, and what subtracts that part of an update; both raise RemoteProtocolError."""
         held, decoder = self.layout.held[fragment_id], codec(encoded.codec)
-        try:
+
+        def subtract(part: slice, out: Tensor) -> None:
+            with _of_update(fragment_id):
+                subtract_part(part, out)
+
+        with _of_update(fragment_id):
             if decoder.granule > 1 and not held.is_whole:
-                yield slice(0, held.numel), decoder.decode_shard(encoded, held)
+                step = decoder.decode_shard(encoded, held)
+                yield slice(0, held.numel), lambda part, out: add_weighted(step, -1.0, out, step)
                 return
             decoder.check_shard(encoded, held)
-            yield from zip(parts(held.numel), decoder.decode_pieces(encoded), strict=True)
-        except RemoteProtocolError as error:
-            raise RemoteProtocolError(f"update of fragment {fragment_id}: {error}") from error
+            subtract_part = decoder.adder(encoded, -1.0)
+        for part in parts(held.numel):
+            yield part, subtract
 
     def _keep(self, vector: Tensor) -> Tensor:
         return vector.pin_memory() if self.transfers.pinned else vector
@@ -299,12 +310,13 @@ class Replica:
         fragments, hashes = list(self._outer.fragments), list(self._outer.hashes)
         theta = fragments[fragment_id]
         after = self._new_like(theta) if self._kept[fragment_id] else theta
-        for part, piece in self._decoded(fragment_id, encoded):
+        for part, subtract in self._subtracting(fragment_id, encoded):
             next((done for done in before if done.stop >= part.stop), None)
-            torch.sub(theta[part], piece, out=after[part])
+            moved = after[part] if after is theta else after[part].copy_(theta[part])
+            subtract(part, moved)
             if local is not None:
                 with self.transfers.beside():
-                    local.write(part, after[part])
+                    local.write(part, moved)
         fragments[fragment_id], hashes[fragment_id], self._kept[fragment_id] = after, hashed, False
         self._outer = dataclasses.replace(self._outer, fragments=tuple(fragments), hashes=tuple(hashes))
 
@@ -342,6 +354,14 @@ class Replica:
             for local, copy in zip(self.layout.locals(i), copies, strict=True):
                 local.copy_(copy)
             self._undone[i] += self.version(i) - self._versions[i]
+
+
+@contextmanager
+def _of_update(fragment_id: int) -> Iterator[None]:
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"update of fragment {fragment_id}: {error}") from error
 
 
 def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
