@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/bits.py                      # 4 peers, 1200 steps, 3 seeds: hours on 2 cores; may be stopped
     .venv/bin/python benchmarks/bits.py --steps 300 --peers 2 --seeds 1 --settings int4 "top-k 64"
     .venv/bin/python benchmarks/bits.py --print              # only the table of what is recorded
-    .venv/bin/python benchmarks/bits.py --print --plot docs/bits.svg    # and a picture of all that is recorded with 4 peers
+    .venv/bin/python benchmarks/bits.py --steps 600 --every 5 --peers 2 --settings "top-1 of 32, step ahead"
+    .venv/bin/python benchmarks/bits.py --print --plot docs/bits.svg    # and a picture of all that is recorded
 
 Peers, text and inner settings are those of benchmarks/quality.py: the built-in GPT (0.8M parameters) on the standard library's
 source, an exchange every H inner steps, in this process. Loss: nats per byte of the outer parameters on held-out files. Bits
@@ -258,9 +259,10 @@ def _interval(values: Sequence[float]) -> str:
 
 def picture(found: dict[Shape, Results]) -> str:
     """Return the gaps to the best fp32 over the bits as an SVG file, a colour for each shape of runs."""
-    points, key = [], {}
-    for place, (shape, results) in enumerate(sorted(found.items())):
-        reference, style = best(results), f"s{place % 6}"
+    points: list[Point] = []
+    key: dict[str, str] = {}
+    for shape, results in sorted(found.items()):
+        reference, style = best(results), f"s{len(key) % 6}"
         for name in SETTINGS:
             values = gaps(results, name, reference)
             if len(values) > 1 and name != reference:
@@ -286,7 +288,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 2, metavar="N", help="runs at a time (one per core)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--print", action="store_true", help="make no run")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of all that the results have with so many peers")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of all results")
     parser.add_argument("--only", nargs=2, metavar=("SETTING", "SEED"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     shape = Shape(arguments.peers, arguments.steps, arguments.every)
@@ -311,7 +313,7 @@ def main() -> None:
     found = recorded(arguments.results)
     show(found.get(shape, {}))
     if arguments.plot:
-        write_picture(arguments.plot, picture({of: results for of, results in found.items() if of.peers == shape.peers}))
+        write_picture(arguments.plot, picture(found))
 
 
 if __name__ == "__main__":

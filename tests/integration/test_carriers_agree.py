@@ -109,6 +109,7 @@ LOSSY = [
     ("stat2", "stat2"),
     ("sign", "sign"),
     ("topk:k=9", "topk"),
+    ("top1", "top1:of=8"),
 ]
 
 
