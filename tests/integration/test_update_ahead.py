@@ -48,9 +48,16 @@ class Answer:
     data: bytes = b""
 
 
-async def ask(peer: BarePeer, outer_step: int, round_id: int, offset: int = 0, shards: Sequence[Shard] = WHOLE) -> Answer:
+async def ask(
+    peer: BarePeer,
+    outer_step: int,
+    round_id: int,
+    offset: int = 0,
+    shards: Sequence[Shard] = WHOLE,
+    into: Answer | None = None,
+) -> Answer:
     wanted = UpdateRequest(peer.run_id, outer_step, tuple(shards), offset, round_id=round_id)
-    answer = Answer()
+    answer = into or Answer()
     async with asyncio.timeout(WAIT_S):
         async for part in peer.data.FetchUpdate(update_request_to_pb(wanted)):
             match part.WhichOneof("kind"):
@@ -277,7 +284,8 @@ async def test_an_evicted_member_that_waits_for_the_key_does_not_get_it(tmp_path
     async with served(new_folder(tmp_path / "run", start=2)) as run, two_peers(run) as (a, b, round_id), run.peer("c") as c:
         await c.attend()
         sealed = (await first_fragment(a, b, round_id)).data
-        waiting = asyncio.create_task(ask(c, 1, round_id, len(sealed)))
+        answer = Answer()
+        waiting = asyncio.create_task(ask(c, 1, round_id, len(sealed), into=answer))
         published = run.coordinator.run.rounds.published
         await until(lambda: published._waiting)
         run.coordinator.run.evict("c", "bad manners")
@@ -287,6 +295,7 @@ async def test_an_evicted_member_that_waits_for_the_key_does_not_get_it(tmp_path
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await waiting
         assert refused.value.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+        assert answer.manifest is None and answer.data == b""
 
 
 @on_a_loop
