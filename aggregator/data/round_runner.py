@@ -53,6 +53,10 @@ __all__ = ["RoundRunner"]
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.25  # the machine hears of one transfer at most this often
+# Where a round's contributions come in faster, its peers wait for this machine and not for the links: then nothing is staged
+# ahead of the commit, which costs CPU time that the other fragments need. 1.2 Gbit/s; small models are always staged.
+_FAST_BYTES_PER_S = 150e6
+_FAST_S = 0.05
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class _Round:
     reserved_bytes: int = 0  # of the uploads' memory, for what is staged
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
     bytes_in: int = 0  # that arrived while it was open
+    first_byte_at: float = math.inf
     commit: Commit | None = None
     injection: Injection | None = None  # what its commit brings of a run above
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
@@ -139,6 +144,8 @@ class RoundRunner:
         """Take one chunk of a shard. Raises as `Upload.write`."""
         await shard.upload.write(offset, data)
         now, peer_id = self._clock.monotonic(), shard.header.peer_id
+        if self._round is not None:
+            self._round.first_byte_at = min(self._round.first_byte_at, now)
         contribution = self._contributions.of_peer(peer_id)
         if contribution is not None and now - self._told.get(peer_id, -math.inf) >= _PROGRESS_S:
             self._told[peer_id] = now
@@ -254,12 +261,16 @@ class RoundRunner:
         self.feed(events.Reduced(effect.round_id, fragment_id))
 
     async def _stage(self, current: _Round, record: MergeRecord) -> None:
-        """Stage the outer step of a merged fragment and show it to the peers, where there is memory for it, in place of the
-        contributions to this fragment; else it is made at the commit."""
+        """Stage the outer step of a merged fragment and show it to the peers; else it is made at the commit.
+
+        Where the links are slow, and there is memory for it: in place of the contributions to this fragment.
+        """
         i = record.fragment_id
         if self._round is not current:
             return
         self._contributions.merged(i, [verdict.peer_id for verdict in record.verdicts])
+        if current.bytes_in > _FAST_BYTES_PER_S * max(self._clock.monotonic() - current.first_byte_at, _FAST_S):
+            return
         if not self._uploads.reserve(size := self.outer.update_bytes(i)):
             return
         current.reserved_bytes += size

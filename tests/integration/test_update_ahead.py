@@ -245,9 +245,16 @@ async def test_each_rank_gets_its_shards_ahead_and_can_open_only_those(tmp_path:
             assert answer.data == bytes(encode("fp32", torch.ones(shards[1].numel)).data)
 
 
+@pytest.mark.parametrize("where", ["without memory", "over fast links"])
 @on_a_loop
-async def test_without_memory_nothing_goes_ahead_and_the_commit_is_the_same(tmp_path: Path) -> None:
-    toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {SIZES[0] - 1}\n")
+async def test_nothing_goes_ahead_and_the_commit_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    toml = TOML
+    if where == "without memory":
+        toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {SIZES[0] - 1}\n")
+    else:
+        monkeypatch.setattr("aggregator.data.round_runner._FAST_BYTES_PER_S", 0.0)
     async with served(new_folder(tmp_path / "run", start=2, toml=toml)) as run, two_peers(run) as (a, b, round_id):
         for peer in (a, b):
             await send(peer, round_id, 0, 1.0)
