@@ -53,8 +53,8 @@ __all__ = ["RoundRunner"]
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.25  # the machine hears of one transfer at most this often
-# Where a round's contributions come in faster, its peers wait for this machine and not for the links: then nothing is staged
-# ahead of the commit, which costs CPU time that the other fragments need. 1.2 Gbit/s; small models are always staged.
+# Where a round's contributions came in faster, its peers waited for this machine and not for the links: then nothing of the
+# next is staged ahead of its commit, which costs CPU time that other fragments need. 1.2 Gbit/s; small models always are.
 _FAST_BYTES_PER_S = 150e6
 _FAST_S = 0.05
 
@@ -70,6 +70,7 @@ class _Round:
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
     bytes_in: int = 0  # that arrived while it was open
     first_byte_at: float = math.inf
+    last_byte_at: float = 0.0
     commit: Commit | None = None
     injection: Injection | None = None  # what its commit brings of a run above
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
@@ -104,6 +105,7 @@ class RoundRunner:
         self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
         self._round: _Round | None = None
+        self._bytes_per_s = 0.0  # of the contributions to the last round that was committed, while they came in
         self._checkpoint_every = config.storage.checkpoint_every
         self._quorum = config.rounds.quorum if config.rounds.merging == "rounds" else 1
         self._due = partial(
@@ -171,6 +173,7 @@ class RoundRunner:
         fragment.check_current(shard)
         if self._round is not None:
             self._round.bytes_in += shard.header.total_bytes
+            self._round.last_byte_at = self._clock.monotonic()
         if fragment.measured(shard, norm):
             self.feed(events.Arrived(shard.header.peer_id, shard.header.round_id, shard.header.fragment_id))
 
@@ -269,9 +272,7 @@ class RoundRunner:
         if self._round is not current:
             return
         self._contributions.merged(i, [verdict.peer_id for verdict in record.verdicts])
-        if current.bytes_in > _FAST_BYTES_PER_S * max(self._clock.monotonic() - current.first_byte_at, _FAST_S):
-            return
-        if not self._uploads.reserve(size := self.outer.update_bytes(i)):
+        if self._bytes_per_s > _FAST_BYTES_PER_S or not self._uploads.reserve(size := self.outer.update_bytes(i)):
             return
         current.reserved_bytes += size
         staged = current.staged[i] = await self._background.in_worker(self.outer.stage, record, current.injection)
@@ -365,6 +366,8 @@ class RoundRunner:
         self.published.end_round()
         if current is not None:
             self._uploads.release(current.reserved_bytes)
+            if effect.committed:
+                self._bytes_per_s = current.bytes_in / max(current.last_byte_at - current.first_byte_at, _FAST_S)
         self._contributions.keep(effect.carried, "its round is over")
         self.last_closed = (effect.round_id, effect.committed, effect.reason)
         commit = current.commit if current is not None else None

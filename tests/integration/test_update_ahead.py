@@ -245,16 +245,9 @@ async def test_each_rank_gets_its_shards_ahead_and_can_open_only_those(tmp_path:
             assert answer.data == bytes(encode("fp32", torch.ones(shards[1].numel)).data)
 
 
-@pytest.mark.parametrize("where", ["without memory", "over fast links"])
 @on_a_loop
-async def test_nothing_goes_ahead_and_the_commit_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    toml = TOML
-    if where == "without memory":
-        toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {SIZES[0] - 1}\n")
-    else:
-        monkeypatch.setattr("aggregator.data.round_runner._FAST_BYTES_PER_S", 0.0)
+async def test_without_memory_nothing_goes_ahead_and_the_commit_is_the_same(tmp_path: Path) -> None:
+    toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {SIZES[0] - 1}\n")
     async with served(new_folder(tmp_path / "run", start=2, toml=toml)) as run, two_peers(run) as (a, b, round_id):
         for peer in (a, b):
             await send(peer, round_id, 0, 1.0)
@@ -266,6 +259,31 @@ async def test_nothing_goes_ahead_and_the_commit_is_the_same(
         assert not answer.ahead and answer.manifest is not None and len(answer.data) == sum(SIZES)
         assert answer.manifest.digest == digest([t - 1 for t in theta()])
         assert run.coordinator.run.rounds._uploads.held_bytes == 0
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@on_a_loop
+async def test_after_a_round_over_fast_links_nothing_goes_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr("aggregator.data.round_runner._FAST_BYTES_PER_S", 0.0 if fast else 1e15)
+    async with served(new_folder(tmp_path / "run", start=2, toml=TOML)) as run, two_peers(run) as (a, b, round_id):
+        for i in range(len(SIZES)):
+            for peer in (a, b):
+                await send(peer, round_id, i, 1.0)
+        second = (await a.view(lambda v: v.outer_step == 1 and v.round_id > round_id)).round_id
+        for peer in (a, b):
+            await send(peer, second, 0, 1.0, 1)
+        waiting = asyncio.create_task(ask(a, 2, second))
+        if not fast:
+            assert (await waiting).ahead
+            return
+        await until(lambda: run.coordinator.run.rounds.published._waiting)
+        for peer in (a, b):
+            await send(peer, second, 1, 1.0, 1)
+        answer = await waiting
+        assert not answer.ahead and answer.manifest is not None and len(answer.data) == sum(SIZES)
+        assert answer.manifest.digest == run.coordinator.run.rounds.published.digest
 
 
 @on_a_loop
