@@ -103,6 +103,7 @@ SETTINGS: dict[str, Setting] = {
     "top-k 128, step ahead": Setting(_ahead("topk:k=128")),
     "top-k 64, step ahead": Setting(_ahead("topk")),
     "top-1 of 32, step ahead": Setting(_ahead("top1")),
+    "top-1 of 32, step ahead, no momentum": Setting(_ahead("top1"), PLAIN, "fp32, no momentum"),
     "top-k 64 without feedback": Setting(_up("topk", 0.0), PLAIN, "fp32, no momentum"),
 }
 
