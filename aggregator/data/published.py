@@ -202,8 +202,7 @@ class PublishedState:
     ) -> AsyncGenerator[tuple[int, EncodedTensor, int], None]:
         """Yield (fragment_id, what of it is wanted, the first byte of that) in the order given, from wanted.offset on.
 
-        room: for a shard that is cut, until the next one is asked for. Close the
-        generator when it is not read to its end.
+        room: for a shard that is cut, until the next one is asked for. Close the generator when it is not read to its end.
         """
         skipped = wanted.offset
         for fragment_id, payload in fragments:

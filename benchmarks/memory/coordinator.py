@@ -53,12 +53,13 @@ CHECKPOINT = 1 + ROUNDS + 1  # the first outer step with a checkpoint
 MB = 1e6
 
 
-def model(parameters: int) -> Schema:
-    numel = parameters // FRAGMENTS
+def model(parameters: int, blocks: int) -> Schema:
+    """Blocks of equal size, a fragment each."""
+    numel = parameters // blocks
     return Schema(
         tuple(
             FragmentSpec(fragment_id=i, name=f"blocks.{i}", tensors=(TensorSpec(name=f"blocks.{i}.weight", shape=(numel,)),))
-            for i in range(FRAGMENTS)
+            for i in range(blocks)
         )
     )
 
@@ -141,7 +142,7 @@ def peak(peers: int, parameters: int, buffer_bytes: int, wait_s: float = KEPT_S 
         try:
             assert serving.stderr is not None
             next(line for line in serving.stderr if " serving " in line)
-            return exchange(folder, model(parameters), peers, serving.pid, wait_s)
+            return exchange(folder, model(parameters, FRAGMENTS), peers, serving.pid, wait_s)
         finally:
             serving.send_signal(signal.SIGTERM)
             serving.communicate(timeout=120)
@@ -154,7 +155,7 @@ def main() -> None:
     arguments.add_argument("--buffer-mb", type=int, default=64)
     arguments.add_argument("--label", default="")
     options = arguments.parse_args()
-    schema, phases = model(int(options.parameters)), ("joined", "rounds", "checkpoint")
+    schema, phases = model(int(options.parameters), FRAGMENTS), ("joined", "rounds", "checkpoint")
     numel, size = schema.numel, sum(codec("int8").encoded_size(fragment.numel) for fragment in schema.fragments)
     print(f"{numel:,} parameters; contributions of {size / MB:.0f} MB; buffer {options.buffer_mb} MB")
     print("peaks in bytes per parameter, less those of a tiny model and the contributions in memory")

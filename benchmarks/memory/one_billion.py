@@ -34,25 +34,14 @@ from torch import Tensor
 
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
-from benchmarks.memory.coordinator import MB, from_now_on, memory, new_run
-from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from benchmarks.memory.coordinator import MB, from_now_on, memory, model, new_run
+from edit.fragments.schema import Schema
 from edit.lab.hostile.member import Member, attend
 from edit.merging.outer_state import OuterState
 from editpb.transport.channel_options import channel_options
 
 RESULTS = Path(__file__).parents[1] / "results" / "one_billion.jsonl"
 FRAGMENTS = 40
-
-
-def model(parameters: int) -> Schema:
-    """Forty blocks of equal size."""
-    numel = parameters // FRAGMENTS
-    return Schema(
-        tuple(
-            FragmentSpec(fragment_id=i, name=f"blocks.{i}", tensors=(TensorSpec(name=f"blocks.{i}.weight", shape=(numel,)),))
-            for i in range(FRAGMENTS)
-        )
-    )
 
 
 def found(folder: StateFolder, schema: Schema) -> None:
@@ -78,7 +67,7 @@ def peer(path: Path, parameters: int, rounds: int, pipe: Connection) -> None:
     async def run() -> None:
         async with grpc.aio.secure_channel(address, credentials, options=channel_options()) as channel:
             member = Member("p00", folder.run_id, channel, Counter())
-            schema = model(parameters)  # without asking: what is described is kept for readers
+            schema = model(parameters, FRAGMENTS)  # without asking: what is described is kept for readers
             async with attend(member, schema) as attendance:
                 reporting, last = asyncio.create_task(attendance.report_for_ever(step_s=0.01)), 0
                 view = await attendance.next_round(last)
@@ -101,7 +90,7 @@ def main() -> None:
     arguments.add_argument("--folder", type=Path, help="where the run's files lie; a temporary folder by default")
     arguments.add_argument("--label", default="")
     options = arguments.parse_args()
-    schema = model(int(options.parameters))
+    schema = model(int(options.parameters), FRAGMENTS)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = new_run(Path(scratch) / "run", 1, 256 << 20)
         found(folder, schema)

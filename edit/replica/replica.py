@@ -62,9 +62,8 @@ class Replica:
         self.transfers = Transfers(tensor for tensors in self.layout.tensors for tensor in tensors)
         self._ids = range(len(self.schema.fragments))
         self._outer = Outer(0, "", (), ())
-        self._kept = [False] * len(
-            self._ids
-        )  # by fragment: whether others may hold theta's vector, so that no move writes into it
+        # By fragment: whether others may hold theta's vector, so that no move writes into it.
+        self._kept = [False] * len(self._ids)
         self._undone = [0] * len(self._ids)  # writes to the local parameters, by fragment, that `restore` has undone
         self._versions = [0] * len(self._ids)  # of the local parameters when `load_outer` replaced them
 

@@ -209,7 +209,11 @@ class Downlink:
         if outer_step not in self._downloads:
             due = fragments_due(outer_step - 1, len(self._schema.fragments), self._sync.groups, self._sync.pattern)
             assembly = UpdateAssembly(self._schema, outer_step, due, self._shards, round_id=round_id, choice=self._choice)
-            wanted = lambda: (self._wanted if assembly.manifest or not assembly.round_id else self._attending)()  # noqa: E731
+
+            def wanted() -> bool:
+                ahead = assembly.round_id and assembly.manifest is None
+                return self._attending() if ahead else self._wanted()
+
             transfer = partial(self._data.update, assembly, wanted)
             self._downloads[outer_step] = _Download(assembly, transfer, self._start_task)
         return self._downloads[outer_step]
