@@ -135,7 +135,7 @@ class Peer:
 class Site:
     """Two peers in one run. hear, over: every peer is told of the newest commit, or that the run is finished; expire: the open
     round reaches its deadline with only this peer in; drain: the operator's word; damage: bytes of this peer to the open round
-    are bad; later: so many seconds pass."""
+    are bad; later: so many seconds pass, and every peer is told of the round that is open then."""
 
     peers: dict[str, Peer]
     hear: Callable[[], None]
@@ -204,6 +204,7 @@ def over_grpc(folder: Path, toml: str) -> Iterator[Site]:
         def later(seconds: float) -> None:
             now[0] += seconds
             here.tell(lambda run: run.rounds.feed(Tick()))
+            told(lambda view: view.round_id == here.run.rounds.machine.round_id)
 
         with entered(dict(carriers), RunConfig.from_toml(state.run_toml)) as peers:
             yield Site(peers, hear, over, expire, drain, damage, later)
