@@ -102,8 +102,7 @@ class Offer:
             records = tuple(
                 _record(round_id, header, body, outer) for header, body in zip(values["fragments"], self.bodies, strict=True)
             )
-            outer.check(records)
-            records = tuple(replace(record, decodes=True) for record in records)
+            records = outer.check(records)
         except (EditError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise RemoteProtocolError(f"{what} cannot be read ({str(error) or type(error).__name__})") from error
         return Round(round_id, reason, theta, records)

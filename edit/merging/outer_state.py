@@ -5,7 +5,8 @@ fragments in place. What is recorded is what the outer optimizer is given: D' = 
 out)). So the same records and injections in the same order give the same bits, which is what a journal replays.
 
 stage goes through a fragment and computes what the commit will publish of it: so that is known before the commit, and a step
-that is not finite leaves its fragment as it was. The commit goes through it again, and writes.
+that is not finite leaves its fragment as it was. The commit goes through it again, and writes. What was not staged, and cannot
+overflow by the largest magnitudes before it, is gone through once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Self
 
@@ -42,6 +43,11 @@ from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 
 __all__ = ["MergeRecord", "OuterState", "Staged"]
 
+# With lr at most _MAX_LR, eps at least _MIN_EPS and no magnitude above _SAFE, a step stays below 1e16, and its square, which
+# some codecs take, within fp32.
+_SAFE = 2.0**20
+_MAX_LR = 1e3
+_MIN_EPS = 1e-6
 _INFINITY = 0x7F800000  # the bits of fp32's
 
 
@@ -63,8 +69,8 @@ class MergeRecord:
     # ||D|| before the clip, and the clip's factor.
     merged_norm: float
     clip: float
-    # Whether the payload is known to decode.
-    decodes: bool = False
+    # The largest magnitude in the decoded payload; None: it is not known to decode.
+    largest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Staged:
     theta_hash: bytes
     # Whether the record's payload is in it; else what is injected moves theta alone.
     merges: bool
+    # As `_Fragment.largest`, after it.
+    largest: float
 
 
 @dataclass(slots=True)
@@ -95,6 +103,8 @@ class _Fragment:
     unrecorded: Residual | None
     # Of the norms of the contributions, by peer_id.
     statistics: Mapping[str, NormStatistics]
+    # Neither theta nor a slot nor the residual has a larger magnitude; infinity: it was not measured.
+    largest: float = math.inf
 
 
 class OuterState:
@@ -198,7 +208,7 @@ class OuterState:
 
         With a lossless codec the payload shares D's memory. A D that is not finite once it is encoded is a rollback.
         """
-        payload, residual = None, None
+        payload, residual, largest = None, None, 0.0
         if merged.merged is not None:
             payload, residual, largest = self._recorded(merged.fragment_id, merged.merged)
             if not math.isfinite(largest):
@@ -212,7 +222,7 @@ class OuterState:
             statistics=merged.statistics,
             merged_norm=merged.merged_norm,
             clip=merged.clip,
-            decodes=True,
+            largest=largest,
         )
 
     def _recorded(self, fragment_id: int, mean: Tensor) -> tuple[EncodedTensor, Residual | None, float]:
@@ -247,26 +257,40 @@ class OuterState:
         """
         i, injected, replaces = _injected(record, injection)
         for mean in (None,) if replaces else (record.payload, None):
-            if (mean is not None or injected is not None) and (staged := self._stage(i, mean, injected, replaces)) is not None:
-                return staged
-        return Staged(None, self._fragments[i].theta_hash, merges=False)
+            if mean is not None or injected is not None:
+                staged = self._go_through(i, mean, injected, replaces=replaces, in_place=False)
+                if staged is not None:
+                    return staged
+        return Staged(None, self._fragments[i].theta_hash, merges=False, largest=self._fragments[i].largest)
 
-    def _stage(self, i: int, mean: EncodedTensor | None, injected: Tensor | None, replaces: bool) -> Staged | None:
-        """Return the optimizer's step of `mean`, less what is injected; None: something would not be finite."""
-        fragment, encoder, numel = self._fragments[i], self._codecs[i], self.schema.fragments[i].numel
+    def _go_through(
+        self, i: int, mean: EncodedTensor | None, injected: Tensor | None, *, replaces: bool, in_place: bool
+    ) -> Staged | None:
+        """Return the optimizer's step of `mean`, less what is injected; None: something would not be finite.
+
+        in_place: also take it; the fragment is of no more use when this returns None.
+        """
+        spec, fragment, encoder = self.schema.fragments[i], self._fragments[i], self._codecs[i]
+        numel, owed = spec.numel, None if replaces else fragment.residual
         data, scratch = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
         decoded, hashed = encoder.pieces(data, numel), FragmentHash()
-        for part, total, slots in self._steps(i, mean, injected, None if replaces else fragment.residual, replaces=replaces):
+        if in_place:
+            self._begin_to_write(i, owed)
+        largest = fragment.largest if mean is None or spec.buffers else 0.0  # the slots stay
+        for part, total, slots in self._steps(i, mean, injected, owed, replaces=replaces):
             encoder.encode_part(total, data, numel, part.start)
-            step = next(decoded)
-            theta = torch.sub(fragment.theta[part], step, out=scratch[: step.numel()])
+            step, theta = next(decoded), fragment.theta[part]
+            theta = torch.sub(theta, step, out=theta if in_place else scratch[: step.numel()])
             hashed.update(theta)
             seen = [theta, *slots.values()]
             if self._keeps_residual(i):
                 seen.append(total.sub_(step))
-            if max(map(_largest, seen)) == math.inf:
+            if in_place:
+                _write(fragment, part, total, slots)
+            if (now := max(map(_largest, seen))) == math.inf:
                 return None
-        return Staged(EncodedTensor(encoder.name, numel, data), hashed.digest(), merges=mean is not None)
+            largest = max(largest, now)
+        return Staged(EncodedTensor(encoder.name, numel, data), hashed.digest(), merges=mean is not None, largest=largest)
 
     def update_bytes(self, fragment_id: int) -> int:
         """Return the size of a fragment's encoded step, unless it is rolled back."""
@@ -286,18 +310,16 @@ class OuterState:
         """Apply the records of the fragments that are due, all of them, and advance; return what is to be published.
 
         records: emptied on the way, so that their memory is free. staged: what `stage` returned for some of them at this outer
-        step and with this injection, by fragment; the others are staged here, one after the other.
+        step and with this injection, by fragment.
 
         Raises LocalProtocolError unless there is one record for each of `due`, made at this outer step, RemoteProtocolError for
         a payload that cannot be decoded; then nothing has changed. Any later error is a bug that leaves the state half changed.
         """
-        self.check(records)
-        records.sort(key=lambda record: record.fragment_id)
+        records[:] = sorted(self.check(records), key=lambda record: record.fragment_id)
         known, fragments = staged or {}, []
         while records:
             record = records.pop(0)
-            step = known.get(record.fragment_id) or self.stage(record, injection)
-            self._apply(record, injection, step)
+            step = self._advance(record, injection, known.get(record.fragment_id))
             fragments.append(
                 FragmentCommit(
                     fragment_id=record.fragment_id,
@@ -319,43 +341,70 @@ class OuterState:
         """The codec of each fragment's records."""
         return tuple(recorder.name for recorder in self._recorders)
 
-    def check(self, records: Sequence[MergeRecord]) -> None:
-        """Raise as `commit`, which checks the same."""
+    def check(self, records: Sequence[MergeRecord]) -> tuple[MergeRecord, ...]:
+        """Return the records, whose payloads are known to decode. Raises as `commit`, which checks the same."""
         if tuple(sorted(record.fragment_id for record in records)) != self.due:
             raise LocalProtocolError(
                 f"the commit of outer step {self._outer_step + 1} needs fragments {list(self.due)}, each once"
             )
-        for record in records:
-            i, payload = record.fragment_id, record.payload
-            if record.outer_step != self._outer_step:
-                raise LocalProtocolError(f"a fragment was recorded at another outer step than {self._outer_step}")
-            if payload is not None and payload.numel != (numel := self.schema.fragments[i].numel):
-                raise LocalProtocolError(f"fragment {i}: a record of {payload.numel} elements, not {numel}")
-            if payload is not None and not record.decodes:
-                for _ in codec(payload.codec).decode_pieces(payload):
-                    pass
+        return tuple(map(self._checked, records))
 
-    def _apply(self, record: MergeRecord, injection: Injection | None, staged: Staged) -> None:
-        """Move one fragment as staged, in place."""
+    def _checked(self, record: MergeRecord) -> MergeRecord:
+        i, payload = record.fragment_id, record.payload
+        if record.outer_step != self._outer_step:
+            raise LocalProtocolError(f"a fragment was recorded at another outer step than {self._outer_step}")
+        if payload is not None and payload.numel != (numel := self.schema.fragments[i].numel):
+            raise LocalProtocolError(f"fragment {i}: a record of {payload.numel} elements, not {numel}")
+        if payload is None or record.largest is not None:
+            return record
+        return replace(record, largest=max(map(_largest, codec(payload.codec).decode_pieces(payload)), default=0.0))
+
+    def _advance(self, record: MergeRecord, injection: Injection | None, staged: Staged | None) -> Staged:
+        """Apply one record in place; return what is to be published of it."""
         i, injected, replaces = _injected(record, injection)
-        fragment, payload = self._fragments[i], staged.payload
+        fragment, mean = self._fragments[i], None if replaces else record.payload
+        if staged is None and (mean is not None or injected is not None) and self._is_safe(i, mean, record.largest, injected):
+            staged = self._go_through(i, mean, injected, replaces=replaces, in_place=True)
+            if staged is None:
+                raise LocalProtocolError(f"fragment {i} overflowed, which the magnitudes before ruled out")
+        else:
+            staged = staged if staged is not None else self.stage(record, injection)
+            if staged.payload is not None:
+                self._apply(i, staged.payload, mean if staged.merges else None, injected, replaces=replaces)
+        fragment.theta_hash, fragment.largest = staged.theta_hash, staged.largest
         fragment.statistics = {**fragment.statistics, **record.statistics}
-        if payload is None:
-            return
-        self._keep_lent(i)
-        numel, owed = payload.numel, None if replaces else fragment.residual
-        fragment.residual = _to_write(owed, numel, self.residual_form) if self._keeps_residual(i) else None
-        decoded, mean = codec(payload.codec).decode_pieces(payload), record.payload if staged.merges else None
+        if staged.merges:
+            fragment.unrecorded = record.residual
+        return staged
+
+    def _is_safe(self, i: int, mean: EncodedTensor | None, largest: float | None, injected: Tensor | None) -> bool:
+        """Whether no step of these can overflow, whatever the optimizer. largest: of `mean`."""
+        outer, known = self.config.outer, self._fragments[i].largest
+        if outer.lr > _MAX_LR or outer.eps < _MIN_EPS or self._codecs[i].name == "fp16" or known > _SAFE:
+            return False
+        of_mean = 0.0 if mean is None else math.inf if largest is None else largest
+        return of_mean <= _SAFE and (injected is None or _largest(injected) <= _SAFE)
+
+    def _apply(
+        self, i: int, payload: EncodedTensor, mean: EncodedTensor | None, injected: Tensor | None, *, replaces: bool
+    ) -> None:
+        """Take a step that was staged as `payload`, in place."""
+        fragment = self._fragments[i]
+        owed = None if replaces else fragment.residual
+        self._begin_to_write(i, owed)
+        decoded = codec(payload.codec).decode_pieces(payload)
         for part, total, slots in self._steps(i, mean, injected, owed, replaces=replaces):
             step = next(decoded)
             fragment.theta[part].sub_(step)
             if fragment.residual is not None:
-                fragment.residual.write(part, total.sub_(step))
-            for name, slot in slots.items():
-                (fragment.slots[name] if slot.numel() == 1 else fragment.slots[name][part]).copy_(slot)
-        fragment.theta_hash = staged.theta_hash
-        if staged.merges:
-            fragment.unrecorded = record.residual
+                total.sub_(step)
+            _write(fragment, part, total, slots)
+
+    def _begin_to_write(self, i: int, owed: Residual | None) -> None:
+        """Make theta and the residual of fragment i such that a step may write into them. owed: the residual that it reads."""
+        self._keep_lent(i)
+        numel, keeps = self.schema.fragments[i].numel, self._keeps_residual(i)
+        self._fragments[i].residual = _to_write(owed, numel, self.residual_form) if keeps else None
 
     def _keep_lent(self, i: int) -> None:
         """Leave theta of fragment i to those who hold it, if anybody does, and go on with a copy."""
@@ -485,6 +534,14 @@ def _injected(record: MergeRecord, injection: Injection | None) -> tuple[int, Te
 def _decoded(payload: EncodedTensor | None) -> Iterator[Tensor | None]:
     """Yield the pieces of what is encoded; None for ever when there is nothing."""
     return repeat(None) if payload is None else codec(payload.codec).decode_pieces(payload)
+
+
+def _write(fragment: _Fragment, part: slice, residual: Tensor, slots: Slots) -> None:
+    """Write one part of what a step changes beside theta. residual: where the fragment keeps one."""
+    if fragment.residual is not None:
+        fragment.residual.write(part, residual)
+    for name, slot in slots.items():
+        (fragment.slots[name] if slot.numel() == 1 else fragment.slots[name][part]).copy_(slot)
 
 
 def _to_write(owed: Residual | None, numel: int, form: str) -> Residual:

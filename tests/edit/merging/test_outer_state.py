@@ -15,8 +15,10 @@ from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConf
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging import outer_state
 from edit.merging.detector import NormStatistics
 from edit.merging.merge import Measured, Merged, measure
+from edit.merging.outer_optimizers import Slots, outer_step
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit, EncodedTensor, Verdict
 from edit.reference import Edit, diloco, e3m0, feedback, integers, nesterov
@@ -325,7 +327,7 @@ def test_a_record_whose_bytes_cannot_be_decoded_changes_nothing() -> None:
     records = [state.record(state.reduce(i, contributions(moves(0, i)))) for i in range(len(NUMELS))]
     before, metadata, payload = kept(state), state.metadata(), records[1].payload
     assert payload is not None
-    short = dataclasses.replace(records[1], payload=EncodedTensor("int8", 5, bytes(payload.data)[:-1]), decodes=False)
+    short = dataclasses.replace(records[1], payload=EncodedTensor("int8", 5, bytes(payload.data)[:-1]), largest=None)
     with pytest.raises(RemoteProtocolError, match="8 bytes cannot be 5 elements in int8"):
         state.commit(1, "", [records[0], short])
     other = dataclasses.replace(records[1], payload=encode("int8", torch.ones(6)))
@@ -387,6 +389,54 @@ def test_a_step_that_overflows_is_a_rollback(down: str, optimizer: str, size: fl
     assert [part.payload for part in commit.fragments] == [None, None]
     after = state.to_tensors()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_momentum_that_overflows_theta_is_a_rollback_also_when_what_was_merged_is_small() -> None:
+    state = OuterState(SCHEMA, configured("nesterov", "int8", lr=100.0), initial_theta())
+    payloads = []
+    for size in (1.0, 1.5e36, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3):
+        before = kept(state)
+        merged = [Merged(i, torch.full((numel,), size), (), {}, size, 1.0) for i, numel in enumerate(NUMELS)]
+        commit = state.commit(state.outer_step + 1, "", [state.record(one) for one in merged])
+        payloads.append(commit.fragments[0].payload)
+    assert payloads[1] is not None and payloads[-1] is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.to_tensors().items())
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12, 5e19, 1e30, 3.4e38])
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi"])
+@pytest.mark.parametrize("down", ["fp32", "fp16", "int8"])
+def test_steps_of_any_size_after_small_ones_are_those_that_are_staged(down: str, optimizer: str, size: float) -> None:
+    """Also those that overflow: small ones are taken without being staged."""
+    state, staged = (OuterState(SCHEMA, configured(optimizer, down), initial_theta()) for _ in range(2))
+    for round_number in range(3):
+        for each in (state, staged):
+            advance(each, round_number)
+    for _ in range(3):
+        merged = [Merged(i, torch.full((numel,), size), (), {}, size, 1.0) for i, numel in enumerate(NUMELS)]
+        records = [state.record(one) for one in merged]
+        steps = {record.fragment_id: staged.stage(record) for record in records}
+        staged.commit(staged.outer_step + 1, "", list(records), staged=steps)
+        state.commit(state.outer_step + 1, "", records)
+        assert same_state(state, staged)
+        assert all(bool(tensor.isfinite().all()) for tensor in state.to_tensors().values())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "delayed_nesterov", "adam", "yogi"])
+def test_a_fragment_that_was_not_staged_is_gone_through_once(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    """From the second commit on: the first one measures the magnitudes before it."""
+    state, steps = OuterState(SCHEMA, configured(optimizer, "int8"), initial_theta()), list[int]()
+
+    def counted(config: OuterConfig, slots: Slots, mean: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        steps.append(mean.numel())
+        return outer_step(config, slots, mean)
+
+    monkeypatch.setattr(outer_state, "outer_step", counted)
+    advance(state, 0)
+    assert sum(steps) == 2 * sum(NUMELS)
+    steps.clear()
+    advance(state, 1)
+    assert sum(steps) == sum(NUMELS)
 
 
 def test_statistics_of_absent_peers_are_kept() -> None:
