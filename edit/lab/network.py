@@ -78,11 +78,15 @@ LOOPBACK = Host()
 class Network:
     """Context manager: one host for each of `names`, and links of `mbit` Mbit/s in each direction; 0: all are `LOOPBACK`.
 
+    others: the rates of those of these hosts whose links have another one. queue_ms: in front of each direction of a link.
     On entry raises ConfigError where namespaces or limits cannot be made.
     """
 
-    def __init__(self, names: Sequence[str], mbit: float) -> None:
+    def __init__(
+        self, names: Sequence[str], mbit: float, others: Mapping[str, float] | None = None, queue_ms: int = QUEUE_MS
+    ) -> None:
         self._names, self._mbit = tuple(names), mbit
+        self._others, self._queue_ms = others or {}, queue_ms
         self._open = ExitStack()
         self.hosts: Mapping[str, Host] = dict.fromkeys(self._names, LOOPBACK)
 
@@ -122,8 +126,8 @@ class Network:
         self._switch = _new_host("", opened)
         _run(self._switch, ("ip", "-batch", "-"), "link add switch type bridge\nlink set switch up\n")
         hosts = {name: _new_host(str(_ADDRESSES[1 + place]), opened) for place, name in enumerate(self._names)}
-        for place, host in enumerate(hosts.values()):
-            port, limit = _port(place), self._limit()
+        for place, (name, host) in enumerate(hosts.items()):
+            port, limit = _port(place), self._limit(self._others.get(name, self._mbit))
             cable = f"link add {port} type veth peer name eth0 netns /proc/{os.getpid()}/fd/{_network_file(host)}\n"
             _run(self._switch, ("ip", "-batch", "-"), f"{cable}link set {port} master switch up\n")
             _run(self._switch, ("tc", *f"qdisc add dev {port} {limit}".split()))
@@ -132,10 +136,10 @@ class Network:
             _run(host, ("tc", *f"qdisc add dev eth0 {limit}".split()))
         return hosts
 
-    def _limit(self) -> str:
-        bits_per_s = round(1e6 * self._mbit)
+    def _limit(self, mbit: float) -> str:
+        bits_per_s = round(1e6 * mbit)
         burst = max(_LARGEST_PACKET, bits_per_s * _BURST_MS // 8000)
-        return f"root tbf rate {bits_per_s}bit burst {burst} latency {QUEUE_MS}ms"
+        return f"root tbf rate {bits_per_s}bit burst {burst} latency {self._queue_ms}ms"
 
 
 def _port(place: int) -> str:

@@ -24,7 +24,7 @@ from edit.lab.bench.turns import Timing, Turns, best, median
 from edit.lab.chaos import procfs
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.joining import invite
-from edit.lab.network import Host, Network
+from edit.lab.network import QUEUE_MS, Host, Network
 from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
 from edit.lab.run_toml import Settings, to_toml
 
@@ -91,15 +91,27 @@ def _figures(timings: Sequence[Timing], limit: Sequence[Timing], peers: int) -> 
     return {"repeat": len(timings), **{name: round(value, 3) for name, value in figures.items()}}
 
 
-def ours(peers: int, parameters: int, codec_name: str, repeat: int, limit_s: float, mbit: float = 0.0) -> list[Timing]:
+def ours(
+    peers: int,
+    parameters: int,
+    codec_name: str,
+    repeat: int,
+    limit_s: float,
+    mbit: float = 0.0,
+    *,
+    coordinator_mbit: float = 0.0,
+    queue_ms: int = QUEUE_MS,
+) -> list[Timing]:
     """Return the timings of exchanges between these peers and a coordinator.
 
-    mbit: of the link of each of them, in each direction; 0: all on loopback. Raises ChildDied, ConfigError without such links.
+    mbit: of the link of each of them, in each direction; 0: all on loopback. coordinator_mbit: of the coordinator's, where it
+    is another one. queue_ms: in front of each direction of a link. Raises ChildDied, ConfigError without such links.
     """
     coordinator, names = Programs().coordinator, [f"peer-{place}" for place in range(peers)]
+    others = {COORDINATOR: coordinator_mbit} if coordinator_mbit else {}
     with (
         tempfile.TemporaryDirectory(prefix="edit-bench-") as scratch,
-        Network([COORDINATOR, *names], mbit) as network,
+        Network([COORDINATOR, *names], mbit, others, queue_ms) as network,
         Supervisor(Path(scratch) / "logs") as supervisor,
         Turns(supervisor, limit_s, network) as turns,
     ):

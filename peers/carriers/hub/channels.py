@@ -42,9 +42,7 @@ class Channels:
         self._endpoints = tuple(endpoints)
         self._turn = 0
         self.rtt_s = 0.0  # the least time in which a small question was answered here, in seconds; 0: none was
-        self._data: tuple[tuple[str, grpc.ChannelCredentials | None], grpc.aio.Channel] | None = (
-            None  # the data plane's, and what for
-        )
+        self._data: dict[bool, tuple[_Wanted, grpc.aio.Channel]] = {}  # the data plane's, and the one beside it; and what for
         self._open: set[grpc.aio.Channel] = set()  # also the data channels to earlier endpoints: calls may still use them
 
     def to(self, endpoints: Sequence[str]) -> Channels:
@@ -77,10 +75,18 @@ class Channels:
 
     def data(self) -> grpc.aio.Channel:
         """Return the data plane's channel: the same one until the endpoint or the credentials change."""
+        return self._kept(beside=False)
+
+    def beside(self) -> grpc.aio.Channel:
+        """Return the data plane's second channel, likewise."""
+        return self._kept(beside=True)
+
+    def _kept(self, *, beside: bool) -> grpc.aio.Channel:
         wanted = self.endpoint, self._held.credentials
-        if self._data is None or self._data[0] != wanted:
-            self._data = wanted, self._channel(self.endpoint)
-        return self._data[1]
+        known = self._data.get(beside)
+        if known is None or known[0] != wanted:
+            known = self._data[beside] = wanted, self._channel(self.endpoint)
+        return known[1]
 
     def member(self, address: str, server_name: str) -> grpc.aio.Channel:
         """Open a channel to another member, whose certificate must say `server_name` (`editpb.identity.Identity`)."""
@@ -89,8 +95,7 @@ class Channels:
     async def release(self, channel: grpc.aio.Channel) -> None:
         """Close one channel."""
         self._open.discard(channel)
-        if self._data is not None and self._data[1] is channel:
-            self._data = None
+        self._data = {beside: known for beside, known in self._data.items() if known[1] is not channel}
         await channel.close()
 
     async def close(self) -> None:

@@ -138,17 +138,15 @@ class DataCalls:
             held = await self._probe(message) if resuming else held
             resuming = True
             while not held.complete:
-                start = held.received_bytes
-                stop, clock = self._pace_up.stop(start, total), _Stopwatch()
+                clock = _Stopwatch()
                 async with StallTimeout(self._stall_s) as moving:
-                    reply = await self._stub().Contribute(moving.sending(parts(start, stop, clock), ends=stop == total))
+                    with self._pace_up.piece(held.received_bytes, total) as piece:
+                        sending = moving.sending(parts(piece.start, piece.stop, clock), ends=piece.last)
+                        reply = await self._stub().Contribute(sending)
                 held = received_from_pb(self._down(reply), total)
-                if held.received_bytes < stop or (stop == total and not held.complete):
+                if held.received_bytes < piece.stop or (piece.last and not held.complete):
                     raise TransportError(f"the stream ended after {held.received_bytes} of {total} bytes")
-                if stop < total:
-                    self._pace_up.carried(stop - start, clock.seconds(), asked=stop - start)
-                else:  # the answer waits until the fragment is measured
-                    self._pace_up.carried(stop - start, clock.split_s, asked=stop - start + 1)
+                piece.arrived(clock.split_s if piece.last else clock.seconds())  # the last answer waits for what is measured
 
         await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted, lambda: held.received_bytes)
 
@@ -161,7 +159,7 @@ class DataCalls:
 
         def ask(start: int, limit: int) -> _UpdateCall:
             message = update_request_to_pb(assembly.request(self._run_id, start, limit))
-            call: _UpdateCall = self._stub().FetchUpdate(self._up(message))
+            call: _UpdateCall = self._stub(beside=self._pace_up.slow).FetchUpdate(self._up(message))
             return call
 
         def take(part: _UpdatePart) -> None:
@@ -298,14 +296,14 @@ class DataCalls:
             nonlocal reached
             held = await send(0, 0)  # some of it may be here, also from before the connections broke
             while not held.complete:
-                start, clock = held.received_bytes, _Stopwatch()
-                stop = self._pace_up.stop(start, total)
-                held = await send(start, stop)
+                clock = _Stopwatch()
+                with self._pace_up.piece(held.received_bytes, total) as piece:
+                    held = await send(piece.start, piece.stop)
                 reached = held.received_bytes
-                if held.received_bytes < stop or (stop == total and not held.complete):
+                if held.received_bytes < piece.stop or (piece.last and not held.complete):
                     raise TransportError(f"the stream ended after {held.received_bytes} of {total} bytes")
-                if stop < total:
-                    self._pace_up.carried(stop - start, clock.seconds(), asked=stop - start)
+                if not piece.last:
+                    piece.arrived(clock.seconds())
 
         await _retrying("founding", attempt, wanted, lambda: reached)
 
@@ -339,8 +337,10 @@ class DataCalls:
         self._channels.answered(clock.seconds())
         return answer
 
-    def _stub(self) -> data_pb2_grpc.DataStub:
-        return data_stub(self._channels.data())
+    def _stub(self, *, beside: bool = False) -> data_pb2_grpc.DataStub:
+        """Return a stub. beside: over a connection of its own, where receipts and requests would wait behind an update's bytes,
+        which come while a contribution goes up."""
+        return data_stub(self._channels.beside() if beside else self._channels.data())
 
     def _up(self, message: _Message) -> _Message:
         self._traffic.sent += message.ByteSize()

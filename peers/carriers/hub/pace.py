@@ -5,14 +5,20 @@ way is therefore bounded by time: a call carries what the link takes in `call_s`
 there. Where that is more than `ENOUGH_BYTES` there is nothing to bound: gRPC's own windows hold about as much.
 
     call_s     CALL_S, or ROUND_TRIPS round trips where that is longer, so that a link of long latency is still filled
-    bytes      START_BYTES at first; then what was last carried in one call, times call_s, by the seconds that it took
+    bytes      START_BYTES at first; then what was last carried during one call, times call_s, by the seconds that it took
+
+Calls that send side by side share what was measured: each carries its part, and what all of them brought during one call is
+what the link took. By its own bytes alone a call would look slow that only waited for its answer, behind what comes the other
+way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
-__all__ = ["CALL_S", "ENOUGH_BYTES", "LEAST_BYTES", "LONGEST_S", "MOST_BYTES", "ROUND_TRIPS", "START_BYTES", "Pace"]
+__all__ = ["CALL_S", "ENOUGH_BYTES", "LEAST_BYTES", "LONGEST_S", "MOST_BYTES", "ROUND_TRIPS", "START_BYTES", "Pace", "Piece"]
 
 CALL_S = 0.3
 ROUND_TRIPS = 4
@@ -29,6 +35,9 @@ class Pace:
     def __init__(self, rtt_s: Callable[[], float] = lambda: 0.0) -> None:
         self._rtt_s = rtt_s
         self._bytes = START_BYTES
+        self._known = False  # whether a call has carried as much as it might
+        self._sending = 0  # pieces under way
+        self._arrived = 0  # bytes of all pieces so far
 
     @property
     def call_s(self) -> float:
@@ -40,13 +49,17 @@ class Pace:
         """How many bytes the next call is to carry."""
         return self._bytes
 
-    def stop(self, start: int, total: int) -> int:
-        """Return where a call ends that sends `data[start:total]` in order: at `total` where the link is fast enough."""
-        left = total - start
-        return total if self._bytes >= ENOUGH_BYTES or left <= self._bytes * 5 // 4 else start + self._bytes
+    @property
+    def slow(self) -> bool:
+        """Whether the link is known to be one whose calls are bounded."""
+        return self._known and self._bytes < ENOUGH_BYTES
+
+    def piece(self, start: int, total: int) -> Piece:
+        """Return what a call sends next of `data[start:total]`."""
+        return Piece(self, start, total)
 
     def carried(self, count: int, seconds: float, *, asked: int) -> None:
-        """Take note that a call brought `count` bytes of `asked` in so many seconds.
+        """Take note that `count` bytes came in the so many seconds of a call that asked for `asked`.
 
         One that brought fewer, because there were no more, took its round trip rather than its bytes' time. It only tells of a
         link that has become slow.
@@ -55,3 +68,30 @@ class Pace:
             return
         fitting = int(min(MOST_BYTES, max(LEAST_BYTES, count * self.call_s / max(seconds, 1e-6))))
         self._bytes = fitting if count >= asked else min(self._bytes, fitting)
+        self._known = True
+
+
+class Piece:
+    """What one call sends of `data[start:total]`: all where the link is fast enough. A context: the call is under way."""
+
+    def __init__(self, pace: Pace, start: int, total: int) -> None:
+        self._pace, self._before = pace, pace._arrived
+        self.start, self.last = start, True
+        share = max(LEAST_BYTES, pace.bytes // (pace._sending + 1)) if pace._known else pace.bytes
+        if pace.bytes < ENOUGH_BYTES and total - start > share * 5 // 4:
+            total, self.last = start + share, False
+        self.stop = total
+
+    def __enter__(self) -> Self:
+        self._pace._sending += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pace._sending -= 1
+
+    def arrived(self, seconds: float) -> None:
+        """Take note that it arrived after so many seconds; of the last one, that it was handed over after so many."""
+        pace = self._pace
+        pace._arrived += self.stop - self.start
+        brought = pace._arrived - self._before
+        pace.carried(brought, seconds, asked=brought + 1 if self.last else brought)

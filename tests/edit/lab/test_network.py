@@ -73,6 +73,15 @@ def test_both_ends_of_each_link_have_the_rate() -> None:
 
 
 @pytest.mark.usefixtures("limited_links")
+def test_a_host_may_have_another_rate() -> None:
+    with Network(["ada", "grace"], 100.0, {"grace": 10.0}, queue_ms=300) as two:
+        ends = [json.loads(said(two.hosts[name], "tc", "-j", "qdisc", "show", "dev", "eth0")) for name in two.hosts]
+        ports = json.loads(said(two._switch, "tc", "-j", "qdisc", "show"))
+    rates = [[each["options"]["rate"] for each in end if each["kind"] == "tbf"] for end in (*ends, ports)]
+    assert rates == [[100_000_000 // 8], [10_000_000 // 8], [100_000_000 // 8, 10_000_000 // 8]]
+
+
+@pytest.mark.usefixtures("limited_links")
 def test_a_hosts_name_is_its_address_and_its_loopback_is_its_own() -> None:
     with Network(["ada", "grace"], 1000.0) as two:
         ada, grace = two.hosts.values()

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 
-from edit.errors import TransportError
+from edit.errors import StaleError, TransportError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
@@ -71,6 +71,60 @@ def ask(call: Callable[[DataCalls], Awaitable[object]]) -> None:
             await server.stop(None)
 
     asyncio.run(scenario())
+
+
+class Taking(data_pb2_grpc.DataServicer):
+    """Takes contributions, knows no update, and keeps over which connection each call came."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[str, str]] = []
+
+    async def Contribute(
+        self, requests: AsyncIterator[data_pb2.ContributePart], context: grpc.aio.ServicerContext
+    ) -> data_pb2.ContributionReceipt:
+        self.came.append(("Contribute", context.peer()))
+        end = 0
+        async for part in requests:
+            if part.WhichOneof("kind") == "chunk":
+                end = part.chunk.offset + len(part.chunk.data)
+        return data_pb2.ContributionReceipt(complete=end == MUCH, received_bytes=end)
+
+    async def FetchUpdate(
+        self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[data_pb2.UpdatePart]:
+        self.came.append(("FetchUpdate", context.peer()))
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
+        yield data_pb2.UpdatePart()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_over_a_slow_link_updates_have_a_connection_beside_the_contributions(slow: bool) -> None:
+    async def scenario() -> list[tuple[str, str]]:
+        server, taking = grpc.aio.server(), Taking()
+        data_pb2_grpc.add_DataServicer_to_server(taking, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        channels = Channels([f"127.0.0.1:{port}"])
+        data = DataCalls(channels, "run-0a1b2c3d", Traffic())
+        try:
+            data._pace_up.carried(MUCH, 100.0 if slow else 0.1, asked=MUCH)
+            await data.contribute(header(total_bytes=MUCH), memoryview(bytes(MUCH)), never)
+            if slow:
+                data._pace_up.carried(MUCH, 100.0, asked=MUCH)
+            for _ in range(2):
+                with pytest.raises(StaleError):
+                    await data.update(UpdateAssembly(SCHEMA, 3, (0,), WHOLE), never, lambda: None)
+        finally:
+            await channels.close()
+            await server.stop(None)
+        return taking.came
+
+    came = asyncio.run(scenario())
+    contributed = {peer for call, peer in came if call == "Contribute"}
+    updated = [peer for call, peer in came if call == "FetchUpdate"]
+    assert len(contributed) == 1 and len(set(updated)) == 1 and len(updated) == 2
+    assert (updated[0] in contributed) is not slow
+    assert (sum(call == "Contribute" for call, _ in came) > 1) is slow, "in pieces"
 
 
 def never() -> bool:

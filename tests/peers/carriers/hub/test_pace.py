@@ -13,6 +13,7 @@ from peers.carriers.hub.pace import (
     ROUND_TRIPS,
     START_BYTES,
     Pace,
+    Piece,
 )
 
 
@@ -56,12 +57,52 @@ def test_an_answer_that_took_long_makes_no_call_longer_than_it_may_ever_be() -> 
 
 def test_what_fits_or_nearly_fits_goes_in_one_call() -> None:
     pace = Pace()
-    assert pace.stop(0, START_BYTES) == START_BYTES
-    assert pace.stop(100, 100 + START_BYTES * 5 // 4) == 100 + START_BYTES * 5 // 4
-    assert pace.stop(100, 10 * START_BYTES) == 100 + START_BYTES
+    assert pace.piece(0, START_BYTES).last
+    assert pace.piece(100, 100 + START_BYTES * 5 // 4).last
+    divided = pace.piece(100, 10 * START_BYTES)
+    assert (divided.start, divided.stop, divided.last) == (100, 100 + START_BYTES, False)
+    assert not pace.slow, "it is not known yet"
     pace.carried(START_BYTES, 1e-3, asked=START_BYTES)
-    assert pace.bytes >= ENOUGH_BYTES
-    assert pace.stop(5, 1 << 40) == 1 << 40, "a fast link is not paced"
+    assert pace.bytes >= ENOUGH_BYTES and not pace.slow
+    assert pace.piece(5, 1 << 40).stop == 1 << 40, "a fast link is not paced"
+
+
+class SlowLink:
+    """Two calls that send side by side over one link, their bytes in turn; each answer comes `delay_s` after its bytes."""
+
+    def __init__(self, bytes_per_s: float, delay_s: float) -> None:
+        self._bytes_per_s, self._delay_s = bytes_per_s, delay_s
+        self._free_at = 0.0
+        self.now, self.pace, self.sizes = 0.0, Pace(), [0, 0]
+
+    def run(self, pieces: int) -> None:
+        under_way = [self._begin() for _ in self.sizes]
+        for _ in range(pieces):
+            call = min(range(len(under_way)), key=lambda each: under_way[each][2])
+            piece, began, self.now = under_way[call]
+            piece.__exit__(None, None, None)
+            piece.arrived(self.now - began)
+            self.sizes[call] = piece.stop
+            under_way[call] = self._begin()
+
+    def _begin(self) -> tuple[Piece, float, float]:
+        piece = self.pace.piece(0, 1 << 30)
+        piece.__enter__()
+        self._free_at = max(self._free_at, self.now) + piece.stop / self._bytes_per_s
+        return piece, self.now, self._free_at + self._delay_s
+
+
+def test_calls_side_by_side_find_out_the_link_and_share_it_evenly() -> None:
+    link = SlowLink(1.25e6, 0.0)
+    link.run(20)
+    assert link.pace.bytes == pytest.approx(1.25e6 * CALL_S, rel=0.01)
+    assert link.sizes == pytest.approx([1.25e6 * CALL_S / 2] * 2, rel=0.05)
+
+
+def test_answers_that_wait_behind_what_comes_the_other_way_do_not_starve_the_calls() -> None:
+    link = SlowLink(1.25e6, 0.1)
+    link.run(20)
+    assert link.pace.bytes > 0.5 * 1.25e6 * CALL_S
 
 
 def test_what_carried_less_than_it_might_only_tells_of_a_slow_link() -> None:
