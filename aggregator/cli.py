@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aggregator.operator_client import call_every, call_operator, drain_run, pause_run, read_status, resume_run
-from aggregator.operator_client import evict_peer as evict_remote
 from aggregator.run_template import RUN_TOML
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
@@ -149,6 +147,8 @@ def status(
 
     Example: edit-coordinator status --state my-run
     """
+    from aggregator.operator_client import call_every, read_status
+
     answers = call_every(StateFolder(state), read_status)
     if 0 not in answers.said:
         answers.check()
@@ -205,6 +205,8 @@ def members(state: State = Path("edit-run"), as_json: AsJson = False) -> None:
 
     Example: edit-coordinator members --state my-run --json
     """
+    from aggregator.operator_client import call_operator, read_status
+
     rows = call_operator(StateFolder(state), read_status).members
     if as_json:
         typer.echo(json_text([row.as_json() for row in rows], indent=2))
@@ -212,43 +214,48 @@ def members(state: State = Path("edit-run"), as_json: AsJson = False) -> None:
         _print_members(Console(), rows)
 
 
+# The columns of `members`: header, what its cell says, and how early a terminal that is too narrow leaves it out (0: never).
+_COLUMNS: tuple[tuple[str, Callable[[MemberStatus], Text], int], ...] = (
+    ("member", lambda row: _words(row.peer_id), 0),
+    ("role", lambda row: _words(row.role), 6),
+    ("state", lambda row: _words(row.state), 0),
+    ("reason", lambda row: _words(row.reason), 5),
+    ("phase", lambda row: _words(_phase(row)), 1),
+    ("uploaded", lambda row: Text(_uploaded(row)), 4),
+    ("outer", lambda row: Text(str(row.outer_step)), 1),
+    ("steps", lambda row: Text(str(row.inner_steps)), 8),
+    ("loss", lambda row: Text(f"{row.loss:.3g}" if math.isfinite(row.loss) else ""), 2),
+    ("tok/s", lambda row: Text(f"{row.tokens_per_s:.3g}"), 7),
+    ("in", lambda row: Text(str(row.contributions)), 2),
+    ("out", lambda row: Text(str(row.rejections)), 2),
+    ("absent", lambda row: Text(str(row.absences)), 3),
+    ("certificate", lambda row: _certificate(row.expires, time.time()), 9),
+)
+
+
 def _print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
-    table = Table(
-        "member",
-        "role",
-        "state",
-        "reason",
-        "phase",
-        "uploaded",
-        "outer",
-        "steps",
-        "loss",
-        "tok/s",
-        "in",
-        "out",
-        "absent",
-        "certificate",
-        box=None,
-        header_style="dim",
-    )
-    for row in rows:
-        table.add_row(
-            _words(row.peer_id),
-            _words(row.role),
-            _words(row.state),
-            _words(row.reason),
-            _words(_phase(row)),
-            _uploaded(row),
-            str(row.outer_step),
-            str(row.inner_steps),
-            f"{row.loss:.3g}" if math.isfinite(row.loss) else "",
-            f"{row.tokens_per_s:.3g}",
-            str(row.contributions),
-            str(row.rejections),
-            str(row.absences),
-            _certificate(row.expires, time.time()),
-        )
+    """Print a line for each member with as many columns as fit, and what else is wrong with any of them."""
+    cells = {header: [cell(row) for row in rows] for header, cell, _ in _COLUMNS}
+    width = {header: max((text.cell_len for text in column), default=0) for header, column in cells.items()}
+    shown = [column for column in _COLUMNS if width[column[0]]]  # what says nothing of anybody needs no room
+    gap = 2
+    while sum(max(width[header], len(header)) + gap for header, _, _ in shown) - gap > console.width and any(
+        c[2] for c in shown
+    ):
+        shown.remove(max(shown, key=lambda column: column[2]))
+    headers = [header for header, _, _ in shown]
+    table = Table(*headers, box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
+    for i in range(len(rows)):
+        table.add_row(*(cells[header][i] for header in headers))
     console.print(table)
+    hidden = [header for header, _, _ in _COLUMNS if width[header] and header not in headers]
+    for row in rows:
+        if "reason" in hidden and row.state in ("lost", "left", "evicted"):
+            console.print(_words(f"{row.peer_id} is {row.state}: {row.reason}"), soft_wrap=True)
+        if "certificate" in hidden and row.expires and row.expires - time.time() < SOON_S:
+            console.print(_words(f"{row.peer_id}'s certificate: ") + _certificate(row.expires, time.time()), soft_wrap=True)
+    if hidden:
+        console.print(Text(f"not shown for want of width: {', '.join(hidden)} (--json has all)", "dim"), soft_wrap=True)
 
 
 def _phase(row: MemberStatus) -> str:
@@ -282,7 +289,9 @@ def evict(
 
     Example: edit-coordinator evict --state my-run university-a --reason "key lost"
     """
-    call_every(StateFolder(state), evict_remote(name, reason)).check()
+    from aggregator.operator_client import call_every, evict_peer
+
+    call_every(StateFolder(state), evict_peer(name, reason)).check()
     typer.echo(f"{name} is evicted")
 
 
@@ -292,6 +301,8 @@ def pause(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator pause --state my-run
     """
+    from aggregator.operator_client import call_every, pause_run
+
     call_every(StateFolder(state), pause_run).check()
     typer.echo("paused")
 
@@ -302,6 +313,8 @@ def resume(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator resume --state my-run
     """
+    from aggregator.operator_client import call_every, resume_run
+
     call_every(StateFolder(state), resume_run).check()
     typer.echo("resumed")
 
@@ -312,6 +325,8 @@ def drain(state: State = Path("edit-run")) -> None:
 
     Example: edit-coordinator drain --state my-run
     """
+    from aggregator.operator_client import call_every, drain_run
+
     call_every(StateFolder(state), drain_run).check()
     typer.echo("draining; `status` shows finished when it is done")
 
@@ -343,5 +358,7 @@ def export(
 
 def main() -> None:
     """Entry point of `edit-coordinator`."""
+    # gRPC is imported by the commands, after this; it would write a line about each handshake of a stranger.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported by `export --format hf`, after this
     run_command("edit-coordinator", app)
