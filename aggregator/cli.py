@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import os
 import time
@@ -19,7 +20,7 @@ from rich.text import Text
 from aggregator.run_template import RUN_TOML
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
-from edit.command_line import log_to_stderr, run_command
+from edit.command_line import SHORT_HELP, log_to_stderr, run_command, with_version
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
 from editpb.run_status import MemberStatus, RunStatus
@@ -31,11 +32,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=SHORT_HELP,
     help="Coordinate a training run: create it, serve it, invite peers, control it, export the model.\n\n"
     "Exit codes: 0 success, 2 wrong configuration or a file that cannot be used, 3 refused by the other side, "
     "4 evicted, 69 the coordinator cannot be reached, 70 a bug, 130 Ctrl-C.\n\n"
     "Example: edit-coordinator init --state my-run && edit-coordinator serve --state my-run",
 )
+with_version(app, "edit-coordinator")
 
 State = Annotated[Path, typer.Option("--state", help="The folder of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -125,6 +128,18 @@ def invite(
     invitation = authority.invite(name, role=role, enrol=enrol, lifetime_s=hours * 3600, now=time.time())
     typer.echo(invitation.encode())
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
+    typer.echo(f"redeemed at {', '.join(enrol)}", err=True)
+    if all(_is_loopback(endpoint.rpartition(":")[0]) for endpoint in enrol):
+        typer.echo(
+            "only this machine reaches these addresses; for others set server.advertise and both listen in run.toml", err=True
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _enrol_endpoints(folder: StateFolder) -> tuple[str, ...]:

@@ -76,6 +76,8 @@ if typing.TYPE_CHECKING:
     from edit.merging.outer_state import OuterState
     from edit.worker.worker import EditWorker, WorkerConfig
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Aborted",
     "AggregatorsConfig",

@@ -10,10 +10,30 @@ import sys
 import traceback
 from collections.abc import Callable
 
+import typer
+
+import edit
 from edit.errors import EditError
 from edit.plain_text import printable
 
-__all__ = ["log_to_stderr", "run_command"]
+__all__ = ["SHORT_HELP", "log_to_stderr", "run_command", "with_version"]
+
+SHORT_HELP = {"help_option_names": ["-h", "--help"]}  # context settings of a command
+
+
+def with_version(app: typer.Typer, program: str) -> None:
+    """Give a program the option --version."""
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"{program} {edit.__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def main(
+        version: bool = typer.Option(False, "--version", callback=show, is_eager=True, help="Print the version."),
+    ) -> None:
+        pass
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:

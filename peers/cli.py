@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from edit.command_line import log_to_stderr, run_command
+from edit.command_line import SHORT_HELP, log_to_stderr, run_command, with_version
 
 __all__ = ["app", "main"]
 
@@ -19,11 +19,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=SHORT_HELP,
     help="Take part in a training run: join it with an invitation, then train.\n\n"
     "Exit codes: 0 finished or stopped, 2 wrong configuration or a file that cannot be used, 3 refused by the coordinator, "
     "4 evicted, 69 the coordinator cannot be reached, 70 a bug, 130 Ctrl-C.\n\n"
     "Example: edit-peer join INVITATION --home my-peer && edit-peer run --home my-peer --data ~/books",
 )
+with_version(app, "edit-peer")
 
 HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this peer: key, certificate, addresses.")]
 DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]

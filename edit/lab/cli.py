@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edit.command_line import run_command
+from edit.command_line import SHORT_HELP, run_command, with_version
 
 __all__ = ["SIMULATE_EXAMPLE", "app", "main"]
 
@@ -30,10 +30,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=SHORT_HELP,
     help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"
     "Exit codes: 0 success, 1 a rule was broken (chaos), 2 wrong configuration, 70 a bug, 130 Ctrl-C.\n\n"
     "Example: edit-lab demo --quick",
 )
+with_version(app, "edit-lab")
 
 bench = typer.Typer(
     no_args_is_help=True,

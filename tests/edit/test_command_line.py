@@ -1,9 +1,13 @@
 """How commands log and end. In processes of their own: both change the process that they run in."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+import edit
 
 WORDS = "left (\x1b[2J\x1b]0;title\x07 gone\r I all is well \u202e)"
 SHOWN = "left ( [2J ]0;title  gone  I all is well  )"
@@ -52,3 +56,15 @@ def test_a_bug_prints_its_traceback_and_nothing_else_that_a_terminal_obeys():
     first, *lines = stderr_of(ended_by("OSError"), 70)
     assert first == "Traceback (most recent call last):" and lines[-2] == f"OSError: {SHOWN}"
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("module", "program"), [("aggregator.cli", "edit-coordinator"), ("peers.cli", "edit-peer"), ("edit.lab.cli", "edit-lab")]
+)
+def test_every_program_says_its_version_and_helps_in_short(module: str, program: str) -> None:
+    app = importlib.import_module(module).app
+    said = CliRunner().invoke(app, ["--version"])
+    assert (said.exit_code, said.output) == (0, f"{program} {edit.__version__}\n")
+    short, long = (CliRunner().invoke(app, [option]) for option in ("-h", "--help"))
+    assert short.exit_code == 0
+    assert short.output == long.output

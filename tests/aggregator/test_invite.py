@@ -1,0 +1,34 @@
+"""What `edit-coordinator invite` says of the addresses in an invitation."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aggregator.cli import app
+from editpb.invitation import Invitation
+
+LOOPBACK = "only this machine reaches these addresses"
+
+
+@pytest.mark.parametrize(
+    ("advertise", "reachable"),
+    [
+        (["127.0.0.1", "localhost"], False),
+        (["[::1]"], False),
+        (["127.0.0.1", "train.example"], True),
+        (["10.0.0.7"], True),
+    ],
+)
+def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them(
+    tmp_path: Path, advertise: list[str], reachable: bool
+) -> None:
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text(f'[model]\nname = "entry:mine"\n[server]\nlisten = "0.0.0.0:7700"\nadvertise = {advertise}\n')
+    assert CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/s", "--config", str(run_toml)]).exit_code == 0
+    said = CliRunner().invoke(app, ["invite", "--state", f"{tmp_path}/s", "a"])
+    assert said.exit_code == 0
+    enrol = Invitation.decode(said.stdout.strip()).enrol
+    assert f"redeemed at {', '.join(enrol)}" in said.stderr
+    assert [endpoint.rpartition(":")[0] for endpoint in enrol] == advertise
+    assert (LOOPBACK not in said.stderr) == reachable
