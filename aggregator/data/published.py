@@ -61,12 +61,22 @@ class ComingUpdate:
     def __init__(self, round_id: int, outer_step: int, due: Sequence[int]) -> None:
         self.round_id, self.outer_step = round_id, outer_step  # the step that the update leads to
         self.key = new_key()
+        self.dropped = False
         self._due = tuple(sorted(due))
         self._staged: dict[int, EncodedTensor] = {}
 
     def stage(self, fragment_id: int, payload: EncodedTensor) -> None:
         """Take the encoded step of one fragment."""
         self._staged[fragment_id] = payload
+
+    def drop(self) -> None:
+        """Let go of all that is staged: the round came to nothing, and nobody will have use of it."""
+        self.dropped = True
+        self._staged.clear()
+
+    def holds_more(self, wanted: UpdateRequest) -> bool:
+        """Return whether there are bytes beyond those that a request has."""
+        return sum(_size_of(payload, i, wanted) for i, payload in self.fragments) > wanted.offset
 
     @property
     def fragments(self) -> Iterator[tuple[int, EncodedTensor]]:
@@ -140,6 +150,7 @@ class PublishedState:
         self._at_rest.set()
         if (coming := self._coming) is not None and coming.outer_step == self.outer_step:
             self._keys[coming.outer_step] = coming.round_id, coming.key
+            self._coming = None
         self._keys = {step: known for step, known in self._keys.items() if step >= self.oldest_update}
         self.end_round()
 
@@ -154,7 +165,9 @@ class PublishedState:
             self._tell_waiting()
 
     def end_round(self) -> None:
-        """The round is over. What it staged is forgotten with its key, unless it was committed."""
+        """The round is over. What it staged is dropped with its key, unless it was committed."""
+        if self._coming is not None:
+            self._coming.drop()
         self._coming = None
         self._tell_waiting()
 
@@ -164,21 +177,23 @@ class PublishedState:
 
     async def coming(self, wanted: UpdateRequest) -> ComingUpdate | None:
         """Return the update that the round of the request may come to, once there are bytes of it beyond those it has, or
-        none have come for a while; None as soon as that round is over. Raises BusyError when too many wait."""
+        none have come for a while; None as soon as that round is over. Raises BusyError when it would wait and too many do."""
+        coming = self._coming_to(wanted)
+        if coming is None or coming.holds_more(wanted):
+            return coming
         if self._waiting >= MAX_WAITING:
             raise BusyError(f"{self._waiting} others wait for the next update here already; try again later")
         self._waiting += 1
         try:
             async with asyncio.timeout(AHEAD_S):
-                while (coming := self._coming_to(wanted)) is not None:
-                    if sum(_size_of(payload, i, wanted) for i, payload in coming.fragments) > wanted.offset:
-                        return coming
+                while coming is not None and not coming.holds_more(wanted):
                     await self._staged.wait()
+                    coming = self._coming_to(wanted)
         except TimeoutError:
             return self._coming_to(wanted)
         finally:
             self._waiting -= 1
-        return None
+        return coming
 
     def _coming_to(self, wanted: UpdateRequest) -> ComingUpdate | None:
         coming = self._coming

@@ -139,6 +139,8 @@ class DataService:
             first: dpb.UpdatePart | None = dpb.UpdatePart(ahead=dpb.UpdateAhead())
             async with contextlib.aclosing(self._frames(context, coming.fragments, wanted, room, coming.key)) as frames:
                 async for frame in frames:
+                    if coming.dropped:
+                        return
                     if first is not None:
                         yield first
                         first = None

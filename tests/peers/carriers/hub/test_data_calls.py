@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 import torch
 
+from edit.config.codec import CodecChoice
 from edit.errors import StaleError, TransportError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
@@ -54,21 +56,26 @@ class Speechless(data_pb2_grpc.DataServicer):
         yield data_pb2.UpdatePart()
 
 
+@asynccontextmanager
+async def serving(servicer: data_pb2_grpc.DataServicer) -> AsyncIterator[Channels]:
+    server = grpc.aio.server()
+    data_pb2_grpc.add_DataServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channels = Channels([f"127.0.0.1:{port}"])
+    try:
+        yield channels
+    finally:
+        await channels.close()
+        await server.stop(None)
+
+
 def ask(call: Callable[[DataCalls], Awaitable[object]]) -> None:
     """Make this call to a coordinator that never answers."""
 
     async def scenario() -> None:
-        server = grpc.aio.server()
-        data_pb2_grpc.add_DataServicer_to_server(Speechless(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        channels = Channels([f"127.0.0.1:{port}"])
-        data = DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=0.2)  # it always passes
-        try:
-            await call(data)
-        finally:
-            await channels.close()
-            await server.stop(None)
+        async with serving(Speechless()) as channels:
+            await call(DataCalls(channels, "run-0a1b2c3d", Traffic(), stall_s=0.2))  # it always passes
 
     asyncio.run(scenario())
 
@@ -100,13 +107,8 @@ class Taking(data_pb2_grpc.DataServicer):
 @pytest.mark.parametrize("slow", [True, False])
 def test_over_a_slow_link_updates_have_a_connection_beside_the_contributions(slow: bool) -> None:
     async def scenario() -> list[tuple[str, str]]:
-        server, taking = grpc.aio.server(), Taking()
-        data_pb2_grpc.add_DataServicer_to_server(taking, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        channels = Channels([f"127.0.0.1:{port}"])
-        data = DataCalls(channels, "run-0a1b2c3d", Traffic())
-        try:
+        async with serving(taking := Taking()) as channels:
+            data = DataCalls(channels, "run-0a1b2c3d", Traffic())
             data._pace_up.carried(MUCH, 100.0 if slow else 0.1, asked=MUCH)
             await data.contribute(header(total_bytes=MUCH), memoryview(bytes(MUCH)), never)
             if slow:
@@ -114,9 +116,6 @@ def test_over_a_slow_link_updates_have_a_connection_beside_the_contributions(slo
             for _ in range(2):
                 with pytest.raises(StaleError):
                     await data.update(UpdateAssembly(SCHEMA, 3, (0,), WHOLE), never, lambda: None)
-        finally:
-            await channels.close()
-            await server.stop(None)
         return taking.came
 
     came = asyncio.run(scenario())
@@ -125,6 +124,34 @@ def test_over_a_slow_link_updates_have_a_connection_beside_the_contributions(slo
     assert len(contributed) == 1 and len(set(updated)) == 1 and len(updated) == 2
     assert (updated[0] in contributed) is not slow
     assert (sum(call == "Contribute" for call, _ in came) > 1) is slow, "in pieces"
+
+
+class Marking(data_pb2_grpc.DataServicer):
+    """Says that bytes come ahead of the commit, and sends none, three times."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def FetchUpdate(
+        self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[data_pb2.UpdatePart]:
+        self.calls += 1
+        if self.calls > 3:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
+        yield data_pb2.UpdatePart(ahead=data_pb2.UpdateAhead())
+
+
+def test_a_call_that_brings_nothing_ahead_of_the_commit_has_failed() -> None:
+    """Else who sends the mark and no bytes is asked again at once, for ever."""
+
+    async def scenario() -> int:
+        async with serving(marking := Marking()) as channels:
+            assembly = UpdateAssembly(SCHEMA, 3, (0,), WHOLE, round_id=7, choice=CodecChoice("fp32"))
+            with pytest.raises(TransportError, match="nothing has come ahead of the commit"):
+                await DataCalls(channels, "run-0a1b2c3d", Traffic()).update(assembly, never, lambda: None)
+        return marking.calls
+
+    assert asyncio.run(scenario()) == 1
 
 
 def never() -> bool:
