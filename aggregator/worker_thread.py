@@ -25,11 +25,12 @@ class Background:
 
     Args:
         worker: one thread; it runs what it is given one after the other.
+        failed: is told of a bug, too.
     """
 
-    def __init__(self, worker: Executor) -> None:
+    def __init__(self, worker: Executor, failed: Callable[[BaseException], None] = lambda _: None) -> None:
         self.failure: BaseException | None = None
-        self._worker = worker
+        self._worker, self._told = worker, failed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
 
@@ -49,6 +50,7 @@ class Background:
             _log.critical("a background task failed", exc_info=error)
             self.failure = error
             self._failed.set()
+            self._told(error)
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Wait until `stop` is set. Raises LocalProtocolError as soon as a background task has failed."""

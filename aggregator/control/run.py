@@ -62,12 +62,20 @@ class Run:
     Args:
         first_round_id: larger than any round id of an earlier process.
         aggregator: which of the run's aggregators this is; 0 is the coordinator.
+        outer: the state that the run goes on from; None: what the store recovers, or the founder brings.
 
     Raises ConfigError when there are more aggregators than fragments.
     """
 
     def __init__(
-        self, run_id: str, config: RunConfig, resources: Resources, *, first_round_id: int, aggregator: int = 0
+        self,
+        run_id: str,
+        config: RunConfig,
+        resources: Resources,
+        *,
+        first_round_id: int,
+        aggregator: int = 0,
+        outer: OuterState | None = None,
     ) -> None:
         self.run_id, self.config = run_id, config
         self.members, self.clock, self.feed = resources.members, resources.clock, resources.feed
@@ -85,7 +93,8 @@ class Run:
         self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources
-        self._builtin = builtin_schema(config, aggregator)
+        self._given = outer
+        self._builtin = builtin_schema(config, aggregator) if outer is None else outer.schema
         self._first_round_id = first_round_id
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
@@ -103,7 +112,9 @@ class Run:
         Raises StorageError, and ConfigError when it is below an outer step that was committed.
         """
         background = self._resources.background
-        recovered = await background.in_worker(self._resources.store.recover)
+        recovered = self._given
+        if recovered is None:
+            recovered = await background.in_worker(self._resources.store.recover)
         if (mark := self._resources.mark) is not None:
             mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
         if recovered is not None:

@@ -141,6 +141,11 @@ class EngineStore(Store):
         """Refuse what is proposed, and whatever the engine proposes later."""
         with self._lock:
             self._ended = reason
+        self.refuse(reason)
+
+    def refuse(self, reason: str) -> None:
+        """Refuse what is proposed."""
+        with self._lock:
             agreed, self._agreed = self._agreed, None
         if agreed is not None:
             agreed.set_exception(RefusedError(reason))

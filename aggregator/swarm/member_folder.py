@@ -2,6 +2,8 @@
 
 council.json   `edit.council.record.Saved`: the term, the vote, the newest record; private
 part-N/        the journal and the checkpoints of part N (`aggregator.storage.store`)
+port           the port of this host, when the system chose it
+engine-N/      what an engine of part N writes beside them; nothing of it is needed again
 """
 
 from __future__ import annotations
@@ -19,11 +21,28 @@ class MemberFolder:
     """The files of one member. path: exists, and is locked by who writes."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._council = path, path / "council.json"
+        self._path, self._council, self._port = path, path / "council.json", path / "port"
 
     def part(self, part: int) -> Path:
         """Return the folder of a part."""
         return self._path / f"part-{part}"
+
+    def engine(self, part: int) -> Path:
+        """Return the folder of a part's engine."""
+        return self._path / f"engine-{part}"
+
+    def port(self) -> int:
+        """Return the port of last time, or 0."""
+        try:
+            port = int(self._port.read_bytes())
+        except (OSError, ValueError):
+            return 0
+        return port if 0 < port < 1 << 16 else 0
+
+    def keep_port(self, port: int) -> None:
+        """Take note of the port. Raises StorageError."""
+        if port != self.port():
+            write_atomic(self._port, str(port).encode())
 
     def save(self, saved: Saved) -> None:
         """Carry out a Save: on disk when this returns. Raises StorageError; then the member may say nothing more."""

@@ -10,7 +10,7 @@ Called by one thread. Nothing here waits for another member: a `Source` answers,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,9 +28,10 @@ from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 
-__all__ = ["PartReplica", "PartSnapshot", "Source", "carry_out"]
+__all__ = ["Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
 
 _log = logging.getLogger(__name__)
+Wanted = tuple[int, str] | None  # of a source: the update TO this outer step with this id; None: its snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,12 @@ class PartReplica:
         self._proposed = offer.update.id
         return offer
 
+    def refuse(self, update_id: str, reason: str) -> None:
+        """Refuse what the engine proposed, if that is this update: nobody else will hear of it."""
+        if self._engine is not None and update_id == self._proposed:
+            self._proposed = ""
+            self._engine.refuse(reason)
+
     def cease(self, reason: str) -> None:
         """Refuse what the engine proposed, if it is not an outer step."""
         if self._engine is not None:
@@ -189,19 +196,20 @@ class PartReplica:
         except StorageError as error:  # the journal goes on
             _log.error("no checkpoint: %s", error)
 
-    def fetch(self, wanted: Fetch, source: Source) -> None:
+    def fetching(self, wanted: Fetch) -> Generator[Wanted, Any, None]:
         """Bring the part to an outer step or a later one: by updates where the source keeps them all, else by its snapshot.
 
-        At most `config.kept_updates` of them are in memory. Raises EditError: the part is where it was, or has come nearer.
+        Yields what the source is to be asked for, and is sent what that answers, or thrown its EditError. At most
+        `config.kept_updates` of them are in memory. Raises EditError: the part is where it was, or has come nearer.
         """
         steps = range(self._state.outer_step + 1, wanted.outer_step + 1)
         if wanted.snapshot or self._damaged or self._outer is None or not 0 < len(steps) <= self._config.kept_updates:
-            self._replace(wanted, source.snapshot(self._part))
+            self._replace(wanted, (yield None))
             return
         try:
-            held, offers = self._leading_to(wanted, source, steps)
+            held, offers = yield from self._leading_to(wanted, steps)
         except GoneError:
-            self._replace(wanted, source.snapshot(self._part))
+            self._replace(wanted, (yield None))
             return
         for offer in offers:
             offer.check(self._run_id)  # the hashes of all of them, before the first is taken
@@ -211,7 +219,7 @@ class PartReplica:
             self.hold(offer)
             self.adopt(offer.update.id)
 
-    def _leading_to(self, wanted: Fetch, source: Source, steps: range) -> tuple[Update | None, list[Offer]]:
+    def _leading_to(self, wanted: Fetch, steps: range) -> Generator[Wanted, Any, tuple[Update | None, list[Offer]]]:
         """Return the updates that lead to the wanted one: the held one, if it is the first of them, and the source's.
 
         Their ids are a chain whose end the record names. Raises GoneError when the source does not have them.
@@ -221,7 +229,7 @@ class PartReplica:
             following = offers[0].update.base if offers else wanted.update
             if step == steps[0] and held is not None and held.id == following:
                 return held, offers
-            offer = source.kept(self._part, step, following)
+            offer = yield step, following
             if (offer.update.outer_step, offer.update.id) != (step, following):
                 raise GoneError(f"{wanted.source} has another outer step {step} of part {self._part}")
             offers.insert(0, offer)
@@ -266,6 +274,37 @@ class PartReplica:
         return PartSnapshot(self._state.digest, self._store.tokens, outer.schema.to_json(), tensors, outer.metadata())
 
 
+class Fetching:
+    """A Fetch that is carried out: what its source is asked for, one thing after the other. Used by the replica's thread.
+
+    `wanted`, while `answer` is None: (outer step, id) of an update, or None, the snapshot.
+    """
+
+    def __init__(self, replica: PartReplica, effect: Fetch) -> None:
+        self.wanted: Wanted = None
+        self.answer: Applied | Failed | None = None
+        self._replica, self._effect, self._before = replica, effect, replica.state
+        self._steps = replica.fetching(effect)
+        self._go_on(lambda: next(self._steps))
+
+    def give(self, found: Offer | PartSnapshot | EditError) -> None:
+        """Take what the source answered, or why it did not."""
+        if isinstance(found, EditError):
+            self._go_on(lambda: self._steps.throw(found))
+        else:
+            self._go_on(lambda: self._steps.send(found))
+
+    def _go_on(self, step: Callable[[], Wanted]) -> None:
+        try:
+            self.wanted = step()
+        except StopIteration:
+            self.answer = _applied(self._effect.part, self._replica)
+        except LocalProtocolError:
+            raise
+        except EditError as error:
+            self.answer = _came_to_nothing(self._replica, self._effect, self._before, error)
+
+
 def carry_out(
     replica: PartReplica,
     effect: Hold | Adopt | Fetch,
@@ -289,16 +328,36 @@ def carry_out(
                 return Held(update)
             case Adopt():
                 replica.adopt(effect.update)
-            case Fetch():
-                if source is None:
-                    raise LocalProtocolError("a Fetch without its source")
-                replica.fetch(effect, source)
+                return _applied(effect.part, replica)
     except LocalProtocolError:
         raise
     except EditError as error:
-        if isinstance(effect, Hold):
-            return Failed(effect.update.part, effect, str(error))
-        if replica.state.outer_step == before.outer_step:
-            return Failed(effect.part, effect, str(error))
-        _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken
-    return Applied(effect.part, replica.state.outer_step, replica.state.digest)
+        return _came_to_nothing(replica, effect, before, error)
+    if source is None:
+        raise LocalProtocolError("a Fetch without its source")
+    fetching = Fetching(replica, effect)
+    while fetching.answer is None:
+        try:
+            wanted = fetching.wanted
+            found = source.kept(effect.part, *wanted) if wanted is not None else source.snapshot(effect.part)
+        except EditError as error:
+            fetching.give(error)
+        else:
+            fetching.give(found)
+    return fetching.answer
+
+
+def _applied(part: int, replica: PartReplica) -> Applied:
+    return Applied(part, replica.state.outer_step, replica.state.digest)
+
+
+def _came_to_nothing(
+    replica: PartReplica, effect: Hold | Adopt | Fetch, before: PartState, error: EditError
+) -> Applied | Failed:
+    """Return the answer to what raised."""
+    if isinstance(effect, Hold):
+        return Failed(effect.update.part, effect, str(error))
+    if replica.state.outer_step == before.outer_step:
+        return Failed(effect.part, effect, str(error))
+    _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken
+    return _applied(effect.part, replica)

@@ -416,11 +416,11 @@ class Council:
             self._stand()
         again_s = self._lease_s / 5
         self._parts.advance(self._now, again_s)
-        if self.role is Role.LEADER:
-            self._lead()  # what the parts told their leader, who is here
         if self._wants_hello and self._now >= self._hello_at:
             self._hello_at = self._now + again_s
             self._say_hello()
+        if self.role is Role.LEADER:
+            self._lead()  # what the parts, and this member, told their leader, who is here
 
     # -- elections (rules 3 and 4) -----------------------------------------------------------------------------------------
 
@@ -555,8 +555,12 @@ class Council:
         if self._leaving:
             self._tell_leader(Leave())
             return
+        hello = Hello(self._stamp, self._member)
+        if self.role is Role.LEADER:
+            self._hello(self._me, hello)
+            return
         known = self.record.members.keys() | self._electors if self.record is not None else self._connected
-        self._emit_each({*known, *self._connected} - {self._peer_id}, Hello(self._stamp, self._member))
+        self._emit_each({*known, *self._connected} - {self._peer_id}, hello)
 
     # -- a leader: versions (rules 6, 7 and 8) -----------------------------------------------------------------------------
 

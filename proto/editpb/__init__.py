@@ -9,6 +9,7 @@ its stubs.
     limits              the bounds of every value from the wire
     tensor_messages, control_messages, data_messages, injection_messages
                         converters between records and messages, one file per kind
+    council_messages    converters of what the hosts of a swarm say to each other
     run_status, status_messages
                         how a run stands, as a record, and its converters
     transport           gRPC as both ends use it: options, status codes, chunks

@@ -1,39 +1,47 @@
 """The chunks of contributions and updates on the wire, joined and split by hand: the bytes that protobuf would make of them.
 
 protobuf copies a chunk three times on each side and walks through all of it to count its bytes; here a chunk is copied once
-into its frame, and what arrives is a view of the message. Everything else of data.proto, and a chunk that another
-implementation has encoded in another order, goes through protobuf as usual.
+into its frame, and what arrives is a view of the message. Everything else of data.proto and council.proto, and a chunk that
+another implementation has encoded in another order, goes through protobuf as usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
+from editpb import council_pb2 as cpb
+from editpb import council_pb2_grpc, data_pb2_grpc
 from editpb import data_pb2 as pb
-from editpb import data_pb2_grpc
 from editpb.transport.chunks import CHUNK_BYTES
 
 __all__ = [
     "ReceivedChunk",
+    "add_council_servicer",
     "add_data_servicer",
     "contribute_frames",
     "contribute_part",
+    "council_stub",
+    "data_handlers",
     "data_stub",
+    "handlers_of",
     "serialize",
     "update_frames",
     "update_part",
 ]
 
 _SERVICE = "editpb.Data"
+_COUNCIL = "editpb.Council"
 # Tags of protobuf: the field's number, and whether a varint (0) or a length and so many bytes (2) follow.
 _OFFSET = 1 << 3 | 0  # Chunk.offset
 _DATA = 2 << 3 | 2  # Chunk.data
-_CHUNK = 2 << 3 | 2  # ContributePart.chunk, UpdatePart.chunk, FragmentChunk.chunk
+_CHUNK = 2 << 3 | 2  # `chunk` of ContributePart, UpdatePart, FragmentChunk, OfferPart, StatePart
 _FRAGMENT_ID = 1 << 3 | 0  # FragmentChunk.fragment_id
 _LONGEST_VARINT = 9  # bytes; 63 bits
+_Part = TypeVar("_Part", pb.UpdatePart, cpb.OfferPart, cpb.StatePart)
 
 
 class ReceivedChunk(NamedTuple):
@@ -56,7 +64,10 @@ def update_frames(
     start: int = 0,
     seal: Callable[[memoryview], bytes] | None = None,
 ) -> Iterator[bytes]:
-    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on. seal: is given each in turn."""
+    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on. seal: is given each in turn.
+
+    The same bytes are an OfferPart, and a StatePart.
+    """
     inner = bytes([_FRAGMENT_ID]) + _varint(fragment_id) if fragment_id else b""
 
     def head(chunk_bytes: int) -> bytes:
@@ -105,9 +116,13 @@ def contribute_part(message: bytes) -> pb.ContributePart | ReceivedChunk:
 
 def update_part(message: bytes) -> pb.UpdatePart | ReceivedChunk:
     """Decode an UpdatePart; a chunk is a ReceivedChunk. Raises as protobuf's FromString."""
+    return _part(message, pb.UpdatePart)
+
+
+def _part(message: bytes, kind: type[_Part]) -> _Part | ReceivedChunk:
     if (chunk := _split(message, in_fragment=True)) is not None:
         return chunk
-    part = pb.UpdatePart.FromString(message)
+    part = kind.FromString(message)
     if part.WhichOneof("kind") != "chunk":
         return part
     return ReceivedChunk(part.chunk.fragment_id, part.chunk.chunk.offset, part.chunk.chunk.data)
@@ -171,10 +186,41 @@ def data_stub(channel: grpc.aio.Channel) -> data_pb2_grpc.DataStub:
     return stub
 
 
+def council_stub(channel: grpc.aio.Channel) -> council_pb2_grpc.CouncilStub:
+    """Return a stub whose fetches give ReceivedChunk for chunks."""
+    stub: Any = council_pb2_grpc.CouncilStub(channel)
+    fetches: tuple[Any, ...] = (
+        ("FetchOffer", cpb.OfferRequest, cpb.OfferPart),
+        ("FetchState", cpb.StateRequest, cpb.StatePart),
+    )
+    for method, request, part in fetches:
+        call = channel.unary_stream(
+            f"/{_COUNCIL}/{method}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=partial(_part, kind=part),
+        )
+        setattr(stub, method, call)
+    return stub
+
+
+def add_council_servicer(servicer: Any, server: grpc.aio.Server) -> None:
+    """Add the Council service: what its fetches send may be frames."""
+    handlers = handlers_of(council_pb2_grpc.add_CouncilServicer_to_server, servicer)
+    for method, request in (("FetchOffer", cpb.OfferRequest), ("FetchState", cpb.StateRequest)):
+        handlers[method] = grpc.unary_stream_rpc_method_handler(
+            getattr(servicer, method), request_deserializer=request.FromString, response_serializer=serialize
+        )
+    server.add_registered_method_handlers(_COUNCIL, handlers)
+
+
 def add_data_servicer(servicer: Any, server: grpc.aio.Server) -> None:
     """Add the Data service: Contribute receives ReceivedChunk for chunks, FetchUpdate may yield frames."""
-    generated = _Handlers()
-    data_pb2_grpc.add_DataServicer_to_server(servicer, generated)
+    server.add_registered_method_handlers(_SERVICE, data_handlers(servicer))
+
+
+def data_handlers(servicer: Any) -> dict[str, Any]:
+    """Return the handler of each method of the Data service, as `add_data_servicer` adds them."""
+    generated = handlers_of(data_pb2_grpc.add_DataServicer_to_server, servicer)
     contribute = grpc.stream_unary_rpc_method_handler(
         servicer.Contribute,
         request_deserializer=contribute_part,
@@ -185,8 +231,14 @@ def add_data_servicer(servicer: Any, server: grpc.aio.Server) -> None:
         request_deserializer=pb.UpdateRequest.FromString,
         response_serializer=serialize,
     )
-    handlers = generated.methods | {"Contribute": contribute, "FetchUpdate": fetch_update}
-    server.add_registered_method_handlers(_SERVICE, handlers)
+    return generated | {"Contribute": contribute, "FetchUpdate": fetch_update}
+
+
+def handlers_of(add: Callable[[Any, Any], None], servicer: Any) -> dict[str, Any]:
+    """Return the handler of each method of a service. add: the generated `add_..._to_server`."""
+    collector = _Handlers()
+    add(servicer, collector)
+    return collector.methods
 
 
 class _Handlers:

@@ -109,6 +109,18 @@ def test_a_member_that_moves_is_found_at_its_new_address() -> None:
     assert table.record.members["b"].addresses == ("elsewhere:1",)
 
 
+@pytest.mark.parametrize("voters", ["a", "abc"])
+def test_a_leader_that_starts_again_at_another_address_says_so_in_the_record(voters: str) -> None:
+    table = Table(voters)
+    table.elect("a")
+    table.councils["a"]._member = Member(incarnation=1, addresses=("there:1",))
+    table.run(LEASE_S)
+    assert table.leaders == ["a"] and table.record.members["a"].addresses == ("there:1",)
+    stamp = table.record.stamp
+    table.run(3 * LEASE_S)
+    assert table.record.stamp == stamp, "once is enough"
+
+
 def test_a_member_that_was_away_while_all_voters_changed_learns_of_them() -> None:
     table = Table("abc", blank="de")
     table.elect("a")

@@ -1,0 +1,101 @@
+"""An owner's engine: the coordinator's run for one part of the model, under one grant.
+
+Peers attend and contribute as at a coordinator; only the commit differs (`engine_store`). Who is evicted, and whether the run
+is paused, the record says: an engine has none of the operator's calls but Status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aggregator.control.run import Run
+from aggregator.metrics import MetricsLog
+from aggregator.resources import Clock, Resources
+from aggregator.run_feed import EventLog, RunEnded, RunEvent, RunFeed
+from aggregator.security.members import Members
+from aggregator.services.authorization import Authorizer
+from aggregator.services.control import ControlService
+from aggregator.services.data import DataService
+from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.upload_buffer import UploadBuffer
+from aggregator.swarm.engine_store import EngineStore
+from aggregator.worker_thread import Background
+from edit.config.run import RunConfig
+from edit.merging.outer_state import OuterState
+from editpb import control_pb2_grpc
+from editpb.transport.chunk_frames import data_handlers, handlers_of
+
+__all__ = ["ROUNDS_PER_GRANT", "Engine"]
+
+ROUNDS_PER_GRANT = 1_000_000  # ids of rounds of one grant
+_CONTROL = ("Attend", "Status")
+
+
+class Engine:
+    """See above. `start` it, and `close` it once its store has ended.
+
+    Args:
+        outer: the part's state, which only the engine moves from now on.
+        folder: for what it writes; nothing of it is needed again.
+        files: the host's file thread.
+        ended: is told when the last outer step is taken.
+        fail: is told of a bug, after which the host must end.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        part: int,
+        grant: int,
+        config: RunConfig,
+        outer: OuterState,
+        store: EngineStore,
+        folder: Path,
+        members: Members,
+        files: Executor,
+        clock: Clock,
+        ended: Callable[[], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        feed = RunFeed(clock.unix)
+        feed.subscribe(EventLog().on_event)
+        feed.subscribe(MetricsLog(folder / "metrics.jsonl", files).on_event)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"torch {part}")
+        self._background = Background(self._worker, fail)
+        self.grant, self._store, self._ended = grant, store, ended
+        resources = Resources(
+            store=store,
+            uploads=UploadBuffer(config.storage.buffer_bytes, folder / "spill", files),
+            members=members,
+            orders=OperatorFlags(folder / "orders.json"),
+            background=self._background,
+            feed=feed,
+            clock=clock,
+        )
+        self.run = Run(run_id, config, resources, first_round_id=grant * ROUNDS_PER_GRANT + 1, outer=outer)
+        authorizer = Authorizer(run_id, members, clock.unix)
+        feed.subscribe(authorizer.on_event)
+        feed.subscribe(self._on_event)
+        control = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, ControlService(self.run, authorizer))
+        self.handlers: Mapping[str, Any] = {  # by the method's path
+            **{f"/editpb.Control/{method}": control[method] for method in _CONTROL},
+            **{f"/editpb.Data/{name}": each for name, each in data_handlers(DataService(self.run, authorizer)).items()},
+        }
+
+    def _on_event(self, event: RunEvent, unix: float) -> None:
+        if isinstance(event, RunEnded):
+            self._ended()
+
+    async def start(self) -> None:
+        """Open rounds."""
+        await self.run.start()
+
+    async def close(self) -> None:
+        """End all streams and rounds. The store refuses what is proposed already."""
+        self.run.attendances.end()
+        await self.run.close(checkpoint=False)
+        self._worker.shutdown()

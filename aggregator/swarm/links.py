@@ -1,0 +1,273 @@
+"""The streams between hosts: who is connected, what is on its way, who is dialled.
+
+One stream of council messages for each pair, which either side opens; while both do at once, there are two for a while. Whom a
+host reaches it dials until there is a stream: at once, then after REDIAL_S. What is to be sent waits in a queue of MOST_WAITING
+messages, the oldest of which is dropped: whatever matters is said again. What comes is taken one message after the other, so a
+sender waits for a host that is slow.
+
+The sender of a message is the peer of its certificate, in the life that it said at first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Protocol
+
+import grpc
+
+from edit.council.events import Message
+from edit.council.record import name_of
+from edit.errors import EditError, RefusedError, RemoteProtocolError, StaleError, TransportError
+from editpb import council_pb2 as pb
+from editpb.council_messages import Introduction, Offering, Word, message_from_pb, message_to_pb
+from editpb.identity import Identity
+from editpb.messages import PROTOCOL
+from editpb.transport.channel_options import channel_options
+from editpb.transport.chunk_frames import council_stub
+from editpb.transport.status import from_rpc, handshake_refusal
+
+__all__ = ["Links", "Listener"]
+
+_log = logging.getLogger(__name__)
+MOST_WAITING = 64  # messages to one member
+INTRODUCE_S = 10.0  # within which a stream's first message comes
+REDIAL_S = 2.0
+FIRST_REDIAL_S = 0.2
+Addresses = Mapping[str, Sequence[str]]  # HOST:PORT of each peer that accepts connections
+Write = Callable[[pb.CouncilMessage], Awaitable[None]]
+
+
+class Listener(Protocol):
+    """Who takes what comes. Its methods are called on the loop; a stream waits for `heard`."""
+
+    async def heard(self, sender: str, word: Message | Offering) -> None:
+        """Take a message. sender: `name_of` a peer."""
+        ...
+
+    def connected(self, peer_id: str) -> None:
+        """Take note of the first stream to a peer."""
+        ...
+
+    def disconnected(self, peer_id: str) -> None:
+        """Take note of the end of the last one."""
+        ...
+
+
+class _Stream:
+    """One stream, from either side."""
+
+    def __init__(self, peer_id: str, name: str) -> None:
+        self.peer_id, self.name = peer_id, name
+        self.over: asyncio.Future[EditError] = asyncio.get_running_loop().create_future()  # why
+        self._waiting: deque[Word] = deque(maxlen=MOST_WAITING)
+        self._news = asyncio.Event()
+
+    def send(self, word: Word) -> None:
+        self._waiting.append(word)
+        self._news.set()
+
+    def end(self, reason: EditError) -> None:
+        if not self.over.done():
+            self.over.set_result(reason)
+
+    async def write(self, write: Write) -> None:
+        """Send what is to be sent, for ever."""
+        while True:
+            while self._waiting:
+                await write(message_to_pb(self._waiting.popleft()))
+            self._news.clear()
+            await self._news.wait()
+
+
+class Links:
+    """All streams of one host. Used on the event loop.
+
+    Args:
+        incarnation: of this member.
+        credentials: of this member as a client.
+    """
+
+    def __init__(
+        self, run_id: str, peer_id: str, incarnation: int, credentials: grpc.ChannelCredentials, listener: Listener
+    ) -> None:
+        self._run_id, self._peer_id, self._credentials, self._listener = run_id, peer_id, credentials, listener
+        self._introduction = Introduction(run_id, incarnation)
+        self._streams: dict[str, list[_Stream]] = {}  # by peer_id, the newest last
+        self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._data: dict[str, tuple[str, grpc.aio.Channel]] = {}  # to whom bytes were fetched from, and its address
+        self._addresses: Addresses = {}
+        self._reached: dict[str, str] = {}  # where each peer was reached last
+
+    # -- what the host does ------------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """The peers that there is a stream to."""
+        return frozenset(self._streams)
+
+    def send(self, peer_id: str, word: Word) -> None:
+        """Send this if there is a stream; else drop it."""
+        if streams := self._streams.get(peer_id):
+            streams[-1].send(word)
+
+    def reach(self, addresses: Addresses) -> None:
+        """Keep a stream to each of these; do not dial others again."""
+        self._addresses = addresses
+        for peer_id, found in addresses.items():
+            if peer_id != self._peer_id and found and peer_id not in self._dialling:
+                self._dialling[peer_id] = asyncio.get_running_loop().create_task(self._keep_dialling(peer_id))
+
+    def drop(self, peer_id: str, reason: EditError) -> None:
+        """End all streams to a peer."""
+        for stream in self._streams.get(peer_id, ()):
+            stream.end(reason)
+
+    def stub(self, peer_id: str) -> Any:
+        """Return what fetches bytes from a peer, over a connection of its own. Raises TransportError when it has no address."""
+        addresses = self._addresses.get(peer_id, ())
+        address = self._reached.get(peer_id)
+        if address not in addresses:
+            address = next(iter(addresses), None)
+        if address is None:
+            raise TransportError(f"{peer_id} accepts no connections")
+        if peer_id not in self._data or self._data[peer_id][0] != address:
+            self._data[peer_id] = address, self._channel(peer_id, address)
+        return council_stub(self._data[peer_id][1])
+
+    async def close(self) -> None:
+        """End all streams."""
+        tasks = [*self._dialling.values()]
+        for task in tasks:
+            task.cancel()
+        self._dialling.clear()
+        for peer_id in list(self._streams):
+            self.drop(peer_id, TransportError("this host ends"))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _, channel in self._data.values():
+            await channel.close()
+
+    # -- a stream ----------------------------------------------------------------------------------------------------------
+
+    async def serve(self, peer_id: str, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
+        """Take a stream that a peer opened. Raises EditError: why it ended."""
+        async with _introducing(peer_id):
+            first = await anext(messages, None)
+        stream = self._introduced(peer_id, first)
+        await write(message_to_pb(self._introduction))
+        await self._converse(stream, messages, write)
+
+    async def _keep_dialling(self, peer_id: str) -> None:
+        complaint, pause_s = "", FIRST_REDIAL_S
+        while addresses := self._addresses.get(peer_id, ()):
+            for address in addresses:
+                if peer_id in self._streams:
+                    break
+                try:
+                    await self._dial(peer_id, address)
+                except EditError as error:
+                    pause_s = REDIAL_S if str(error) == complaint else FIRST_REDIAL_S
+                    if str(error) != complaint:
+                        complaint = str(error)
+                        _log.info("%s at %s: %s", peer_id, address, error)
+            await asyncio.sleep(pause_s)
+        del self._dialling[peer_id]
+
+    async def _dial(self, peer_id: str, address: str) -> None:
+        """Open a stream; return or raise when it ended."""
+        channel = self._channel(peer_id, address)
+        call: Any = council_stub(channel).Meet()
+        try:
+            async with _introducing(peer_id):
+                await call.write(message_to_pb(self._introduction))
+                first = await call.read()
+            stream = self._introduced(peer_id, None if first is grpc.aio.EOF else first)
+            self._reached[peer_id] = address
+            await self._converse(stream, _read(call), call.write)
+        except grpc.aio.AioRpcError as error:
+            meant = handshake_refusal(error.details() or "")
+            raise (RefusedError(meant) if meant else from_rpc(error)) from None
+        except asyncio.InvalidStateError:  # a write to a call that ended
+            raise TransportError("the connection broke") from None
+        finally:
+            call.cancel()
+            await channel.close()
+
+    def _introduced(self, peer_id: str, first: pb.CouncilMessage | None) -> _Stream:
+        word = message_from_pb(first) if first is not None else None
+        if not isinstance(word, Introduction):
+            raise RemoteProtocolError("a stream begins with an introduction")
+        if word.protocol != PROTOCOL:
+            raise RemoteProtocolError(f"{peer_id} speaks protocol {word.protocol}, this host {PROTOCOL}; update the older one")
+        if word.run_id != self._run_id:
+            raise RefusedError(f"this is run {self._run_id}, not another")
+        return _Stream(peer_id, name_of(peer_id, word.incarnation))
+
+    async def _converse(self, stream: _Stream, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
+        """Send and take messages until the stream ends; raise why."""
+        loop = asyncio.get_running_loop()
+        with self._joined(stream):
+            tasks = loop.create_task(stream.write(write)), loop.create_task(self._listen(stream, messages))
+            try:
+                ends: list[asyncio.Future[Any]] = [stream.over, *tasks]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception) and not stream.over.done():
+                raise error
+        raise stream.over.result()
+
+    @contextmanager
+    def _joined(self, stream: _Stream) -> Iterator[None]:
+        """Count a stream among the peer's. It ends the older ones, but for one of the same life: both sides may open one."""
+        streams = self._streams.setdefault(stream.peer_id, [])
+        for other in streams[:-1] if streams and streams[-1].name == stream.name else streams:
+            other.end(StaleError(f"{stream.peer_id} opened another stream"))
+        streams.append(stream)
+        if len(streams) == 1:
+            self._listener.connected(stream.peer_id)
+        try:
+            yield
+        finally:
+            streams.remove(stream)
+            if not streams:
+                del self._streams[stream.peer_id]
+                self._listener.disconnected(stream.peer_id)
+
+    async def _listen(self, stream: _Stream, messages: AsyncIterator[pb.CouncilMessage]) -> None:
+        try:
+            async for message in messages:
+                word = message_from_pb(message)
+                if isinstance(word, Introduction):
+                    raise RemoteProtocolError("a host introduces itself once")
+                await self._listener.heard(stream.name, word)
+            stream.end(TransportError("the connection broke"))
+        except grpc.aio.AioRpcError as error:
+            stream.end(from_rpc(error))
+        except EditError as error:
+            stream.end(error)
+
+    def _channel(self, peer_id: str, address: str) -> grpc.aio.Channel:
+        name = Identity(self._run_id, "peer", peer_id).server_name
+        return grpc.aio.secure_channel(address, self._credentials, options=channel_options(server_name=name))
+
+
+@asynccontextmanager
+async def _introducing(peer_id: str) -> AsyncIterator[None]:
+    """Bound the time until a stream has begun."""
+    try:
+        async with asyncio.timeout(INTRODUCE_S):
+            yield
+    except TimeoutError:
+        raise TransportError(f"{peer_id} does not introduce itself") from None
+
+
+async def _read(call: Any) -> AsyncIterator[pb.CouncilMessage]:
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message

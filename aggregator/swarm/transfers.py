@@ -1,0 +1,185 @@
+"""The bytes that hosts fetch from each other: an update that is offered or kept, and the whole state of a part.
+
+Who fetches knows the part's schema, and so how many bytes there can be: a header that announces more is refused before memory
+is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import torch
+from torch import Tensor
+
+from aggregator.swarm.offers import MOST_MANIFEST, Offer
+from aggregator.swarm.replication import PartSnapshot
+from edit.codecs import codec
+from edit.errors import GoneError, RemoteProtocolError, TransportError
+from edit.fragments.schema import Schema
+from edit.merging.outer_state import OuterState
+from edit.plain_text import parse_json
+from editpb import council_pb2 as pb
+from editpb.council_messages import (
+    OfferHeader,
+    StateHeader,
+    offer_header_from_pb,
+    offer_header_to_pb,
+    state_header_from_pb,
+    state_header_to_pb,
+)
+from editpb.limits import fail
+from editpb.transport.chunk_frames import ReceivedChunk, update_frames
+from editpb.transport.chunks import Reassembly
+from editpb.transport.status import from_rpc
+
+if TYPE_CHECKING:
+    from editpb.council_pb2_grpc import CouncilStub
+
+__all__ = ["PART", "body_sizes", "fetch_offer", "fetch_state", "offer_parts", "part_of", "state_parts"]
+
+PART = "edit-part"  # the metadata of a call that names its part
+STALL_S = 10.0
+MIN_BYTES_PER_S = 1 << 17  # about 1 Mbit/s
+MOST_DESCRIPTION = 64 << 20  # bytes: the statistics of all peers, and names
+_BYTES_PER_ELEMENT = 16  # of a state: theta, two slots and a residual, fp32
+_DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.uint8, torch.int8)}
+_T = TypeVar("_T")
+
+
+def part_of(metadata: Iterable[tuple[str, str | bytes]] | None, parts: int) -> int:
+    """Return which of the parts a call is for. Raises RemoteProtocolError when it does not say so."""
+    found = [value for key, value in metadata or () if key == PART]
+    if (
+        len(found) != 1
+        or not isinstance(found[0], str)
+        or not (found[0].isascii() and found[0].isdigit() and len(found[0]) < 5)
+    ):
+        raise RemoteProtocolError(f"the call must name one part in its metadata ({PART})")
+    if (part := int(found[0])) >= parts:
+        raise GoneError(f"there is no part {part} here")
+    return part
+
+
+def body_sizes(outer: OuterState) -> tuple[int, ...]:
+    """Return how many bytes each fragment has in an update."""
+    named = zip(outer.recorded_as, outer.schema.fragments, strict=True)
+    return tuple(codec(name).encoded_size(fragment.numel) for name, fragment in named)
+
+
+# -- who is asked ----------------------------------------------------------------------------------------------------------
+
+
+async def offer_parts(offer: Offer) -> AsyncGenerator[pb.OfferPart | bytes, None]:
+    """Yield the messages that bring an update."""
+    sizes = tuple(len(memoryview(body).cast("B")) for body in offer.bodies)
+    yield pb.OfferPart(header=offer_header_to_pb(OfferHeader(offer.update, len(offer.manifest), sizes)))
+    for i, data in enumerate((offer.manifest, *offer.bodies)):
+        for frame in update_frames(i, memoryview(data)):
+            yield frame
+
+
+async def state_parts(snapshot: PartSnapshot) -> AsyncGenerator[pb.StatePart | bytes, None]:
+    """Yield the messages that bring a part's state."""
+    tensors = [(name, each.contiguous().view(-1)) for name, each in sorted(snapshot.tensors.items())]
+    named = [(name, str(each.dtype).removeprefix("torch.")) for name, each in tensors]
+    description = json.dumps({"metadata": snapshot.metadata, "tensors": named}, allow_nan=False).encode()
+    sizes = tuple(each.numel() * each.element_size() for _, each in tensors)
+    yield pb.StatePart(header=state_header_to_pb(StateHeader(snapshot.name, snapshot.tokens, len(description), sizes)))
+    for i, data in enumerate([memoryview(description), *(each.view(torch.uint8).numpy().data for _, each in tensors)]):
+        for frame in update_frames(i, data):
+            yield frame
+
+
+# -- who asks --------------------------------------------------------------------------------------------------------------
+
+
+async def fetch_offer(stub: CouncilStub, part: int, outer_step: int, update_id: str, sizes: Sequence[int]) -> Offer:
+    """Return the update TO this outer step with this id. Its hashes are not checked yet.
+
+    Args:
+        sizes: the bytes of each fragment (`body_sizes`): no update has more.
+
+    Raises RemoteProtocolError, TransportError, GoneError, RefusedError.
+    """
+
+    def announced(first: pb.OfferPart) -> tuple[OfferHeader, list[int]]:
+        header = offer_header_from_pb(first.header)
+        update, bodies = header.update, header.body_bytes
+        if (update.part, update.outer_step, update.id) != (part, outer_step, update_id):
+            fail(f"part {part}: another update than the one to outer step {outer_step} that was asked for")
+        most, longest = sum(sizes), max(sizes)
+        if len(bodies) > len(sizes) or max(bodies, default=0) > longest or sum(bodies) > most:
+            fail(f"part {part}: an update of {sum(bodies)} bytes in {len(bodies)} fragments; it has at most {most}")
+        if header.manifest_bytes > MOST_MANIFEST:
+            fail(f"part {part}: a manifest of {header.manifest_bytes} bytes")
+        return header, [header.manifest_bytes, *bodies]
+
+    request = pb.OfferRequest(outer_step=outer_step, id=bytes.fromhex(update_id))
+    header, (manifest, *bodies) = await _received(stub.FetchOffer(request, metadata=_names(part)), announced)
+    return Offer(header.update, bytes(manifest), tuple(bodies))
+
+
+async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnapshot:
+    """Return a part's state of now, not checked but for its size. schema: of the part. Raises as `fetch_offer`."""
+    most = _BYTES_PER_ELEMENT * schema.numel
+
+    def announced(first: pb.StatePart) -> tuple[StateHeader, list[int]]:
+        header = state_header_from_pb(first.header)
+        if header.description_bytes > MOST_DESCRIPTION or sum(header.tensor_bytes) > most:
+            fail(
+                f"part {part}: a state of {header.description_bytes} + {sum(header.tensor_bytes)} bytes; it has at most {most}"
+            )
+        return header, [header.description_bytes, *header.tensor_bytes]
+
+    header, (description, *data) = await _received(stub.FetchState(pb.StateRequest(), metadata=_names(part)), announced)
+    try:
+        values = parse_json(bytes(description))
+        if not isinstance(values, dict) or not isinstance(values["metadata"], dict):
+            raise ValueError("no description")
+        tensors = {str(name): _tensor(dtype, each) for (name, dtype), each in zip(values["tensors"], data, strict=True)}
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"part {part}: the state cannot be read ({error or type(error).__name__})") from error
+    return PartSnapshot(header.name, header.tokens, schema.to_json(), tensors, values["metadata"])
+
+
+def _tensor(dtype: str, data: memoryview) -> Tensor:
+    return torch.frombuffer(data, dtype=_DTYPES[dtype]) if len(data) else torch.empty(0, dtype=_DTYPES[dtype])
+
+
+def _names(part: int) -> tuple[tuple[str, str]]:
+    return ((PART, str(part)),)
+
+
+async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]]) -> tuple[_T, list[memoryview]]:
+    """Return the header of an answer, and the byte strings that follow it."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            first = await call.read()
+        if first is grpc.aio.EOF or isinstance(first, ReceivedChunk) or first.WhichOneof("kind") != "header":
+            fail("an answer begins with its header")
+        header, sizes = announced(first)
+        buffers = [Reassembly(f"byte string {i}", size, size) for i, size in enumerate(sizes)]
+        async with asyncio.timeout(STALL_S + sum(sizes) / MIN_BYTES_PER_S):
+            await _fill(call, buffers)
+        return header, [buffer.finish() for buffer in buffers]
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc(error) from None
+    except TimeoutError:
+        raise TransportError("the source of a fetch is too slow") from None
+    finally:
+        call.cancel()
+
+
+async def _fill(call: Any, buffers: Sequence[Reassembly]) -> None:
+    while True:
+        async with asyncio.timeout(STALL_S):
+            part = await call.read()
+        if part is grpc.aio.EOF:
+            return
+        if not isinstance(part, ReceivedChunk) or part.fragment_id >= len(buffers):
+            fail("after the header only chunks of what it announces follow")
+        buffers[part.fragment_id].take(part)

@@ -1,0 +1,273 @@
+"""Converts what the hosts of a swarm say to each other (`edit.council.events`) to and from council.proto.
+
+`message_to_pb` never fails; `message_from_pb` raises RemoteProtocolError with one line, and nothing else: the bounds are
+those of the values themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from edit.council.events import Accepted, Append, Ask, Ended, Hello, Leave, Message, News, Release, Vote
+from edit.council.record import MOST_COUNT, MOST_PARTS, Member, PartState, Record, Stamp, Update
+from edit.plain_text import parse_json
+from editpb import council_pb2 as pb
+from editpb.limits import at_most, fail, within
+from editpb.messages import PROTOCOL
+
+__all__ = [
+    "COUNCIL_BYTES",
+    "Introduction",
+    "OfferHeader",
+    "Offering",
+    "StateHeader",
+    "Word",
+    "message_from_pb",
+    "message_to_pb",
+    "offer_header_from_pb",
+    "offer_header_to_pb",
+    "state_header_from_pb",
+    "state_header_to_pb",
+]
+
+COUNCIL_BYTES = 8 << 20  # the largest message: a record with as many members, and as much text of each, as it may have
+MOST_TENSORS = 1 << 19  # of a part's state
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """The first message of each side."""
+
+    run_id: str
+    incarnation: int
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """From an owner: fetch this update, and hold it."""
+
+    update: Update
+
+
+Word = Introduction | Offering | Message
+
+
+@dataclass(frozen=True, slots=True)
+class OfferHeader:
+    """How many bytes of each kind an update has."""
+
+    update: Update
+    manifest_bytes: int
+    body_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateHeader:
+    """How many bytes of each kind a part's state has."""
+
+    name: str  # digest of the state
+    tokens: int
+    description_bytes: int
+    tensor_bytes: tuple[int, ...]
+
+
+def message_to_pb(word: Word) -> pb.CouncilMessage:
+    """Encode one message."""
+    kinds = pb.CouncilMessage
+    match word:
+        case Introduction(run_id, incarnation, protocol):
+            return kinds(introduction=pb.Introduction(run_id=run_id, protocol=protocol, incarnation=incarnation))
+        case Hello(stamp, member):
+            there = kinds.Member(
+                incarnation=member.incarnation,
+                addresses=member.addresses,
+                maddr=member.maddr,
+                reachable=member.reachable,
+                serial=member.serial,
+            )
+            return kinds(hello=kinds.Hello(stamp=_stamp(stamp), member=there))
+        case News(record):
+            return kinds(news=kinds.News(record=_record(record)))
+        case Ask(term, stamp, trial, sent):
+            return kinds(ask=kinds.Ask(term=term, stamp=_stamp(stamp), trial=trial, sent=sent))
+        case Vote(term, granted, trial, echo):
+            return kinds(vote=kinds.Vote(term=term, granted=granted, trial=trial, echo=echo))
+        case Append(stamp, committed, record, sent):
+            written = _record(record) if record is not None else b""
+            return kinds(append=kinds.Append(stamp=_stamp(stamp), committed=_stamp(committed), record=written, sent=sent))
+        case Accepted(term, stamp, states, echo):
+            found = [_state(state) for state in states]
+            return kinds(accepted=kinds.Accepted(term=term, stamp=_stamp(stamp), states=found, echo=echo))
+        case Release(part, grant, reason, away):
+            return kinds(release=kinds.Release(part=part, grant=grant, reason=reason, away=away))
+        case Ended(part, grant):
+            return kinds(ended=kinds.Ended(part=part, grant=grant))
+        case Leave():
+            return kinds(leave=kinds.Leave())
+        case Offering(update):
+            return kinds(offering=kinds.Offering(update=_update(update)))
+
+
+def message_from_pb(message: pb.CouncilMessage) -> Word:
+    """Decode one message; every value is within its bounds."""
+    read = _READERS.get(message.WhichOneof("kind") or "")
+    if read is None:
+        fail("a council message of a kind that is not known here")
+    with _refused():
+        return read(message)
+
+
+def offer_header_to_pb(header: OfferHeader) -> pb.OfferHeader:
+    """Encode the head of an update's bytes."""
+    return pb.OfferHeader(update=_update(header.update), manifest_bytes=header.manifest_bytes, body_bytes=header.body_bytes)
+
+
+def offer_header_from_pb(message: pb.OfferHeader) -> OfferHeader:
+    """Decode the head of an update's bytes. The receiver bounds their number and sizes, by what the part can have."""
+    at_most("bodies of an update", message.body_bytes, MOST_TENSORS)
+    with _refused():
+        return OfferHeader(_update_from(message.update), message.manifest_bytes, tuple(message.body_bytes))
+
+
+def state_header_to_pb(header: StateHeader) -> pb.StateHeader:
+    """Encode the head of a state's bytes."""
+    return pb.StateHeader(
+        name=bytes.fromhex(header.name),
+        tokens=header.tokens,
+        description_bytes=header.description_bytes,
+        tensor_bytes=header.tensor_bytes,
+    )
+
+
+def state_header_from_pb(message: pb.StateHeader) -> StateHeader:
+    """Decode the head of a state's bytes, as `offer_header_from_pb`."""
+    at_most("tensors of a state", message.tensor_bytes, MOST_TENSORS)
+    tokens = within("tokens", message.tokens, 0, MOST_COUNT)
+    return StateHeader(_digest_from(message.name), tokens, message.description_bytes, tuple(message.tensor_bytes))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What may not be said is the sender's fault."""
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        fail(f"a council message cannot be read ({error})")
+
+
+def _stamp(stamp: Stamp) -> pb.Stamp:
+    return pb.Stamp(lineage=stamp.lineage, term=stamp.term, version=stamp.version)
+
+
+def _stamp_from(message: pb.Stamp) -> Stamp:
+    return Stamp(message.lineage, message.term, message.version)
+
+
+def _record(record: Record) -> bytes:
+    return json.dumps(record.as_json(), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _record_from(data: bytes) -> Record:
+    return Record.from_json(parse_json(data))
+
+
+def _update(update: Update) -> pb.PartUpdate:
+    return pb.PartUpdate(
+        part=update.part,
+        outer_step=update.outer_step,
+        grant=update.grant,
+        id=bytes.fromhex(update.id),
+        base=bytes.fromhex(update.base),
+        digest=bytes.fromhex(update.digest),
+        tokens=update.tokens,
+    )
+
+
+def _update_from(message: pb.PartUpdate) -> Update:
+    return Update(
+        message.part,
+        message.outer_step,
+        message.grant,
+        message.id.hex(),
+        message.base.hex(),
+        message.digest.hex(),
+        message.tokens,
+    )
+
+
+def _digest_from(data: bytes) -> str:
+    if len(data) != 32:
+        fail(f"a digest of {len(data)} bytes")
+    return data.hex()
+
+
+def _state(state: PartState) -> pb.PartState:
+    held = _update(state.held) if state.held is not None else None
+    return pb.PartState(outer_step=state.outer_step, digest=bytes.fromhex(state.digest), held=held)
+
+
+def _state_from(message: pb.PartState) -> PartState:
+    held = _update_from(message.held) if message.HasField("held") else None
+    return PartState(message.outer_step, message.digest.hex(), held)
+
+
+def _introduction(message: pb.CouncilMessage) -> Introduction:
+    first = message.introduction
+    within("incarnation", first.incarnation, 0, MOST_COUNT)
+    return Introduction(first.run_id, first.incarnation, first.protocol)
+
+
+def _hello(message: pb.CouncilMessage) -> Hello:
+    hello, there = message.hello, message.hello.member
+    member = Member(
+        incarnation=there.incarnation,
+        addresses=tuple(there.addresses),
+        maddr=there.maddr,
+        reachable=there.reachable,
+        serial=there.serial,
+    )
+    return Hello(_stamp_from(hello.stamp), member)
+
+
+def _append(message: pb.CouncilMessage) -> Append:
+    append = message.append
+    record = _record_from(append.record) if append.record else None
+    return Append(_stamp_from(append.stamp), _stamp_from(append.committed), record, append.sent)
+
+
+def _accepted(message: pb.CouncilMessage) -> Accepted:
+    accepted = message.accepted
+    at_most("parts", accepted.states, MOST_PARTS)
+    states = tuple(map(_state_from, accepted.states))
+    return Accepted(accepted.term, _stamp_from(accepted.stamp), states, accepted.echo)
+
+
+def _ask(message: pb.CouncilMessage) -> Ask:
+    return Ask(message.ask.term, _stamp_from(message.ask.stamp), message.ask.trial, message.ask.sent)
+
+
+def _vote(message: pb.CouncilMessage) -> Vote:
+    return Vote(message.vote.term, message.vote.granted, message.vote.trial, message.vote.echo)
+
+
+def _release(message: pb.CouncilMessage) -> Release:
+    return Release(message.release.part, message.release.grant, message.release.reason, message.release.away)
+
+
+_READERS: dict[str, Callable[[pb.CouncilMessage], Word]] = {
+    "introduction": _introduction,
+    "hello": _hello,
+    "news": lambda message: News(_record_from(message.news.record)),
+    "ask": _ask,
+    "vote": _vote,
+    "append": _append,
+    "accepted": _accepted,
+    "release": _release,
+    "ended": lambda message: Ended(message.ended.part, message.ended.grant),
+    "leave": lambda message: Leave(),
+    "offering": lambda message: Offering(_update_from(message.offering.update)),
+}

@@ -1,0 +1,227 @@
+from editpb import data_pb2 as _data_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Stamp(_message.Message):
+    __slots__ = ("lineage", "term", "version")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    term: int
+    version: int
+    def __init__(self, lineage: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class PartUpdate(_message.Message):
+    __slots__ = ("part", "outer_step", "grant", "id", "base", "digest", "tokens")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    outer_step: int
+    grant: int
+    id: bytes
+    base: bytes
+    digest: bytes
+    tokens: int
+    def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ..., grant: _Optional[int] = ..., id: _Optional[bytes] = ..., base: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class PartState(_message.Message):
+    __slots__ = ("outer_step", "digest", "held")
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    digest: bytes
+    held: PartUpdate
+    def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[bytes] = ..., held: _Optional[_Union[PartUpdate, _Mapping]] = ...) -> None: ...
+
+class Introduction(_message.Message):
+    __slots__ = ("run_id", "protocol", "incarnation")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    protocol: int
+    incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class CouncilMessage(_message.Message):
+    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering")
+    class Member(_message.Message):
+        __slots__ = ("incarnation", "addresses", "maddr", "reachable", "serial")
+        INCARNATION_FIELD_NUMBER: _ClassVar[int]
+        ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+        MADDR_FIELD_NUMBER: _ClassVar[int]
+        REACHABLE_FIELD_NUMBER: _ClassVar[int]
+        SERIAL_FIELD_NUMBER: _ClassVar[int]
+        incarnation: int
+        addresses: _containers.RepeatedScalarFieldContainer[str]
+        maddr: str
+        reachable: bool
+        serial: str
+        def __init__(self, incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., maddr: _Optional[str] = ..., reachable: bool = ..., serial: _Optional[str] = ...) -> None: ...
+    class Hello(_message.Message):
+        __slots__ = ("stamp", "member")
+        STAMP_FIELD_NUMBER: _ClassVar[int]
+        MEMBER_FIELD_NUMBER: _ClassVar[int]
+        stamp: Stamp
+        member: CouncilMessage.Member
+        def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., member: _Optional[_Union[CouncilMessage.Member, _Mapping]] = ...) -> None: ...
+    class News(_message.Message):
+        __slots__ = ("record",)
+        RECORD_FIELD_NUMBER: _ClassVar[int]
+        record: bytes
+        def __init__(self, record: _Optional[bytes] = ...) -> None: ...
+    class Ask(_message.Message):
+        __slots__ = ("term", "stamp", "trial", "sent")
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        STAMP_FIELD_NUMBER: _ClassVar[int]
+        TRIAL_FIELD_NUMBER: _ClassVar[int]
+        SENT_FIELD_NUMBER: _ClassVar[int]
+        term: int
+        stamp: Stamp
+        trial: bool
+        sent: float
+        def __init__(self, term: _Optional[int] = ..., stamp: _Optional[_Union[Stamp, _Mapping]] = ..., trial: bool = ..., sent: _Optional[float] = ...) -> None: ...
+    class Vote(_message.Message):
+        __slots__ = ("term", "granted", "trial", "echo")
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        GRANTED_FIELD_NUMBER: _ClassVar[int]
+        TRIAL_FIELD_NUMBER: _ClassVar[int]
+        ECHO_FIELD_NUMBER: _ClassVar[int]
+        term: int
+        granted: bool
+        trial: bool
+        echo: float
+        def __init__(self, term: _Optional[int] = ..., granted: bool = ..., trial: bool = ..., echo: _Optional[float] = ...) -> None: ...
+    class Append(_message.Message):
+        __slots__ = ("stamp", "committed", "record", "sent")
+        STAMP_FIELD_NUMBER: _ClassVar[int]
+        COMMITTED_FIELD_NUMBER: _ClassVar[int]
+        RECORD_FIELD_NUMBER: _ClassVar[int]
+        SENT_FIELD_NUMBER: _ClassVar[int]
+        stamp: Stamp
+        committed: Stamp
+        record: bytes
+        sent: float
+        def __init__(self, stamp: _Optional[_Union[Stamp, _Mapping]] = ..., committed: _Optional[_Union[Stamp, _Mapping]] = ..., record: _Optional[bytes] = ..., sent: _Optional[float] = ...) -> None: ...
+    class Accepted(_message.Message):
+        __slots__ = ("term", "stamp", "states", "echo")
+        TERM_FIELD_NUMBER: _ClassVar[int]
+        STAMP_FIELD_NUMBER: _ClassVar[int]
+        STATES_FIELD_NUMBER: _ClassVar[int]
+        ECHO_FIELD_NUMBER: _ClassVar[int]
+        term: int
+        stamp: Stamp
+        states: _containers.RepeatedCompositeFieldContainer[PartState]
+        echo: float
+        def __init__(self, term: _Optional[int] = ..., stamp: _Optional[_Union[Stamp, _Mapping]] = ..., states: _Optional[_Iterable[_Union[PartState, _Mapping]]] = ..., echo: _Optional[float] = ...) -> None: ...
+    class Release(_message.Message):
+        __slots__ = ("part", "grant", "reason", "away")
+        PART_FIELD_NUMBER: _ClassVar[int]
+        GRANT_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        AWAY_FIELD_NUMBER: _ClassVar[int]
+        part: int
+        grant: int
+        reason: str
+        away: bool
+        def __init__(self, part: _Optional[int] = ..., grant: _Optional[int] = ..., reason: _Optional[str] = ..., away: bool = ...) -> None: ...
+    class Ended(_message.Message):
+        __slots__ = ("part", "grant")
+        PART_FIELD_NUMBER: _ClassVar[int]
+        GRANT_FIELD_NUMBER: _ClassVar[int]
+        part: int
+        grant: int
+        def __init__(self, part: _Optional[int] = ..., grant: _Optional[int] = ...) -> None: ...
+    class Leave(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Offering(_message.Message):
+        __slots__ = ("update",)
+        UPDATE_FIELD_NUMBER: _ClassVar[int]
+        update: PartUpdate
+        def __init__(self, update: _Optional[_Union[PartUpdate, _Mapping]] = ...) -> None: ...
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    OFFERING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    hello: CouncilMessage.Hello
+    news: CouncilMessage.News
+    ask: CouncilMessage.Ask
+    vote: CouncilMessage.Vote
+    append: CouncilMessage.Append
+    accepted: CouncilMessage.Accepted
+    release: CouncilMessage.Release
+    ended: CouncilMessage.Ended
+    leave: CouncilMessage.Leave
+    offering: CouncilMessage.Offering
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ...) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ("outer_step", "id")
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    id: bytes
+    def __init__(self, outer_step: _Optional[int] = ..., id: _Optional[bytes] = ...) -> None: ...
+
+class OfferHeader(_message.Message):
+    __slots__ = ("update", "manifest_bytes", "body_bytes")
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    update: PartUpdate
+    manifest_bytes: int
+    body_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, update: _Optional[_Union[PartUpdate, _Mapping]] = ..., manifest_bytes: _Optional[int] = ..., body_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OfferPart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: OfferHeader
+    chunk: _data_pb2.FragmentChunk
+    def __init__(self, header: _Optional[_Union[OfferHeader, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StateHeader(_message.Message):
+    __slots__ = ("name", "tokens", "description_bytes", "tensor_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    tokens: int
+    description_bytes: int
+    tensor_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[bytes] = ..., tokens: _Optional[int] = ..., description_bytes: _Optional[int] = ..., tensor_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StatePart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: StateHeader
+    chunk: _data_pb2.FragmentChunk
+    def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ...) -> None: ...

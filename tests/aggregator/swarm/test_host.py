@@ -1,0 +1,115 @@
+"""Hosts of a swarm over real connections: they find a leader, share the parts, and take the same outer steps as a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from edit.fragments.digest import digest
+from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
+from tests.support.loops import run_held
+from tests.support.served import theta
+
+ONES = [torch.ones(size) for size in SIZES]
+
+
+async def step(swarm: Hosts, expected: int, part: int = 0) -> None:
+    """Take one outer step at all that run."""
+    await swarm.contribute(part, ONES)
+    await swarm.until(lambda: swarm.steps(part) == dict.fromkeys(swarm.running, expected))
+    assert len(swarm.taken[part, expected]) == 1 and swarm.same(part)
+
+
+def test_members_join_vote_and_share_the_parts(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, parts=3) as swarm:
+            await swarm.grow("a", "b", "c")
+            assert swarm.leader == "a"
+            await swarm.until(lambda: len({part.owner for part in swarm.record.parts}) == 3, passes=3.0)
+            await swarm.until(lambda: all(swarm.owner(part) is not None for part in range(3)))
+            served = [(peer_id, part.number) for peer_id, host in swarm.running.items() for part in host.parts if part.engine]
+            assert sorted(served) == sorted((part.owner, i) for i, part in enumerate(swarm.record.parts))
+            for part in range(3):
+                await step(swarm, 1, part)
+
+    run_held(body())
+
+
+def test_an_update_is_agreed_on_and_is_a_hubs_to_the_bit_without_any_time_passing(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            expected = theta(0, schema_of(0))
+            for outer_step in (1, 2, 3):
+                await step(swarm, outer_step)
+                expected = [part - 1 for part in expected]
+                assert swarm.taken[0, outer_step] == {digest(expected)}
+
+    run_held(body())
+
+
+@pytest.mark.parametrize("contributed", [False, True], ids=["between two steps", "in the middle of one"])
+def test_who_owns_and_leads_dies_and_the_others_go_on_and_it_comes_back(tmp_path: Path, contributed: bool) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            await step(swarm, 1)
+            if contributed:
+                await swarm.contribute(0, ONES)
+            await swarm.stop("a")
+            await swarm.until(lambda: swarm.leader in ("b", "c") and swarm.owner() is not None, passes=1.0)
+            last = max(swarm.steps().values())
+            await step(swarm, last + 1)
+            await swarm.start("a")
+            await swarm.until(lambda: swarm.steps()["a"] == last + 1, passes=1.0)
+            await step(swarm, last + 2)
+
+    run_held(body())
+
+
+def test_an_owner_that_does_not_lead_dies_and_nobody_waits_for_its_lease(tmp_path: Path) -> None:
+    """Its connection breaks, and that is enough: no time passes."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, parts=3) as swarm:
+            await swarm.grow("a", "b", "c")
+            await swarm.until(lambda: len({part.owner for part in swarm.record.parts}) == 3, passes=3.0)
+            (part,) = [i for i, part in enumerate(swarm.record.parts) if part.owner == "c"]
+            await step(swarm, 1, part)
+            await swarm.stop("c")
+            await swarm.until(lambda: swarm.record.parts[part].owner != "c" and swarm.owner(part) is not None)
+            await step(swarm, 2, part)
+
+    run_held(body())
+
+
+def test_all_end_and_start_again_where_they_were(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            await step(swarm, 1)
+            for peer_id in "abc":
+                await swarm.stop(peer_id)
+            for peer_id in "abc":
+                await swarm.start(peer_id)
+            await swarm.until(lambda: swarm.leader and swarm.owner() is not None, passes=1.0)
+            await step(swarm, 2)
+
+    run_held(body())
+
+
+def test_a_member_that_was_away_fetches_what_it_missed(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            await swarm.stop("c")
+            await step(swarm, 1)
+            await step(swarm, 2)
+            await swarm.start("c")
+            await swarm.until(lambda: swarm.steps()["c"] == 2, passes=1.0)
+            assert swarm.same()
+            await step(swarm, 3)
+
+    run_held(body())

@@ -1,0 +1,241 @@
+"""What a host refuses: strangers, members of other runs, those that were evicted, and members that say what is not so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from edit.council import events as ev
+from edit.council.record import Member, Stamp, Update
+from edit.errors import EditError, EvictedError, GoneError, RefusedError, RemoteProtocolError
+from editpb import council_pb2 as pb
+from editpb.council_messages import Introduction, Offering, Word, message_from_pb, message_to_pb
+from editpb.transport.chunk_frames import council_stub
+from editpb.transport.status import from_rpc
+from tests.support.council.hosts import Hosts, hosts
+from tests.support.loops import run_held
+
+
+async def refused(call: Any) -> EditError:
+    """How a call ends that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    error = from_rpc(caught.value)
+    assert "\n" not in str(error)
+    return error
+
+
+class Stranger:
+    """One stream to a host, that says what it is told to."""
+
+    def __init__(self, call: Any, swarm: Hosts, name: str) -> None:
+        self.call, self._swarm, self.name = call, swarm, name
+
+    async def say(self, word: Word) -> None:
+        await self.call.write(message_to_pb(word))
+
+    async def hear(self, kind: type) -> Any:
+        while (message := await self.call.read()) is not grpc.aio.EOF:
+            word = message_from_pb(message)
+            if isinstance(word, kind):
+                return word
+        raise AssertionError(f"no {kind.__name__} came")
+
+    async def heard_out(self) -> None:
+        """Return when the host has taken all that was said: it answers a vote that it refuses."""
+        await self.say(ev.Ask(1, Stamp(1, 0, 0), trial=True, sent=123.0))
+        assert not (await self.hear(ev.Vote)).granted
+
+
+@asynccontextmanager
+async def stranger(swarm: Hosts, to: str, peer_id: str, incarnation: int = 7, **named: str) -> AsyncIterator[Stranger]:
+    async with swarm.channel(to, peer_id, **named) as channel:
+        yield Stranger(council_stub(channel).Meet(), swarm, f"{peer_id}#{incarnation}")
+
+
+@asynccontextmanager
+async def learner(swarm: Hosts, to: str = "a", peer_id: str = "m") -> AsyncIterator[Stranger]:
+    """A member without a vote, which nobody can fetch from. a lets it in."""
+    async with stranger(swarm, "a", peer_id) as joining, stranger(swarm, to, peer_id) as one:
+        await joining.say(Introduction(swarm.run_id, 7))
+        await joining.say(ev.Hello(Stamp(0, 0, 0), Member(incarnation=7, reachable=False)))
+        await swarm.until(lambda: all(peer_id in host.council.record.members for host in swarm.running.values()))
+        if to == "a":
+            yield joining
+            return
+        await one.say(Introduction(swarm.run_id, 7))
+        await one.hear(Introduction)
+        yield one
+
+
+def scenario(tmp_path: Path, body: Callable[[Hosts], Any], members: str = "ab") -> None:
+    async def run() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow(*members)
+            await body(swarm)
+            assert all(host.failure is None for host in swarm.running.values())
+
+    run_held(run())
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [({"role": "observer"}, "role observer may not do this"), ({"run_id": "other"}, "the certificate is of run other")],
+)
+def test_who_is_not_a_peer_of_the_run_is_refused_in_one_line(tmp_path: Path, named: dict[str, str], reason: str) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with stranger(swarm, "a", "m", **named) as one:
+            error = await refused(one.call)
+            assert isinstance(error, RefusedError) and reason in str(error)
+
+    scenario(tmp_path, body, "a")
+
+
+def test_who_is_no_member_gets_no_bytes(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with swarm.channel("a", "m") as channel:
+            for call in (
+                council_stub(channel).FetchState(pb.StateRequest(), metadata=(("edit-part", "0"),)),
+                council_stub(channel).FetchOffer(pb.OfferRequest(id=bytes(32)), metadata=(("edit-part", "0"),)),
+            ):
+                error = await refused(call)
+                assert isinstance(error, RefusedError) and str(error) == "m is no member of the swarm"
+
+    scenario(tmp_path, body, "a")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kind"),
+    [
+        ((), RemoteProtocolError),
+        ((("edit-part", "1"),), GoneError),
+        ((("edit-part", "-1"),), RemoteProtocolError),
+        ((("edit-part", "99999999999999999999"),), RemoteProtocolError),
+        ((("edit-part", "0"), ("edit-part", "0")), RemoteProtocolError),
+    ],
+)
+def test_a_call_names_one_part_that_there_is(tmp_path: Path, metadata: Any, kind: type[EditError]) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with learner(swarm), swarm.channel("a", "m") as channel:
+            assert type(await refused(council_stub(channel).FetchState(pb.StateRequest(), metadata=metadata))) is kind
+            attend = channel.stream_stream("/editpb.Control/Attend")(metadata=metadata)
+            assert type(await refused(attend)) is kind
+
+    scenario(tmp_path, body, "a")
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (ev.Leave(), "begins with an introduction"),
+        (Introduction("other", 7), "not another"),
+        (Introduction("", 7, protocol=1), "speaks protocol 1"),
+    ],
+)
+def test_a_stream_begins_with_an_introduction(tmp_path: Path, first: Word, reason: str) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with stranger(swarm, "a", "m") as one:
+            await one.say(first)
+            assert reason in str(await refused(one.call))
+
+    scenario(tmp_path, body, "a")
+
+
+def test_what_cannot_be_read_ends_the_stream(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with learner(swarm) as one:
+            await one.call.write(pb.CouncilMessage(news=pb.CouncilMessage.News(record=b'{"members": {}}')))
+            error = await refused(one.call)
+            assert isinstance(error, RemoteProtocolError) and "cannot be read" in str(error)
+            await swarm.until(lambda: "m" not in swarm.running["a"].links.connected)
+
+    scenario(tmp_path, body, "a")
+
+
+def test_a_certificate_says_who_speaks(tmp_path: Path) -> None:
+    """What is said in the name of the owner, by another member, is what that member says: it leads and owns nothing."""
+
+    async def body(swarm: Hosts) -> None:
+        async with learner(swarm, to="b") as one:
+            b, record = swarm.running["b"], swarm.record
+            later = Stamp(record.lineage, record.term + 5, record.version)
+            await one.say(ev.Hello(later, record.members["a"]))
+            await one.say(ev.Ended(0, record.parts[0].grant))
+            await one.heard_out()
+            assert b.council.leader == "a" and swarm.record.members["a"] == record.members["a"]
+
+    scenario(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    [
+        ("it is not its owner's", {}),
+        ("an old grant", {"grant": 0}),
+        ("a later grant", {"grant": 99}),
+        ("no such part", {"part": 1}),
+        ("another base", {"base": "5" * 64}),
+        ("a later step", {"outer_step": 5}),
+    ],
+)
+def test_only_the_owners_next_update_is_fetched(tmp_path: Path, what: str, changed: dict[str, Any]) -> None:
+    async def body(swarm: Hosts) -> None:
+        part = swarm.record.parts[0]
+        update = Update(0, 1, part.grant, "1" * 64, part.digest, "1" * 64, 10)
+        async with learner(swarm, to="b") as one:
+            asked: list[str] = []
+            b = swarm.running["b"]
+            b.links.stub = asked.append  # type: ignore[assignment]
+            await one.say(Offering(replace(update, **changed)))
+            await one.heard_out()
+            assert not asked and b.parts[0].pulling is None
+            if changed:  # the owner itself may not, either
+                await b.heard("a#1", Offering(replace(update, **changed)))
+                assert not asked and b.parts[0].pulling is None
+
+    scenario(tmp_path, body)
+
+
+def test_an_owner_whose_bytes_are_others_than_it_announced_is_not_held(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        a, b = swarm.running["a"], swarm.running["b"]
+        part = swarm.record.parts[0]
+        await b.heard("a#1", Offering(Update(0, 1, part.grant, "1" * 64, part.digest, "1" * 64, 10)))
+        assert b.parts[0].pulling is not None
+        await swarm.until(lambda: b.parts[0].pulling is None)
+        assert b.parts[0].pulled is None and b.council.states == a.council.states
+
+    scenario(tmp_path, body)
+
+
+def test_who_is_evicted_is_cut_off_and_stays_out(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with learner(swarm) as one:
+            swarm.running["a"].tell(ev.Evict("m", "it lies"))
+            error = await refused(one.call)
+            assert isinstance(error, EvictedError) and str(error) == "it lies"
+        for to in "ab":
+            await swarm.until(lambda to=to: "m" in (swarm.running[to].council.record.evicted))
+            async with stranger(swarm, to, "m", incarnation=8) as again:
+                assert isinstance(await refused(again.call), EvictedError)
+
+    scenario(tmp_path, body)
+
+
+def test_a_member_that_opens_many_streams_has_two(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        async with learner(swarm) as first, learner(swarm), learner(swarm):
+            assert "opened another stream" in str(await refused(first.call))
+            assert swarm.running["a"].links.connected >= {"m"}
+
+    scenario(tmp_path, body, "a")

@@ -1,0 +1,152 @@
+"""Bytes from another host: what it announces is bounded before memory is taken, and what it sends is what it announced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from aggregator.swarm import transfers
+from aggregator.swarm.offers import MOST_MANIFEST, Offer, Round
+from aggregator.swarm.replication import PartSnapshot
+from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, state_parts
+from edit.council.record import Update
+from edit.errors import EditError, GoneError, RemoteProtocolError, TransportError
+from edit.lab.council.parts_on_disk import merged_round, outer_state
+from editpb import council_pb2 as pb
+from editpb.council_messages import OfferHeader, StateHeader, offer_header_to_pb, state_header_to_pb
+from editpb.transport.abort_on_error import abort_on_error
+from editpb.transport.chunk_frames import add_council_servicer, council_stub, update_frames
+from tests.support.council.replicated_table import SETTINGS
+from tests.support.loops import pass_time, run_held
+
+OUTER = outer_state(SETTINGS, 0)
+SIZES = body_sizes(OUTER)
+UPDATE = Update(0, 1, 1, "1" * 64, "2" * 64, "1" * 64)
+STATE = "3" * 64
+INT64 = b'{"metadata":{},"tensors":[["a","int64"]]}'
+Message = Any
+
+
+def header(manifest: int = 4, bodies: Sequence[int] = SIZES, update: Update = UPDATE) -> Message:
+    return pb.OfferPart(header=offer_header_to_pb(OfferHeader(update, manifest, tuple(bodies))))
+
+
+def state_header(description: int, tensors: Sequence[int]) -> Message:
+    return pb.StatePart(header=state_header_to_pb(StateHeader(STATE, 5, description, tuple(tensors))))
+
+
+def asked(messages: Sequence[Message | EditError | None], *, state: bool = False) -> Any:
+    """Ask a host that answers with these messages. None: nothing comes any more."""
+
+    class Source:
+        async def FetchOffer(self, request: object, context: Any) -> AsyncIterator[Message]:
+            async with abort_on_error(context):
+                assert ("edit-part", "0") in map(tuple, context.invocation_metadata())
+                for message in messages:
+                    if isinstance(message, EditError):
+                        raise message
+                    if message is None:
+                        pass_time(transfers.STALL_S)
+                        await asyncio.Event().wait()
+                    yield message
+
+        FetchState = FetchOffer
+
+        async def Meet(self, messages: object, context: object) -> None: ...
+
+    async def body() -> Any:
+        server = grpc.aio.server()
+        add_council_servicer(Source(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = council_stub(channel)
+                if state:
+                    return await fetch_state(stub, 0, OUTER.schema)
+                return await fetch_offer(stub, 0, 1, "1" * 64, SIZES)
+        finally:
+            await server.stop(None)
+
+    return run_held(body())
+
+
+async def all_of(messages: AsyncIterator[Message]) -> list[Message]:
+    return [message async for message in messages]
+
+
+def test_an_update_comes_as_it_was() -> None:
+    records = merged_round(OUTER, 2, 1)
+    offer = Offer.of("run", 0, 1, OUTER.digest, 10, Round(1, "all are in", OUTER.digest, tuple(records)))
+    offer = replace(offer, update=replace(offer.update, id="1" * 64))
+    found = asked(asyncio.run(all_of(offer_parts(offer))))
+    assert (found.update, found.manifest) == (offer.update, offer.manifest)
+    assert [bytes(body) for body in found.bodies] == [bytes(body) for body in offer.bodies]
+
+
+def test_a_state_comes_as_it_was() -> None:
+    outer = outer_state(SETTINGS, 0)
+    outer.commit(1, "all are in", merged_round(outer, 2, 1))
+    tensors = outer.to_tensors()
+    sent = PartSnapshot(STATE, 5, outer.schema.to_json(), tensors, outer.metadata())
+    found = asked(asyncio.run(all_of(state_parts(sent))), state=True)
+    assert (found.name, found.tokens, found.schema, found.metadata) == (STATE, 5, sent.schema, sent.metadata)
+    assert found.tensors.keys() == tensors.keys() and all(torch.equal(found.tensors[i], tensors[i]) for i in tensors)
+    assert any(name.startswith("residual") for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([header(bodies=(SIZES[0], 1 << 40))], "it has at most"),
+        ([header(bodies=(*SIZES, 1))], "it has at most"),
+        ([header(bodies=(SIZES[1], SIZES[1]))], "it has at most"),
+        ([header(manifest=MOST_MANIFEST + 1)], "a manifest of"),
+        ([header(update=replace(UPDATE, id="4" * 64))], "another update"),
+        ([header(update=replace(UPDATE, part=1))], "another update"),
+        ([header(update=replace(UPDATE, outer_step=2))], "another update"),
+        ([], "begins with its header"),
+        ([next(update_frames(0, b"1234"))], "begins with its header"),
+        ([header(), header()], "only chunks"),
+        ([header(), next(update_frames(3, b"1234"))], "only chunks"),
+        ([header(), next(update_frames(0, b"12345"))], "more than the announced"),
+        ([header(), next(update_frames(0, b"1234"))], "0 of"),
+        ([header(manifest=0, bodies=()), next(update_frames(0, b"1"))], "more than the announced"),
+    ],
+)
+def test_an_update_that_is_not_what_was_asked_for_is_refused(messages: Sequence[Message], reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        asked(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([state_header(transfers.MOST_DESCRIPTION + 1, ())], "it has at most"),
+        ([state_header(2, (16 * OUTER.schema.numel + 1,))], "it has at most"),
+        ([state_header(2, ()), next(update_frames(0, b"[]"))], "cannot be read"),
+        ([state_header(13, ()), next(update_frames(0, b'{"metadata":1'))], "cannot be read"),
+        ([state_header(29, ()), next(update_frames(0, b'{"metadata":{},"tensors":[1]}'))], "cannot be read"),
+        ([state_header(len(INT64), (1,)), *map(next, (update_frames(0, INT64), update_frames(1, b"1")))], "cannot be read"),
+    ],
+)
+def test_a_state_that_cannot_be_read_is_refused(messages: Sequence[Message], reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        asked(messages, state=True)
+
+
+@pytest.mark.parametrize("sent", [[], [header()]], ids=["no header", "no bytes"])
+def test_a_source_that_sends_nothing_is_given_up(sent: Sequence[Message]) -> None:
+    with pytest.raises(TransportError, match="too slow"):
+        asked([*sent, None])
+
+
+def test_what_the_source_says_is_the_error() -> None:
+    with pytest.raises(GoneError, match="is not kept"):
+        asked([GoneError("the update is not kept")])

@@ -1,0 +1,123 @@
+"""What hosts say to each other survives the wire, and what may not be said is refused in one line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edit.council import events as ev
+from edit.council.record import MOST_PARTS, Member, Part, PartState, Record, Stamp, Update
+from edit.errors import RemoteProtocolError
+from editpb import council_pb2 as pb
+from editpb.council_messages import (
+    Introduction,
+    OfferHeader,
+    Offering,
+    StateHeader,
+    Word,
+    message_from_pb,
+    message_to_pb,
+    offer_header_from_pb,
+    offer_header_to_pb,
+    state_header_from_pb,
+    state_header_to_pb,
+)
+
+UPDATE = Update(3, 5, 7, "1" * 64, "2" * 64, "3" * 64, 11)
+STAMP = Stamp(1, 2, 3)
+RECORD = Record(
+    run_id="run",
+    lineage=1,
+    term=2,
+    version=3,
+    members={"a": Member(incarnation=1, addresses=("h:1", "[::1]:2"), maddr="m", reachable=False, serial="5")},
+    voters=("a#1",),
+    parts=(Part(owner="a", grant=1, outer_step=0, digest="0" * 64, verifiers=("a",)),),
+    evicted={"b": "it lies"},
+)
+WORDS: list[Word] = [
+    Introduction("run", 2**62),
+    ev.Hello(STAMP, RECORD.members["a"]),
+    ev.News(RECORD),
+    ev.Ask(4, STAMP, True, 1.5),
+    ev.Vote(4, True, False),
+    ev.Append(STAMP, Stamp(1, 2, 2), RECORD, 2.5),
+    ev.Append(STAMP, STAMP, None, 2.5),
+    ev.Accepted(4, STAMP, (PartState(), PartState(1, "4" * 64), PartState(1, "4" * 64, UPDATE)), 3.5),
+    ev.Release(3, 9, "it was restarted", True),
+    ev.Ended(3, 9),
+    ev.Leave(),
+    Offering(UPDATE),
+]
+
+
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
+def test_a_message_comes_back_as_it_was(word: Word) -> None:
+    assert message_from_pb(pb.CouncilMessage.FromString(message_to_pb(word).SerializeToString())) == word
+
+
+def test_headers_come_back_as_they_were() -> None:
+    offer, state = OfferHeader(UPDATE, 5, (1, 0, 2)), StateHeader("1" * 64, 5, 6, (7, 8))
+    assert offer_header_from_pb(offer_header_to_pb(offer)) == offer
+    assert state_header_from_pb(state_header_to_pb(state)) == state
+
+
+def _accepted(*states: pb.PartState) -> pb.CouncilMessage:
+    return pb.CouncilMessage(accepted=pb.CouncilMessage.Accepted(stamp=pb.Stamp(), states=states))
+
+
+def _record(**changes: object) -> bytes:
+    written = message_to_pb(ev.News(replace(RECORD, evicted={}))).news.record
+    for old, new in changes.items():
+        written = written.replace(f'"{old}":'.encode(), f'"{old}":{new},"was":'.encode())
+    return written
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.CouncilMessage(),
+        pb.CouncilMessage(introduction=pb.Introduction(incarnation=2**63)),
+        pb.CouncilMessage(hello=pb.CouncilMessage.Hello(member=pb.CouncilMessage.Member(addresses=["x"] * 17))),
+        pb.CouncilMessage(hello=pb.CouncilMessage.Hello(member=pb.CouncilMessage.Member(addresses=["x" * 257]))),
+        pb.CouncilMessage(hello=pb.CouncilMessage.Hello(member=pb.CouncilMessage.Member(maddr="a\nb"))),
+        pb.CouncilMessage(ask=pb.CouncilMessage.Ask(term=2**63)),
+        pb.CouncilMessage(append=pb.CouncilMessage.Append(committed=pb.Stamp(term=1))),
+        pb.CouncilMessage(append=pb.CouncilMessage.Append(record=_record())),
+        pb.CouncilMessage(news=pb.CouncilMessage.News()),
+        pb.CouncilMessage(news=pb.CouncilMessage.News(record=b"[" * 100_000)),
+        pb.CouncilMessage(news=pb.CouncilMessage.News(record=b"\xff")),
+        pb.CouncilMessage(news=pb.CouncilMessage.News(record=_record(parts="[1]"))),
+        pb.CouncilMessage(news=pb.CouncilMessage.News(record=_record(voters="[[]]"))),
+        pb.CouncilMessage(release=pb.CouncilMessage.Release(reason="x" * 257)),
+        pb.CouncilMessage(offering=pb.CouncilMessage.Offering(update=pb.PartUpdate(id=b"1"))),
+        _accepted(pb.PartState(digest=b"1")),
+        _accepted(*[pb.PartState()] * (MOST_PARTS + 1)),
+    ],
+)
+def test_what_may_not_be_said_is_refused_in_one_line(message: pb.CouncilMessage) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        message_from_pb(message)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_numbers_that_are_none_are_judged_where_they_are_used() -> None:
+    word = message_from_pb(message_to_pb(ev.Vote(1, True, True, math.nan)))
+    assert isinstance(word, ev.Vote) and math.isnan(word.echo)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    try:
+        message = pb.CouncilMessage.FromString(data)
+    except DecodeError:  # gRPC answers
+        return
+    try:
+        message_from_pb(message)
+    except RemoteProtocolError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,244 @@
+"""Several hosts of a swarm in this process: loopback, mutual TLS, real folders. No time passes but what a test lets pass."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from cryptography.hazmat.primitives import serialization
+from torch import Tensor
+
+from aggregator.resources import Clock
+from aggregator.security.authority import Authority
+from aggregator.security.certificates import key_pem, new_key
+from aggregator.security.members import Members
+from aggregator.storage.state_folder import StateFolder
+from aggregator.swarm.host import Host, Place, found_swarm
+from aggregator.swarm.member_folder import MemberFolder
+from edit.config.run import RunConfig
+from edit.council.machine import Role, Timing
+from edit.council.record import Record, name_of
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.lab.council.replicated import same
+from edit.merging.outer_state import OuterState
+from edit.records import Commit
+from edit.rounds import events
+from editpb.identity import Identity
+from editpb.messages import ContributionHeader
+from editpb.transport.channel_options import channel_options
+from tests.support.encoded import encode
+from tests.support.loops import HeldLoop, pass_time
+from tests.support.served import LIFETIME_S, TOML, WAIT_S, theta
+
+TIMING = Timing(heartbeat_s=0.25, lease_s=1.0, forget_s=60.0)
+SIZES = (5, 300)
+
+
+def schema_of(part: int) -> Schema:
+    """The fragments of a part."""
+    return Schema(
+        tuple(
+            FragmentSpec(fragment_id=i, name=f"layer{i}", tensors=(TensorSpec(name=f"part{part}.layer{i}", shape=(n,)),))
+            for i, n in enumerate(SIZES)
+        )
+    )
+
+
+@dataclass
+class Hosts:
+    """Members a, b, c, ...; a is the founder."""
+
+    path: Path
+    authority: Authority
+    run_id: str
+    config: RunConfig
+    parts: int
+    running: dict[str, Host] = field(default_factory=dict)
+    taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        return tuple(map(schema_of, range(self.parts)))
+
+    def first_state(self, part: int) -> OuterState:
+        """What the run is founded with."""
+        return OuterState(schema_of(part), self.config, theta(part, schema_of(part)))
+
+    @property
+    def ca(self) -> bytes:
+        return (self.path / "run" / "ca.pem").read_bytes()
+
+    def certificate(self, peer_id: str, role: str = "peer", run_id: str = "") -> tuple[bytes, bytes]:
+        """(key, certificate) in PEM."""
+        identity, key = Identity(run_id or self.run_id, role, peer_id), new_key()
+        certificate = self.authority.issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
+        return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+    def folder(self, peer_id: str) -> MemberFolder:
+        path = self.path / peer_id
+        path.mkdir(exist_ok=True)
+        return MemberFolder(path)
+
+    def found(self, peer_id: str = "a") -> None:
+        """Make the folder of the first member."""
+        states = [self.first_state(part) for part in range(self.parts)]
+        found_swarm(self.run_id, peer_id, self.config, self.folder(peer_id), states, incarnation=1)
+
+    async def start(self, peer_id: str) -> Host:
+        """Start a member from its folder. It knows those that run."""
+        key, certificate = self.certificate(peer_id)
+        seeds = {other: (host.listen,) for other, host in self.running.items()}
+
+        def took(part: int, commit: Commit) -> None:
+            self.taken.setdefault((part, commit.outer_step), set()).add(commit.digest)
+
+        host = Host(
+            self.run_id,
+            peer_id,
+            self.config,
+            self.folder(peer_id),
+            self.schemas,
+            Place("127.0.0.1:0", "127.0.0.1"),
+            grpc.ssl_channel_credentials(self.ca, key, certificate),
+            grpc.ssl_server_credentials([(key, certificate)], self.ca, True),
+            Members(self.path / peer_id / "members.json", new=True, enrols=False),
+            seeds=seeds,
+            timing=TIMING,
+            clock=Clock(monotonic=asyncio.get_running_loop().time),
+            on_commit=took,
+        )
+        await host.start()
+        self.running[peer_id] = host
+        return host
+
+    async def stop(self, peer_id: str) -> None:
+        """End a member; its connections break."""
+        await self.running.pop(peer_id).close()
+
+    # -- what the test waits for -------------------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], object], *, passes: float = 0.0) -> None:
+        """Let the loop go on until the condition is true. passes: seconds, for each second outside."""
+        begun = looked = time.monotonic()
+        while not condition():
+            for host in self.running.values():
+                assert host.failure is None, host.failure
+            assert time.monotonic() - begun < WAIT_S, self.describe()
+            await asyncio.to_thread(time.sleep, 0.001)
+            before, looked = looked, time.monotonic()
+            if passes:
+                pass_time(passes * (looked - before))
+
+    def describe(self) -> str:
+        """What members think, for a test that fails."""
+        return "\n".join(
+            f"{peer_id}: {host.council.role} leader {host.council.leader} term {host.council.term} "
+            f"{host.council.record and host.council.record.parts} states {host.council.states}"
+            for peer_id, host in self.running.items()
+        )
+
+    async def grow(self, *peer_ids: str) -> None:
+        """Found with the first, start the others; return when all vote and the first leads."""
+        self.found(peer_ids[0])
+        await self.start(peer_ids[0])
+        await self.until(lambda: self.leader == peer_ids[0], passes=1.0)
+        for peer_id in peer_ids[1:]:
+            await self.start(peer_id)
+        await self.until(lambda: self.settled(peer_ids), passes=1.0)
+
+    def settled(self, peer_ids: Sequence[str]) -> bool:
+        """Whether these are the voters, by what each has heard."""
+        wanted = {name_of(peer_id, self.running[peer_id].incarnation) for peer_id in peer_ids}
+        found = [host.council.committed for host in self.running.values()]
+        return all(record is not None and {*record.voters} == wanted and not record.before for record in found)
+
+    @property
+    def leader(self) -> str:
+        """Who leads, of the latest term."""
+        leading = [(host.council.term, peer_id) for peer_id, host in self.running.items() if host.council.role is Role.LEADER]
+        return max(leading)[1] if leading else ""
+
+    @property
+    def record(self) -> Record:
+        """The newest that is committed anywhere."""
+        found = [record for host in self.running.values() if (record := host.council.committed or host.council.record)]
+        return max(found, key=lambda record: record.stamp)
+
+    def owner(self, part: int = 0) -> Host | None:
+        """The host whose engine serves the part, by the newest record."""
+        if not self.leader:
+            return None
+        named = self.record.parts[part]
+        host = self.running.get(named.owner)
+        engine = host.parts[part].engine if host is not None else None
+        return host if engine is not None and engine.grant == named.grant else None
+
+    def steps(self, part: int = 0) -> dict[str, int]:
+        """The outer step that each council knows of, once it has told the leader or is about to."""
+        return {peer_id: host.council.states[part].outer_step for peer_id, host in self.running.items()}
+
+    @asynccontextmanager
+    async def channel(self, to: str, peer_id: str, role: str = "peer", run_id: str = "") -> AsyncIterator[grpc.aio.Channel]:
+        """A connection to a host, under a certificate of the run's authority."""
+        credentials = grpc.ssl_channel_credentials(self.ca, *self.certificate(peer_id, role, run_id))
+        options = channel_options(server_name=Identity(self.run_id, "peer", to).server_name)
+        async with grpc.aio.secure_channel(self.running[to].listen, credentials, options) as channel:
+            yield channel
+
+    def same(self, part: int = 0) -> bool:
+        """Whether all have the part at one outer step, to the bit: parameters, slots, statistics."""
+        one, *others = [host.parts[part].replica.snapshot() for host in self.running.values()]
+        return all(same(one, other) for other in others)
+
+    async def contribute(self, part: int, deltas: Sequence[Tensor], peer_id: str = "peer") -> None:
+        """A whole contribution to the owner's open round, as if it had come in by the network."""
+        await self.until(lambda: self.owner(part) is not None)
+        owner = self.owner(part)
+        assert owner is not None
+        engine = owner.parts[part].engine
+        assert engine is not None
+        rounds = engine.run.rounds
+        rounds.feed(events.MemberReady(peer_id, rounds.outer.outer_step, 0.0))
+        round_id = rounds.machine.round_id
+        for i, delta in enumerate(deltas):
+            data = bytes(encode("fp32", delta).data)
+            header = ContributionHeader(
+                run_id=self.run_id,
+                round_id=round_id,
+                outer_step=rounds.machine.outer_step,
+                peer_id=peer_id,
+                fragment_id=i,
+                schema_hash=schema_of(part).schema_hash,
+                inner_steps=2,
+                tokens=10,
+                codec="fp32",
+                numel=delta.numel(),
+                total_bytes=len(data),
+            )
+            shard = rounds.offer(header)
+            assert shard is not None
+            await rounds.receive(shard, 0, data)
+            await rounds.arrived(shard)
+
+
+@asynccontextmanager
+async def hosts(path: Path, parts: int = 1) -> AsyncIterator[Hosts]:
+    """No member runs yet; at the end all are stopped."""
+    assert isinstance(asyncio.get_running_loop(), HeldLoop)
+    folder = StateFolder.create(path / "run", TOML.format(start=1, quorum=1))
+    config = folder.config()
+    authority = Authority.create(folder.path, folder.run_id, config.server.advertise, now=time.time())
+    swarm = Hosts(path, authority, folder.run_id, config, parts)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_stop_all, swarm)
+        yield swarm
+
+
+async def _stop_all(swarm: Hosts) -> None:
+    for peer_id in list(swarm.running):
+        await swarm.stop(peer_id)
