@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ class MemberDisk:
     def __init__(self, folder: Path, config: RunConfig, random: Random) -> None:
         self.killed_after: int | None = None  # this many more bytes are written to a journal
         self._folder, self._config, self._random = folder, config, random
+        self._writing = threading.Lock()  # a part's own thread appends while another begins a segment
         self._synced: dict[int, int] = {}  # bytes, by inode
         self._stores: list[Store] = []
 
@@ -108,13 +110,14 @@ class MemberDisk:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, descriptor: int, data: memoryview) -> int:
-        if self.killed_after is None:
-            return os.write(descriptor, data)
-        written = os.write(descriptor, data[: self.killed_after])
-        self.killed_after -= written
-        if not self.killed_after:
-            raise Killed
-        return written
+        with self._writing:
+            if self.killed_after is None:
+                return os.write(descriptor, data)
+            written = os.write(descriptor, data[: self.killed_after])
+            self.killed_after -= written
+            if not self.killed_after:
+                raise Killed
+            return written
 
     def _sync(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
