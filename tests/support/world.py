@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOADED = ["tests.support.world", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+"""What the ranks need and no longer import themselves: they are forked from a process that has, and does nothing else."""
+
 
 def spawn(work: Callable[..., None], ranks: int, folder: Path, *arguments: object) -> None:
     """Call `work(rank, *arguments)` in `ranks` processes; a failure in one is the test's failure. `work` at module level."""
-    mp.spawn(_rank, (work, ranks, str(folder / "store"), arguments), ranks)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    mp.start_processes(_rank, (work, ranks, str(folder / "store"), arguments), ranks, start_method="forkserver")
 
 
 def _rank(rank: int, work: Callable[..., None], ranks: int, store: str, arguments: tuple[object, ...]) -> None:
