@@ -32,7 +32,7 @@ from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.replication import Fetching, PartReplica, carry_out
-from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, part_of, state_parts
+from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, state_parts
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council import events as ev
@@ -56,6 +56,7 @@ from editpb.limits import check_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer
+from editpb.transport.parts import part_of
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]

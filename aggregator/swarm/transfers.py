@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -18,7 +18,7 @@ from torch import Tensor
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
 from aggregator.swarm.replication import PartSnapshot
 from edit.codecs import codec
-from edit.errors import GoneError, RemoteProtocolError, TransportError
+from edit.errors import RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.plain_text import parse_json
@@ -34,34 +34,20 @@ from editpb.council_messages import (
 from editpb.limits import fail
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
 from editpb.transport.chunks import Reassembly
+from editpb.transport.parts import metadata_of
 from editpb.transport.status import from_rpc
 
 if TYPE_CHECKING:
     from editpb.council_pb2_grpc import CouncilStub
 
-__all__ = ["PART", "body_sizes", "fetch_offer", "fetch_state", "offer_parts", "part_of", "state_parts"]
+__all__ = ["body_sizes", "fetch_offer", "fetch_state", "offer_parts", "state_parts"]
 
-PART = "edit-part"  # the metadata of a call that names its part
 STALL_S = 10.0
 MIN_BYTES_PER_S = 1 << 17  # about 1 Mbit/s
 MOST_DESCRIPTION = 64 << 20  # bytes: the statistics of all peers, and names
 _BYTES_PER_ELEMENT = 16  # of a state: theta, two slots and a residual, fp32
 _DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.uint8, torch.int8)}
 _T = TypeVar("_T")
-
-
-def part_of(metadata: Iterable[tuple[str, str | bytes]] | None, parts: int) -> int:
-    """Return which of the parts a call is for. Raises RemoteProtocolError when it does not say so."""
-    found = [value for key, value in metadata or () if key == PART]
-    if (
-        len(found) != 1
-        or not isinstance(found[0], str)
-        or not (found[0].isascii() and found[0].isdigit() and len(found[0]) < 5)
-    ):
-        raise RemoteProtocolError(f"the call must name one part in its metadata ({PART})")
-    if (part := int(found[0])) >= parts:
-        raise GoneError(f"there is no part {part} here")
-    return part
 
 
 def body_sizes(outer: OuterState) -> tuple[int, ...]:
@@ -119,7 +105,7 @@ async def fetch_offer(stub: CouncilStub, part: int, outer_step: int, update_id: 
         return header, [header.manifest_bytes, *bodies]
 
     request = pb.OfferRequest(outer_step=outer_step, id=bytes.fromhex(update_id))
-    header, (manifest, *bodies) = await _received(stub.FetchOffer(request, metadata=_names(part)), announced)
+    header, (manifest, *bodies) = await _received(stub.FetchOffer(request, metadata=metadata_of(part)), announced)
     return Offer(header.update, bytes(manifest), tuple(bodies))
 
 
@@ -135,7 +121,7 @@ async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnaps
             )
         return header, [header.description_bytes, *header.tensor_bytes]
 
-    header, (description, *data) = await _received(stub.FetchState(pb.StateRequest(), metadata=_names(part)), announced)
+    header, (description, *data) = await _received(stub.FetchState(pb.StateRequest(), metadata=metadata_of(part)), announced)
     try:
         values = parse_json(bytes(description))
         if not isinstance(values, dict) or not isinstance(values["metadata"], dict):
@@ -148,10 +134,6 @@ async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnaps
 
 def _tensor(dtype: str, data: memoryview) -> Tensor:
     return torch.frombuffer(data, dtype=_DTYPES[dtype]) if len(data) else torch.empty(0, dtype=_DTYPES[dtype])
-
-
-def _names(part: int) -> tuple[tuple[str, str]]:
-    return ((PART, str(part)),)
 
 
 async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]]) -> tuple[_T, list[memoryview]]:

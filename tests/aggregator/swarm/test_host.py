@@ -113,3 +113,27 @@ def test_a_member_that_was_away_fetches_what_it_missed(tmp_path: Path) -> None:
             await step(swarm, 3)
 
     run_held(body())
+
+
+def test_peers_attend_and_contribute_at_the_owner_and_take_its_update(tmp_path: Path) -> None:
+    """Over the network, by the coordinator's own services; another host says who the owner is."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            async with swarm.peer("b", "peer") as lost:
+                await lost.open_stream()
+                await swarm.until(lambda: lost._reader.done())
+                assert "part 0 is a's" in str(await lost._call.details())
+            async with swarm.peer("a", "peer") as peer:
+                await peer.attend()
+                await peer.report(0)
+                view = await peer.view(lambda view: view.round_id > 0)
+                assert view.round_id == swarm.record.parts[0].grant * 1_000_000 + 1
+                await peer.contribute(view.round_id, 0, ONES)
+                after = await peer.view(lambda view: view.outer_step == 1)
+                commit = await peer.fetch(1)
+                assert after.digest == commit.digest and swarm.taken[0, 1] == {commit.digest}
+            await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+
+    run_held(body())

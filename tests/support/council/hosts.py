@@ -31,9 +31,10 @@ from edit.rounds import events
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader
 from editpb.transport.channel_options import channel_options
+from editpb.transport.parts import in_part
 from tests.support.encoded import encode
 from tests.support.loops import HeldLoop, pass_time
-from tests.support.served import LIFETIME_S, TOML, WAIT_S, theta
+from tests.support.served import LIFETIME_S, TOML, WAIT_S, BarePeer, theta
 
 TIMING = Timing(heartbeat_s=0.25, lease_s=1.0, forget_s=60.0)
 SIZES = (5, 300)
@@ -189,6 +190,18 @@ class Hosts:
         options = channel_options(server_name=Identity(self.run_id, "peer", to).server_name)
         async with grpc.aio.secure_channel(self.running[to].listen, credentials, options) as channel:
             yield channel
+
+    @asynccontextmanager
+    async def peer(self, to: str, peer_id: str, part: int = 0) -> AsyncIterator[BarePeer]:
+        """A peer that trains, at this host."""
+        async with self.channel(to, peer_id) as channel:
+            peer = BarePeer(peer_id, self.run_id, channel, schema_of(part))
+            in_part(peer.control, part)
+            in_part(peer.data, part)
+            try:
+                yield peer
+            finally:
+                await peer.disconnect()
 
     def same(self, part: int = 0) -> bool:
         """Whether all have the part at one outer step, to the bit: parameters, slots, statistics."""

@@ -1,0 +1,38 @@
+"""Which part of a swarm's model a call is for: it says so in its metadata, so that a host has one port for all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from edit.errors import GoneError, RemoteProtocolError
+
+__all__ = ["in_part", "metadata_of", "part_of"]
+
+_PART = "edit-part"
+_DIGITS = 4  # there are at most 1024 parts
+_Stub = TypeVar("_Stub")
+
+
+def metadata_of(part: int) -> tuple[tuple[str, str]]:
+    """Return the metadata of a call to a part."""
+    return ((_PART, str(part)),)
+
+
+def in_part(stub: _Stub, part: int) -> _Stub:
+    """Return the stub, all of whose calls are for one part from now on."""
+    calls: dict[str, Any] = vars(stub)
+    for name, call in calls.items():
+        calls[name] = partial(call, metadata=metadata_of(part))
+    return stub
+
+
+def part_of(metadata: Iterable[tuple[str, str | bytes]] | None, parts: int) -> int:
+    """Return which of the parts a call is for. Raises RemoteProtocolError when it does not say so, GoneError for another."""
+    found = [str(value) for key, value in metadata or () if key == _PART]
+    if len(found) != 1 or not (found[0].isascii() and found[0].isdigit() and len(found[0]) <= _DIGITS):
+        raise RemoteProtocolError(f"the call must name one part in its metadata ({_PART})")
+    if (part := int(found[0])) >= parts:
+        raise GoneError(f"there is no part {part} here")
+    return part
