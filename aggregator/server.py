@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import resource
@@ -17,7 +16,7 @@ import torch
 
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
-from aggregator.resources import Clock, Resources
+from aggregator.resources import Clock, Resources, raise_file_limit
 from aggregator.run_feed import Advised, EventLog, RunFeed
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members
@@ -48,7 +47,7 @@ from editpb.validity import Notice
 if TYPE_CHECKING:
     from edit.config.run import RunConfig
 
-__all__ = ["Coordinator", "raise_file_limit", "serve_run"]
+__all__ = ["Coordinator", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
@@ -226,13 +225,6 @@ def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority 
 def _members_seen(folder: StateFolder) -> Members:
     """Return whom a further aggregator has seen, and who was evicted."""
     return Members(folder.path / "members.json", new=not folder.incarnation.exists(), enrols=False)
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may: each connection is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # where the system has a lower limit than it says, the present one stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _connections() -> tuple[int, int]:

@@ -17,7 +17,7 @@ from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 
-__all__ = ["StateFolder", "address_of"]
+__all__ = ["StateFolder", "address_of", "lock_folder"]
 
 FORMAT = 1  # of run.json
 ROUNDS_PER_START = 10**10  # round ids of one start; a year of aborted rounds does not use them up
@@ -40,6 +40,24 @@ def _interface(host: str) -> str:
     if host in ("127.0.0.1", "localhost", "[::1]"):
         return host
     return "[::]" if host.startswith("[") else "0.0.0.0"  # every certificate is checked, whatever it comes in by
+
+
+def lock_folder(folder: Path, taken: str) -> int:
+    """Lock a folder for this process until it ends; return the descriptor that holds the lock.
+
+    taken: what it means that another has it: two on one folder would fork the run. Raises ConfigError, StorageError.
+    """
+    path = folder / "lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror}); `serve` needs a folder that it may write") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{folder}: {taken}; end it first") from None
+    return descriptor
 
 
 class StateFolder:
@@ -113,23 +131,8 @@ class StateFolder:
         return dataclasses.replace(config, server=server)
 
     def lock(self) -> int:
-        """Lock the folder for this process until it ends; return the descriptor that holds the lock.
-
-        Raises ConfigError when another coordinator has it: two on one folder would fork the run.
-        """
-        path = self.path / "lock"
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); `serve` needs a folder that it may write"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ConfigError(f"{self.path}: another coordinator is serving this folder; end it first") from None
-        return descriptor
+        """Lock the folder for this process: see `lock_folder`."""
+        return lock_folder(self.path, "another coordinator is serving this folder")
 
     def first_round_id(self) -> int:
         """Count this start, durably, and return a round id larger than any of an earlier start. Raises StorageError."""

@@ -11,6 +11,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
@@ -92,6 +94,7 @@ class Engine:
 
     async def start(self) -> None:
         """Open rounds."""
+        await self._background.in_worker(torch.set_num_threads, torch.get_num_threads())
         await self.run.start()
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+import torch
 
 from aggregator.resources import Clock
 from aggregator.security.members import Members
@@ -148,6 +149,7 @@ class Host:
         self._states, self._kept = asyncio.Semaphore(MOST_STATES), asyncio.Semaphore(MOST_KEPT)
         self._council: Council | None = None
         self._links: Links | None = None
+        self._voters = ""  # as the log has said
         self.listen = ""  # HOST:PORT, once bound
 
     # -- life --------------------------------------------------------------------------------------------------------------
@@ -171,6 +173,7 @@ class Host:
         await self._server.start()
         self._reach(saved.record)
         for part in self.parts:
+            await part.do(torch.set_num_threads, torch.get_num_threads())  # OpenMP counts for each thread that computes
             self._background.spawn(self._work(part))
         self._background.spawn(self._take_events())
         _log.info("%s of %s listens on %s", name_of(self.peer_id, saved.incarnation), self.run_id, self.listen)
@@ -329,6 +332,9 @@ class Host:
 
     def _follow(self, record: Record) -> None:
         """Do by a committed record what is not the council's: those that it shuts out are gone."""
+        if (names := ", ".join(record.voters)) != self._voters:
+            self._voters = names
+            _log.info("%s vote, of %d members", names, len(record.members))
         for peer_id in self.links.connected & record.evicted.keys():
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
 
@@ -398,7 +404,8 @@ class Host:
         self.tell(await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records)))
 
     async def _adopt(self, part: _HostedPart, effect: ev.Adopt) -> None:
-        self.tell(await part.do(carry_out, part.replica, effect))
+        answer = await part.do(carry_out, part.replica, effect)
+        self._say(part, answer)
         if part.own is not None and part.own[0].update.outer_step <= part.replica.state.outer_step:
             part.own = None  # the journal has it
 
@@ -412,7 +419,16 @@ class Host:
                 await part.do(fetching.give, error)
             else:
                 await part.do(fetching.give, found)
-        self.tell(fetching.answer)
+        self._say(part, fetching.answer)
+
+    def _say(self, part: _HostedPart, answer: ev.Held | ev.Applied | ev.Failed) -> None:
+        """Tell the council, and the log, what came of an Adopt or Fetch."""
+        self.tell(answer)
+        match answer:
+            case ev.Applied(number, outer_step):
+                _log.info("part %d is at outer step %d", number, outer_step)
+            case ev.Failed(number, _, reason):
+                _log.info("part %d: %s", number, reason)
 
     async def _ask(self, part: _HostedPart, source: str, wanted: tuple[int, str] | None) -> Any:
         stub = self.links.stub(source)
@@ -501,7 +517,7 @@ class Host:
         """Return what serves a call of a peer that trains. Raises StaleError: it names the owner; RemoteProtocolError."""
         number = part_of(metadata, len(self.parts))
         engine, record = self.parts[number].engine, self.council.committed
-        if engine is None:
+        if engine is None or not engine.run.founded:  # it is about to start
             owner = record.parts[number].owner if record is not None else ""
             raise StaleError(f"part {number} is {owner}'s" if owner != self.peer_id else f"part {number} is not served yet")
         return engine.handlers.get(method)

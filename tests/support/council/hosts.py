@@ -177,7 +177,7 @@ class Hosts:
         named = self.record.parts[part]
         host = self.running.get(named.owner)
         engine = host.parts[part].engine if host is not None else None
-        return host if engine is not None and engine.grant == named.grant else None
+        return host if engine is not None and engine.grant == named.grant and engine.run.founded else None
 
     def steps(self, part: int = 0) -> dict[str, int]:
         """The outer step that each council knows of, once it has told the leader or is about to."""

@@ -1,0 +1,77 @@
+"""A host as a process: `python -m aggregator.swarm FOLDER`. No command starts it yet.
+
+It ends at SIGINT and SIGTERM, and, where its standard input is a pipe, when that is closed: whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import stat
+from pathlib import Path
+
+import torch
+
+from aggregator.resources import raise_file_limit
+from aggregator.storage.state_folder import lock_folder
+from aggregator.swarm.host import Host, Place
+from aggregator.swarm.host_folder import HostFolder, credentials, members
+from aggregator.swarm.member_folder import MemberFolder
+from edit import kernels
+from edit.config.run import RunConfig
+from edit.heaps import limit_heaps
+
+__all__ = ["serve_host"]
+
+_log = logging.getLogger(__name__)
+
+
+async def serve_host(path: Path, *, threads: int = 1) -> None:
+    """Be a member of the swarm until a signal. Raises EditError, also when something failed that ends a host.
+
+    threads: that torch computes with.
+    """
+    lock_folder(path, "another host has this folder")
+    folder, config = HostFolder.load(path), RunConfig.from_toml(path / "run.toml")
+    torch.set_num_threads(threads)
+    limit_heaps()
+    raise_file_limit()
+    stop = asyncio.Event()
+    _stop_at_the_end(stop)
+    _log.info(kernels.load())
+    client, server = credentials(path)
+    host = Host(
+        folder.run_id,
+        folder.peer_id,
+        config,
+        MemberFolder(path),
+        folder.schemas(path, config),
+        Place(folder.listen, folder.advertise),
+        client,
+        server,
+        members(path),
+        seeds=folder.seeds,
+        timing=folder.timing,
+    )
+    try:
+        await host.start()
+        await host.watch(stop)
+        _log.info("stopping; the same command goes on")
+    finally:
+        await host.close()
+
+
+def _stop_at_the_end(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stop.set()
+
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        loop.add_reader(0, read)
