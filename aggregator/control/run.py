@@ -253,7 +253,10 @@ class Run:
         if self._rounds is None:
             return founding_view(attendance, self.founding.founder, self._sequence, self._held_up)
         member = self.attendances.membership.members.get(attendance.peer_id)
-        return founded_view(attendance, self._rounds, self._sequence, self._held_up, self._advice.inner_steps(member))
+        streams = max(1, len(self.attendances.members())) * self.attendances.ranks(attendance.peer_id)
+        ahead_bytes = self._resources.uploads.share(streams)
+        inner_steps = self._advice.inner_steps(member)
+        return founded_view(attendance, self._rounds, self._sequence, self._held_up, inner_steps, ahead_bytes)
 
     def held_up(self) -> str:
         """Return why no round comes, or ''."""

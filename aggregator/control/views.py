@@ -29,12 +29,15 @@ def founding_view(attendance: Attendance, founder: str | None, sequence: int, he
     return View(sequence=sequence, phase=RunPhase.FOUNDING, found=found, reason=held_up)
 
 
-def founded_view(attendance: Attendance, rounds: RoundRunner, sequence: int, held_up: str, inner_steps: int) -> View:
+def founded_view(
+    attendance: Attendance, rounds: RoundRunner, sequence: int, held_up: str, inner_steps: int, ahead_bytes: int
+) -> View:
     """Return what a rank sees of a run that has parameters.
 
     Args:
         held_up: why no round comes, or ''.
         inner_steps: how many this peer is to take until its next contribution; 0: as configured.
+        ahead_bytes: of its contribution, that it may have on their way without a receipt.
     """
     machine, published = rounds.machine, rounds.published
     last_round_id, last_committed, last_reason = rounds.last_closed
@@ -52,6 +55,7 @@ def founded_view(attendance: Attendance, rounds: RoundRunner, sequence: int, hel
         reason=held_up,
         inner_steps=inner_steps,
         draining=machine.draining,
+        ahead_bytes=ahead_bytes,
     )
 
 

@@ -173,7 +173,8 @@ class DataService:
             async for fragment_id, payload, start in payloads:
                 data = memoryview(payload.data).cast("B")[: start + left]
                 seal = Seal(key, shards[fragment_id], start) if key else None
-                for frame in update_frames(fragment_id, data, start=start, seal=seal):
+                size = lambda: self._update_readers.chunk_bytes  # noqa: E731
+                for frame in update_frames(fragment_id, data, start=start, seal=seal, chunk_bytes=size):
                     self._authorizer.authorize(context, "peer")
                     yield frame
                 if (left := left - (len(data) - start)) <= 0:

@@ -1,4 +1,4 @@
-"""How many read snapshots and updates here at a time, and how long one is waited for that reads nothing."""
+"""How many read snapshots and updates at a time, in how large messages, and how long one that reads nothing is waited for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from edit.errors import BusyError
+from editpb.transport.chunks import CHUNK_BYTES
 
 __all__ = [
     "CALLS_OF_RANK",
+    "LEAST_CHUNK_BYTES",
     "MAX_OBSERVERS",
     "MAX_OF_MEMBER",
     "MAX_READERS",
+    "SENT_BYTES",
     "SHARDS_OF_MEMBER",
     "STALL_S",
     "Place",
@@ -28,6 +31,8 @@ MAX_OF_MEMBER = 16  # of one identity, those that have stalled counted; the rank
 MAX_OBSERVERS = 32  # who is no peer; the other places are the peers'
 CALLS_OF_RANK = 8  # that read updates at a time, two for each, for each rank that attends; those that have stalled counted
 SHARDS_OF_MEMBER = 8  # shards of fragments, cut for one member, that are in memory at a time
+SENT_BYTES = 8 << 20  # of updates, in the messages that are being sent at a time; gRPC holds each of them three times
+LEAST_CHUNK_BYTES = 64 << 10
 STALL_S = 30.0  # a reader that takes no message for so long gives its place to others
 
 _Message = TypeVar("_Message")
@@ -114,6 +119,11 @@ class UpdateReaders:
 
     def __len__(self) -> int:
         return self._calls.total()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How large the next chunk to any of them is: the more read, the smaller, so that their number costs no memory."""
+        return max(LEAST_CHUNK_BYTES, min(CHUNK_BYTES, SENT_BYTES // max(1, len(self))))
 
     @contextlib.contextmanager
     def place(self, peer_id: str, ranks: int) -> Iterator[asyncio.Semaphore]:

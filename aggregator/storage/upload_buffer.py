@@ -1,7 +1,8 @@
 """Bytes on their way in: checked chunk by chunk, held in memory up to a bound, beyond it in files.
 
-An upload reserves its whole size in memory when it is opened, or lies in a file from the start: what is held never exceeds
-`buffer_bytes`, whatever the number of peers. A payload that somebody still reads keeps its memory until the reader lets go.
+An upload reserves its whole size in memory when it is opened, or lies in a file from the start: what is held, and what waits
+for the next uploads, never exceeds `buffer_bytes`, whatever the number of peers. A payload that somebody still reads keeps its
+memory until the reader lets go.
 
 Uploads are opened, written and dropped on the event loop. Their files are written, compared and removed by the file thread, one
 call after the other, so a removal never overtakes a write. A stream waits until its chunk is written before it takes the next
@@ -13,16 +14,23 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
+import numpy as np
+
 from edit.codecs.base import new_buffer
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
-__all__ = ["Upload", "UploadBuffer"]
+__all__ = ["LEAST_SHARE_BYTES", "Upload", "UploadBuffer"]
+
+LEAST_SHARE_BYTES = 1 << 20  # a chunk
+_LARGE_BYTES = 1 << 20  # below that, the C library's heaps
 
 Chunk = bytes | bytearray | memoryview
+_NOTHING = memoryview(b"")
 Write = Callable[[int, memoryview, int], int]  # os.pwrite
 
 
@@ -43,6 +51,7 @@ class UploadBuffer:
         self.files, self.write = files, write
         self._buffer_bytes, self._spill_dir = buffer_bytes, spill_dir
         self._opened = 0  # files so far, for their names
+        self._free: list[mmap.mmap] = []  # of uploads that are gone, the oldest first; any thread may append
         self._remove_files()
 
     def open(self, name: str, total_bytes: int) -> Upload:
@@ -58,16 +67,49 @@ class UploadBuffer:
         self._opened += 1
         return Upload(name, total_bytes, self, self._spill_dir / f"upload-{self._opened:08d}.part")
 
+    def share(self, streams: int) -> int:
+        """Return how many bytes each of so many streams may have on their way here, before they are written.
+
+        gRPC takes from the network what nobody has read yet, some MB of each call: `buffer_bytes` of all streams, or a chunk.
+        """
+        return max(LEAST_SHARE_BYTES, self._buffer_bytes // streams)
+
     def reserve(self, size: int) -> bool:
         """Reserve so many bytes of the memory for something else; return False where there is no room."""
         if self.held_bytes + size > self._buffer_bytes:
             return False
         self.held_bytes += size
+        self._trim()
         return True
 
     def release(self, size: int) -> None:
         """Give back what was reserved."""
         self.held_bytes -= size
+
+    def memory(self, size: int) -> memoryview:
+        """Return the memory of an upload whose bytes are reserved: that of an earlier one of this size, or new.
+
+        Contributions are as large in each round. What they leave in the C library's heaps, other things would be put into, and
+        the next ones beside those: the heaps grow. A large upload is a mapping of its own, which the next one gets once nobody
+        holds it any more, nor a view of it. What waits for that counts in `buffer_bytes`, too.
+        """
+        if size < _LARGE_BYTES:
+            self._trim()
+            return new_buffer(size)
+        mapping = next((each for each in self._free.copy() if len(each) == size), None)
+        if mapping is None:
+            mapping = mmap.mmap(-1, size)
+        else:
+            self._free.remove(mapping)
+        self._trim()
+        array = np.frombuffer(mapping, np.uint8)
+        weakref.finalize(array, self._free.append, mapping).atexit = False
+        return array.data
+
+    def _trim(self) -> None:
+        """Give free mappings back, the oldest first, until what is held and what is free is within the bound."""
+        while self._free and self.held_bytes + sum(map(len, self._free.copy())) > self._buffer_bytes:
+            del self._free[0]
 
     def close(self) -> None:
         """Remove the files, after what is still being written."""
@@ -90,7 +132,7 @@ class Upload:
         self.received_bytes = 0  # where the next chunk starts
         self.dropped = ""  # not empty: the bytes are gone, for this reason
         self._name, self._buffer, self._path = name, buffer, path
-        self._memory = new_buffer(total_bytes if path is None else 0)  # read only when all of it has been written
+        self._memory = buffer.memory(total_bytes) if path is None else _NOTHING  # read only when all of it has been written
         self._writing = asyncio.Lock()  # two streams may send the same upload: an old one that is not known to be broken yet
 
     @property
@@ -156,7 +198,7 @@ class Upload:
             self._buffer.files.submit(self._path.unlink, missing_ok=True)
         else:
             self._buffer.held_bytes -= self.total_bytes
-            self._memory = new_buffer(0)
+            self._memory = _NOTHING
 
     def _check_held(self) -> None:
         if self.dropped:

@@ -178,6 +178,7 @@ def view_to_pb(view: msg.View) -> cpb.View:
         reason=one_line(view.reason),
         inner_steps=view.inner_steps,
         draining=view.draining,
+        ahead_bytes=view.ahead_bytes,
     )
 
 
@@ -198,6 +199,7 @@ def view_from_pb(message: cpb.View) -> msg.View:
         reason=check_text("reason", message.reason),
         inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
         draining=message.draining,
+        ahead_bytes=within("ahead_bytes", message.ahead_bytes, 0, lim.MAX_COUNT),
     )
 
 

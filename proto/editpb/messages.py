@@ -152,6 +152,7 @@ class View:
     reason: str = ""  # why the run cannot go on as it stands, or empty
     inner_steps: int = 0  # until this peer's next contribution, from its next phase on; 0: as configured
     draining: bool = False  # the run ends with the open round
+    ahead_bytes: int = 0  # of this rank's contribution, that may be on their way without a receipt; 0: any number
 
 
 @dataclass(frozen=True, slots=True)

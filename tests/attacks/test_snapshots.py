@@ -251,6 +251,18 @@ async def test_updates_that_are_never_read_are_few_and_a_peer_is_served_beside_t
 
 
 @on_a_loop
+async def test_all_who_read_updates_share_the_memory_of_their_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregator.services.readers, "SENT_BYTES", 3000)
+    monkeypatch.setattr(aggregator.services.readers, "LEAST_CHUNK_BYTES", 100)
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("honest", LARGE) as peer:
+        await found_run(peer)
+        await commit(peer, 1)
+        wanted = update_request_to_pb(UpdateRequest(run_id=run.folder.run_id, outer_step=1))
+        sizes = [len(part.chunk.chunk.data) async for part in peer.data.FetchUpdate(wanted) if part.HasField("chunk")]
+        assert max(sizes) == 3000 and len(sizes) > 1
+
+
+@on_a_loop
 async def test_who_reads_no_update_lets_go_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its call goes on, with one message; the shard, and the update that it is of, are others' to forget."""
     cuts = count_cuts(monkeypatch)

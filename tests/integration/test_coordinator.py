@@ -65,6 +65,20 @@ def test_a_round_commits_the_mean_and_every_peer_gets_the_same_bytes(tmp_path: P
     asyncio.run(scenario())
 
 
+def test_peers_share_what_may_be_on_its_way_and_a_peers_ranks_share_its_part(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.replica("b", 4) as (b, *others):
+            whole = run.folder.config().storage.buffer_bytes
+            await found_run(a)
+            assert (await a.view(lambda v: v.round_id > 0)).ahead_bytes == whole
+            for rank in (b, *others):
+                await rank.attend()
+            assert (await b.view(lambda v: v.outer_step == 0)).ahead_bytes == whole // 2 // 4
+            assert (await a.view(lambda v: v.ahead_bytes != whole)).ahead_bytes == whole // 2
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("kill_after", [1, 2, 3, 4])
 def test_a_killed_coordinator_continues_bit_for_bit(tmp_path: Path, kill_after: int) -> None:
     """Around the checkpoint at step 3: kill, restart, and the rest of the run equals the uninterrupted one."""

@@ -98,12 +98,14 @@ def run_of(
     groups: int = 1,
     max_staleness: int = 0,
     stage: Stage = as_it_is,
+    ahead_bytes: int = 0,
 ) -> Iterator[tuple[FakeCoordinator, Peer]]:
     theta = vectors(sizes, seed=0)
     with (
         FakeCoordinator(config(groups, max_staleness, mode), schema_of(sizes), theta if founded else None) as fake,
         IoThread() as io,
     ):
+        fake.change_view(ahead_bytes=ahead_bytes)
         peer = Peer(io, fake, stage)
         try:
             if join:

@@ -35,7 +35,7 @@ from editpb.data_messages import (
     snapshot_request_to_pb,
     update_request_to_pb,
 )
-from editpb.limits import MAX_READ_S
+from editpb.limits import MAX_COUNT, MAX_READ_S
 from editpb.messages import (
     ContributionHeader,
     FoundHeader,
@@ -44,7 +44,7 @@ from editpb.messages import (
     SnapshotRequest,
 )
 from editpb.transport.chunk_frames import ReceivedChunk, contribute_frames, data_stub
-from editpb.transport.chunks import make_chunks
+from editpb.transport.chunks import CHUNK_BYTES, make_chunks
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.assemblies import SnapshotAssembly, UpdateAssembly
 from peers.carriers.hub.channels import Channels
@@ -115,10 +115,12 @@ class DataCalls:
         *,
         resuming: bool = False,
         sent: Callable[[], object] = lambda: None,
+        ahead: Callable[[], int] = lambda: MAX_COUNT,
     ) -> None:
         """Send one fragment; return once the aggregator has all of it. A broken stream resumes where it broke.
 
         resuming: the aggregator may have some of it, or all, from before. sent: called when all bytes are on their way.
+        ahead: returns how many bytes may go before they are answered.
         """
         message = contribution_header_to_pb(header)
         total = header.total_bytes
@@ -140,7 +142,7 @@ class DataCalls:
             while not held.complete:
                 clock = _Stopwatch()
                 async with StallTimeout(self._stall_s) as moving:
-                    with self._pace_up.piece(held.received_bytes, total) as piece:
+                    with self._pace_up.piece(held.received_bytes, total, max(ahead(), CHUNK_BYTES)) as piece:
                         sending = moving.sending(parts(piece.start, piece.stop, clock), ends=piece.last)
                         reply = await self._stub().Contribute(sending)
                 held = received_from_pb(self._down(reply), total)

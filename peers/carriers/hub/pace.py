@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from editpb.limits import MAX_COUNT
+
 __all__ = ["CALL_S", "ENOUGH_BYTES", "LEAST_BYTES", "LONGEST_S", "MOST_BYTES", "ROUND_TRIPS", "START_BYTES", "Pace", "Piece"]
 
 CALL_S = 0.3
@@ -54,9 +56,9 @@ class Pace:
         """Whether the link is known to be one whose calls are bounded."""
         return self._known and self._bytes < ENOUGH_BYTES
 
-    def piece(self, start: int, total: int) -> Piece:
-        """Return what a call sends next of `data[start:total]`."""
-        return Piece(self, start, total)
+    def piece(self, start: int, total: int, most: int = MAX_COUNT) -> Piece:
+        """Return what a call sends next of `data[start:total]`, at most `most` bytes."""
+        return Piece(self, start, total, most)
 
     def carried(self, count: int, seconds: float, *, asked: int) -> None:
         """Take note that `count` bytes came in the so many seconds of a call that asked for `asked`.
@@ -74,12 +76,15 @@ class Pace:
 class Piece:
     """What one call sends of `data[start:total]`: all where the link is fast enough. A context: the call is under way."""
 
-    def __init__(self, pace: Pace, start: int, total: int) -> None:
+    def __init__(self, pace: Pace, start: int, total: int, most: int) -> None:
         self._pace, self._before = pace, pace._arrived
         self.start, self.last = start, True
         share = max(LEAST_BYTES, pace.bytes // (pace._sending + 1)) if pace._known else pace.bytes
         if pace.bytes < ENOUGH_BYTES and total - start > share * 5 // 4:
             total, self.last = start + share, False
+        self._paced = not self.last and total - start <= most  # else its round trip counts more than its bytes' time
+        if total - start > most:
+            total, self.last = start + most, False
         self.stop = total
 
     def __enter__(self) -> Self:
@@ -94,4 +99,4 @@ class Piece:
         pace = self._pace
         pace._arrived += self.stop - self.start
         brought = pace._arrived - self._before
-        pace.carried(brought, seconds, asked=brought + 1 if self.last else brought)
+        pace.carried(brought, seconds, asked=brought if self._paced else brought + 1)

@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 from edit.errors import EditError, EvictedError, LocalProtocolError, RefusedError
 from edit.worker.catch_up import ApplyUpdates, TakeSnapshot, catch_up
+from editpb.limits import MAX_COUNT
 from editpb.messages import Expel, RunPhase, View, Welcome
 
 __all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
@@ -135,6 +136,11 @@ class Session:
     def carries(self) -> bool:
         """Whether contributions outlive their rounds."""
         return self._max_staleness > 0
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How many bytes of the contribution may be on their way without a receipt."""
+        return (self._view.ahead_bytes if self._view is not None else 0) or MAX_COUNT
 
     @property
     def connections(self) -> int:

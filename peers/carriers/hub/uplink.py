@@ -75,7 +75,7 @@ class _Attempt:
     kept: list[Contribution] = field(default_factory=list)  # what may have to be sent again
     staged: dict[int, Contribution] = field(default_factory=dict)  # by fragment: what is sent to the round that it names
     begun: set[int] = field(default_factory=set)  # the fragments of which the coordinator may hold bytes
-    sending: set[asyncio.Task[None]] = field(default_factory=set)  # until the receipt
+    sending: dict[asyncio.Task[None], int] = field(default_factory=dict)  # until the receipt; the bytes of each
     unsent: set[asyncio.Task[None]] = field(default_factory=set)  # of these, until all bytes are on their way
     seen: tuple[int, int] = (0, 0)  # the connection and the lost round after which it was sent
 
@@ -200,13 +200,16 @@ class Uplink:
         if self._session.carries:
             self._offer_again(attempt)
         while attempt.queue and len(attempt.unsent) < SENDING and len(attempt.sending) < ON_THE_WAY:
-            self._begin(attempt, attempt.queue.popleft())
+            size = memoryview(attempt.queue[0].payload.data).nbytes
+            if attempt.sending and sum(attempt.sending.values()) + size > self._session.ahead_bytes:
+                break
+            self._begin(attempt, attempt.queue.popleft(), size)
 
-    def _begin(self, attempt: _Attempt, contribution: Contribution) -> None:
+    def _begin(self, attempt: _Attempt, contribution: Contribution, size: int) -> None:
         """Send a fragment; the one after it follows its bytes, and not its receipt a round trip later."""
         sent = lambda: self._io.change(lambda: self._all_sent(attempt, task))  # noqa: E731
         task = self._io.start(self._send(attempt, attempt.sent.round_id, contribution, sent))
-        attempt.sending.add(task)
+        attempt.sending[task] = size
         attempt.unsent.add(task)
         task.add_done_callback(lambda done: self._io.change(lambda: self._done(attempt, done)))
 
@@ -226,7 +229,7 @@ class Uplink:
             return
         if before:
             while attempt.sending:
-                attempt.sending.pop().cancel()
+                attempt.sending.popitem()[0].cancel()
             attempt.unsent.clear()
             attempt.queue = deque(attempt.kept)
             attempt.staged.clear()
@@ -252,7 +255,7 @@ class Uplink:
         self.advance()
 
     def _done(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
-        attempt.sending.discard(task)
+        attempt.sending.pop(task, None)
         attempt.unsent.discard(task)
         if not task.cancelled():
             self.advance()
@@ -264,7 +267,8 @@ class Uplink:
         carries = self._session.carries
         wanted = lambda: self._wanted(attempt, round_id)  # noqa: E731
         try:
-            await self._data.contribute(header, data, wanted, resuming=again and carries, sent=sent)
+            ahead = lambda: self._session.ahead_bytes  # noqa: E731
+            await self._data.contribute(header, data, wanted, resuming=again and carries, sent=sent, ahead=ahead)
         except EditError as error:
             reached = await self._step_of_refusal(error, wanted) if carries else None
             self._io.change(partial(self._failed, attempt, header, error, reached))

@@ -54,7 +54,7 @@ class ReceivedChunk(NamedTuple):
 
 def contribute_frames(data: bytes | bytearray | memoryview, *, start: int = 0) -> Iterator[bytes]:
     """Yield a serialized ContributePart for each chunk of `data[start:]`; offsets count from the beginning of `data`."""
-    return _frames(data, start, lambda chunk_bytes: _begin(_CHUNK, chunk_bytes))
+    return _frames(data, start, lambda size: _begin(_CHUNK, size))
 
 
 def update_frames(
@@ -63,18 +63,19 @@ def update_frames(
     *,
     start: int = 0,
     seal: Callable[[memoryview], bytes] | None = None,
+    chunk_bytes: Callable[[], int] = lambda: CHUNK_BYTES,
 ) -> Iterator[bytes]:
-    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on. seal: is given each in turn.
+    """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on.
 
-    The same bytes are an OfferPart, and a StatePart.
+    The same bytes are an OfferPart, and a StatePart. seal: is given each in turn. chunk_bytes: returns the size of the next.
     """
     inner = bytes([_FRAGMENT_ID]) + _varint(fragment_id) if fragment_id else b""
 
-    def head(chunk_bytes: int) -> bytes:
-        wrapped = inner + _begin(_CHUNK, chunk_bytes)
-        return _begin(_CHUNK, len(wrapped) + chunk_bytes) + wrapped
+    def head(size: int) -> bytes:
+        wrapped = inner + _begin(_CHUNK, size)
+        return _begin(_CHUNK, len(wrapped) + size) + wrapped
 
-    return _frames(data, start, head, seal)
+    return _frames(data, start, head, seal, chunk_bytes)
 
 
 def _frames(
@@ -82,13 +83,15 @@ def _frames(
     start: int,
     head: Callable[[int], bytes],
     seal: Callable[[memoryview], bytes] | None = None,
+    chunk_bytes: Callable[[], int] = lambda: CHUNK_BYTES,
 ) -> Iterator[bytes]:
-    view = memoryview(data).cast("B")
-    for offset in range(start, len(view), CHUNK_BYTES):
-        piece = view[offset : offset + CHUNK_BYTES]
+    view, offset = memoryview(data).cast("B"), start
+    while offset < len(view):
+        piece = view[offset : offset + chunk_bytes()]
         where = bytes([_OFFSET]) + _varint(offset) if offset else b""
         fields = where + _begin(_DATA, len(piece))
         yield b"".join((head(len(fields) + len(piece)), fields, piece if seal is None else seal(piece)))
+        offset += len(piece)
 
 
 def _begin(tag: int, length: int) -> bytes:

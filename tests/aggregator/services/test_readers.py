@@ -10,9 +10,11 @@ import pytest
 
 from aggregator.services.readers import (
     CALLS_OF_RANK,
+    LEAST_CHUNK_BYTES,
     MAX_OBSERVERS,
     MAX_OF_MEMBER,
     MAX_READERS,
+    SENT_BYTES,
     SHARDS_OF_MEMBER,
     SnapshotReaders,
     UpdateReaders,
@@ -20,6 +22,7 @@ from aggregator.services.readers import (
 )
 from edit.errors import BusyError
 from editpb import tensors_pb2 as pb
+from editpb.transport.chunks import CHUNK_BYTES
 from tests.support.loops import on_a_loop, until
 
 
@@ -67,6 +70,17 @@ def test_a_member_reads_so_many_updates_for_each_rank_that_attends() -> None:
             assert len({id(room) for room in rooms}) == 1 and other is not rooms[0]
             assert rooms[0]._value == SHARDS_OF_MEMBER
         assert len(readers) == 0
+
+
+@pytest.mark.parametrize("readers", [0, 1, 8, 9, 32, 128, 1000])
+def test_the_more_read_the_smaller_their_messages(readers: int) -> None:
+    updates = UpdateReaders()
+    with ExitStack() as taken:
+        for i in range(readers):
+            taken.enter_context(updates.place(f"peer-{i}", 1))
+        size = updates.chunk_bytes
+    assert size == CHUNK_BYTES if readers <= 8 else size < CHUNK_BYTES
+    assert readers * size <= max(SENT_BYTES, readers * LEAST_CHUNK_BYTES)
 
 
 @on_a_loop

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import aggregator.storage.upload_buffer
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 
@@ -73,6 +77,67 @@ def test_wrong_chunks_are_the_peers_fault_and_touch_nothing(
     for start in range(200, len(DATA), 103):
         put(upload, start, DATA[start : start + 103])
     assert bytes(upload.payload()) == DATA
+
+
+class Mappings:
+    """Counts what is mapped in place of `mmap.mmap`, and what of it is in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self._live: list[weakref.ref[mmap.mmap]] = []
+        monkeypatch.setattr(aggregator.storage.upload_buffer.mmap, "mmap", self._new)
+
+    def _new(self, descriptor: int, size: int) -> mmap.mmap:
+        made = _Mapping(descriptor, size)
+        self.sizes.append(size)
+        self._live.append(weakref.ref(made))
+        return made
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(len(each) for each in (ref() for ref in self._live) if each is not None)
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that can be referred to weakly."""
+
+
+def test_a_large_uploads_memory_is_the_next_ones_once_nobody_reads_it(
+    tmp_path: Path, files: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mappings, size = Mappings(monkeypatch), 2 << 20
+    buffer = UploadBuffer(4 * size, tmp_path / "spill", files)
+    for _ in range(3):
+        fill(upload := buffer.open("contribution of a", size), bytes(size), size)
+        upload.drop("it is merged")
+    assert mappings.sizes == [size]
+    fill(upload := buffer.open("contribution of a", size), b"a" * size, size)
+    read = np.frombuffer(upload.payload(), np.uint8)[5:]
+    upload.drop("it is merged")
+    fill(other := buffer.open("contribution of b", size), b"b" * size, size)
+    assert mappings.sizes == [size] * 2 and bytes(read) == b"a" * (size - 5)
+    del read
+    third = buffer.open("contribution of c", size)
+    assert mappings.sizes == [size] * 2 and bytes(other.payload()) == b"b" * size and not third.complete
+
+
+def test_memory_that_waits_for_the_next_upload_counts_in_the_bound(
+    tmp_path: Path, files: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mappings, bound = Mappings(monkeypatch), 10 << 20
+    buffer = UploadBuffer(bound, tmp_path / "spill", files)
+    for kib in range(1024, 6000, 97):  # a peer that says another size each time
+        held = [buffer.open("contribution of a", (kib + i) << 10) for i in range(4)]
+        assert mappings.live_bytes <= bound
+        for upload in held:
+            upload.drop("it is merged")
+        assert mappings.live_bytes <= bound
+    assert buffer.reserve(bound) and mappings.live_bytes == 0
+
+
+@pytest.mark.parametrize(("streams", "share"), [(1, 64 << 20), (2, 32 << 20), (32, 2 << 20), (64, 1 << 20), (10_000, 1 << 20)])
+def test_streams_share_what_may_be_on_its_way(tmp_path: Path, files: Executor, streams: int, share: int) -> None:
+    assert UploadBuffer(64 << 20, tmp_path / "spill", files).share(streams) == share
 
 
 def test_what_came_already_may_come_again(buffer: UploadBuffer) -> None:

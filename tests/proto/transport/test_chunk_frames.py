@@ -34,6 +34,15 @@ def test_a_frame_is_the_message_that_protobuf_makes(size: int, start: int) -> No
         assert list(update_frames(fragment_id, data)) == [pb.UpdatePart(chunk=chunk).SerializeToString() for chunk in chunks]
 
 
+def test_each_chunk_is_as_large_as_is_said_when_it_is_made() -> None:
+    sizes = iter([300, 1 << 20, 1, 5000, 1 << 21])
+    read = [update_part(frame) for frame in update_frames(3, BYTES[: 2 << 20], start=77, chunk_bytes=lambda: next(sizes))]
+    parts = [part for part in read if isinstance(part, ReceivedChunk)]
+    assert [len(part.data) for part in parts] == [300, 1 << 20, 1, 5000, (1 << 20) - 77 - 300 - 1 - 5000]
+    assert b"".join(part.data for part in parts) == BYTES[77 : 2 << 20]
+    assert [part.offset for part in parts] == [77, 377, 377 + (1 << 20), 378 + (1 << 20), 5378 + (1 << 20)]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_frame_is_read_without_a_copy(size: int) -> None:
     offset = 0

@@ -55,6 +55,24 @@ def test_an_answer_that_took_long_makes_no_call_longer_than_it_may_ever_be() -> 
     assert Pace(lambda: 60.0).call_s == LONGEST_S
 
 
+def test_a_piece_that_the_coordinator_has_room_for_makes_no_link_slow() -> None:
+    """Over a fat link of 0.1 s it takes little longer than the round trip, whatever it carries."""
+    pace, most = settled(125e6, 0.1)[0], 1 << 20
+    before = pace.bytes
+    with pace.piece(0, 1 << 26, most) as piece:
+        assert (piece.start, piece.stop, piece.last) == (0, most, False)
+    piece.arrived(0.12)
+    assert pace.bytes == before and not pace.slow
+    with pace.piece((1 << 26) - most, 1 << 26, most) as piece:
+        assert piece.last and piece.stop == 1 << 26
+    narrow = settled(125e3, 0.1)[0]
+    assert narrow.piece(0, 1 << 26, most).stop == narrow.bytes < most
+    with narrow.piece(0, 1 << 26, narrow.bytes // 2) as piece:
+        pass
+    piece.arrived(10.0)
+    assert narrow.bytes < (piece.stop - piece.start), "a link that has become slow"
+
+
 def test_what_fits_or_nearly_fits_goes_in_one_call() -> None:
     pace = Pace()
     assert pace.piece(0, START_BYTES).last

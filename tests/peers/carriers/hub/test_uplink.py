@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 from edit.records import Committed, Contribution, EncodedTensor, Outcome
 from peers.carriers.hub.uplink import RoundContext, as_it_is
@@ -62,6 +63,26 @@ def test_what_is_sent_again_under_the_same_name_is_not_staged_again() -> None:
         fake.await_(lambda f: f.complete(FIRST_ROUND))
         assert [bytes(fake.received[FIRST_ROUND, i, 0]) for i in range(len(SMALL))] == before
     assert len(mask.seen) == len(SMALL)
+
+
+def test_no_more_than_the_coordinator_has_room_for_is_on_its_way() -> None:
+    """A fragment begins when the ones before are answered, and is sent in calls of what may be on its way."""
+    room, arrived = 1 << 20, []
+
+    def begins(context: RoundContext, contribution: Contribution) -> Contribution:
+        arrived.append(len(fake.headers))
+        return contribution
+
+    sizes = (700_000, 300_000, 100_000, 100_000, 300_000)
+    with run_of(sizes, stage=begins, ahead_bytes=room) as (fake, peer):
+        before = len(fake.starts)
+        peer.contribute(vectors(sizes, 1))
+        fake.await_(lambda f: f.complete(FIRST_ROUND))
+        starts = fake.starts[before:]
+    assert arrived[:3] == [0, 1, 2] and arrived[4] == 4, "what is answered when a fragment begins"
+    assert arrived[3] in (2, 3), "the third and the fourth are 800 kB together"
+    first = [*starts[: starts.index(0, 1)], 4 * sizes[0]]
+    assert all(stop - start <= room for start, stop in pairwise(first)), first
 
 
 def test_a_rank_that_follows_to_a_newer_round_stages_for_that_one() -> None:
