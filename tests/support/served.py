@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit
 from edit.rounds.machine import RoundMachine
-from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc
+from editpb import control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
 from editpb.data_messages import (
     commit_from_parts,
@@ -54,7 +54,7 @@ from editpb.messages import (
     Welcome,
 )
 from editpb.transport.channel_options import Options
-from editpb.transport.chunks import make_chunks
+from editpb.transport.chunks import CHUNK_BYTES, make_chunks
 from tests.support.encoded import encode
 from tests.support.loops import until
 
@@ -205,6 +205,11 @@ class Served:
                 await peer.disconnect()
 
 
+def small_chunks(data: bytes) -> Iterator[tensors_pb2.Chunk]:
+    """Several chunks also of a small vector; of a large one, those that a peer sends."""
+    return make_chunks(data, 512) if len(data) < CHUNK_BYTES else make_chunks(data)
+
+
 def held_clock(unix: Callable[[], float] = time.time) -> Clock:
     """A clock on which no time passes, so that no lease and no round ends by accident. unix: only people read it."""
     return Clock(monotonic=lambda: 0.0, unix=unix)
@@ -339,7 +344,7 @@ class BarePeer:
     async def contribute(self, round_id: int, outer_step: int, deltas: Sequence[Tensor]) -> None:
         for i, delta in enumerate(deltas):
             data = bytes(encode("fp32", delta).data)
-            await self.send(self.header(round_id, outer_step, i, len(data)), make_chunks(data, 512))
+            await self.send(self.header(round_id, outer_step, i, len(data)), small_chunks(data))
 
     async def contribute_part(
         self, round_id: int, outer_step: int, shard: Shard, delta: Tensor, **changes: object
@@ -348,7 +353,7 @@ class BarePeer:
         data = bytes(encode("fp32", shard.take(delta)).data)
         values: dict[str, object] = {"boxes": None if shard.is_whole else shard.boxes, "numel": shard.numel, **changes}
         header = self.header(round_id, outer_step, shard.fragment.fragment_id, len(data), values)
-        return await self.send(header, make_chunks(data, 512))
+        return await self.send(header, small_chunks(data))
 
     async def fetch(
         self, outer_step: int, *, due: Sequence[int] | None = None, shards: Sequence[Shard] | None = None
