@@ -153,6 +153,8 @@ held.write(b"r")
 while True: signal.pause()
 """
 MEASURE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background of a shell ignores it
 import pathlib, sys
 from functools import partial
 from rich.console import Console
@@ -175,7 +177,7 @@ def test_ctrl_c_ends_all_processes_and_with_them_the_namespaces(tmp_path: Path, 
     script.write_text(HANGS.format(seen=str(seen), fifo=str(fifo)))
     seen.mkdir()
     os.mkfifo(fifo)
-    measuring = subprocess.Popen((sys.executable, "-c", MEASURE, str(script)), preexec_fn=hear_interrupts)
+    measuring = subprocess.Popen((sys.executable, "-c", MEASURE, str(script)))
     try:
         with fifo.open("rb", buffering=0) as ready:
             assert [ready.read(1) for _ in range(2)] == [b"r", b"r"]
@@ -186,10 +188,6 @@ def test_ctrl_c_ends_all_processes_and_with_them_the_namespaces(tmp_path: Path, 
         measuring.terminate()
     namespaces = {file.read_text() for file in seen.iterdir()}
     assert len(namespaces) == 2 and not namespaces & set(used_namespaces())
-
-
-def hear_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background of a shell ignores it
 
 
 def used_namespaces() -> Iterator[str]:
