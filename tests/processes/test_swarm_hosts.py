@@ -33,7 +33,7 @@ from editpb.messages import View
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunks import make_chunks
 from editpb.transport.parts import in_part
-from tests.support.daemons import REPOSITORY
+from tests.support.fork_server import REPOSITORY
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import LIFETIME_S, SCHEMA, TOML, BarePeer, theta
 

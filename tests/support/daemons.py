@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ import aggregator.cli
 import peers.cli
 from edit.lab.link import Link, LinkShape
 from edit.lab.run_toml import Setting, Settings, to_toml
+from tests.support.fork_server import Forked
 
-REPOSITORY = Path(__file__).parents[2]
 SMALL: Settings = {
     "model": {"layers": 1, "width": 32, "heads": 2, "context": 32},
     "inner": {"lr": 3e-3, "warmup_steps": 5},
@@ -43,17 +41,10 @@ class Daemon:
     def __init__(self, *arguments: object) -> None:
         self.lines: list[str] = []
         self.ended = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.process = Forked(list(map(str, arguments)))
 
     def until(self, words: str) -> str:
         """Read on until a line has these words."""
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
             if words in line:
@@ -75,10 +66,9 @@ class Daemon:
 
     def finish(self) -> int:
         """Wait for its own end; the exit code."""
-        _, rest = self.process.communicate(timeout=100)
+        self.lines += self.process.read_to_end().splitlines(keepends=True)
         self.ended = True
-        self.lines += rest.splitlines(keepends=True)
-        return self.process.returncode
+        return self.process.wait()
 
     def last(self, words: str) -> str:
         """The last line with these words."""

@@ -1,0 +1,149 @@
+"""Daemons that begin with their imports done: forked from a server that has imported what they do, and does nothing else.
+
+Importing torch and the rest costs a daemon 2 to 3 seconds of CPU, and the tests start about a hundred. What is forked is a
+process like any other: it has its own pid, is killed alone, and ends as the interpreter ends. That `python -m` starts it, too,
+is seen where edit-lab and torchrun start processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TextIO
+
+REPOSITORY = Path(__file__).parents[2]
+IMPORTED = (
+    "aggregator.cli",
+    "aggregator.server",
+    "peers.cli",
+    "peers.daemon",
+    "peers.regions.daemon",
+    "torch._dynamo",  # the first call of an optimizer imports it
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
+
+
+class Forked:
+    """`python -m ARGUMENTS` as a process of its own, as `subprocess.Popen` has it. stderr: a pipe."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.args = list(arguments)
+        self.returncode: int | None = None
+        reading, writing = os.pipe()
+        self._ended, ends = os.pipe()
+        self.stderr: TextIO = os.fdopen(reading)
+        request = json.dumps([self.args, _environment(), os.fspath(REPOSITORY)]).encode()
+        server = _server()
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], [writing, ends])
+        server.sendall(request)
+        os.close(writing)
+        os.close(ends)
+        self.pid = int.from_bytes(_exactly(server, 4), "big")
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """`poll`, after waiting so long; None: for as long as it runs."""
+        if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
+            self.returncode = int.from_bytes(os.read(self._ended, 4), "big", signed=True)
+            os.close(self._ended)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing, where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def read_to_end(self) -> str:
+        """What it still says, until it has ended."""
+        rest = self.stderr.read()
+        self.stderr.close()
+        self.wait()
+        return rest
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@cache
+def _server() -> socket.socket:
+    """The connection to this process's server, which ends with it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=_environment(), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return ours
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+def _serve(connection: socket.socket) -> list[str]:
+    """Fork until the connection ends; return in each child, with its arguments."""
+    children: dict[int, int] = {}  # what its exit code is written to, by pid
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    while True:
+        ready = select.select([connection, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            for pid in list(children):
+                if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    os.write(children[pid], os.waitstatus_to_exitcode(ended[1]).to_bytes(4, "big", signed=True))
+                    os.close(children.pop(pid))
+        if connection in ready:
+            length, pipes, _, _ = socket.recv_fds(connection, 4, 2)
+            if not length:
+                raise SystemExit
+            arguments, environment, folder = json.loads(_exactly(connection, int.from_bytes(length, "big")))
+            if (pid := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.dup2(pipes[0], 2)
+                for descriptor in (woken, wakes, *pipes, *children.values()):
+                    os.close(descriptor)
+                connection.close()
+                os.environ.update(environment)
+                os.chdir(folder)
+                return list(arguments)
+            os.close(pipes[0])
+            children[pid] = pipes[1]
+            connection.sendall(pid.to_bytes(4, "big"))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # as `edit-peer` does; read when grpc is first imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests end their processes themselves
+    for name in IMPORTED:
+        importlib.import_module(name)
+    sys.argv[:] = _serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
