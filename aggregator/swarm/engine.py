@@ -26,6 +26,7 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.engine_store import EngineStore
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
+from edit.council.record import Phase
 from edit.merging.outer_state import OuterState
 from editpb import control_pb2_grpc
 from editpb.transport.chunk_frames import data_handlers, handlers_of
@@ -63,17 +64,19 @@ class Engine:
         fail: Callable[[BaseException], None],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        orders = folder / "orders.json"
+        orders.unlink(missing_ok=True)  # of an earlier grant
         feed = RunFeed(clock.unix)
         feed.subscribe(EventLog().on_event)
         feed.subscribe(MetricsLog(folder / "metrics.jsonl", files).on_event)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"torch {part}")
         self._background = Background(self._worker, fail)
-        self.grant, self._store, self._ended = grant, store, ended
+        self.grant, self._ended, self.phase = grant, ended, Phase.RUNNING
         resources = Resources(
             store=store,
             uploads=UploadBuffer(config.storage.buffer_bytes, folder / "spill", files),
             members=members,
-            orders=OperatorFlags(folder / "orders.json"),
+            orders=OperatorFlags(orders),
             background=self._background,
             feed=feed,
             clock=clock,
@@ -96,6 +99,21 @@ class Engine:
         """Open rounds."""
         await self._background.in_worker(torch.set_num_threads, torch.get_num_threads())
         await self.run.start()
+
+    def follow(self, phase: Phase) -> None:
+        """Pause, resume or drain the run, as the record says."""
+        if phase is self.phase:
+            return
+        self.phase = phase
+        match phase:
+            case Phase.RUNNING:
+                self.run.resume()
+            case Phase.PAUSED:
+                self.run.pause()
+            case Phase.DRAINING:
+                self.run.drain()
+            case Phase.FINISHED:
+                pass
 
     async def close(self) -> None:
         """End all streams and rounds. The store refuses what is proposed already."""

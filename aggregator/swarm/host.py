@@ -331,12 +331,19 @@ class Host:
         self.links.reach({peer_id: (*known.get(peer_id, ()), *self._seeds.get(peer_id, ())) for peer_id in peers})
 
     def _follow(self, record: Record) -> None:
-        """Do by a committed record what is not the council's: those that it shuts out are gone."""
+        """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""
         if (names := ", ".join(record.voters)) != self._voters:
             self._voters = names
             _log.info("%s vote, of %d members", names, len(record.members))
-        for peer_id in self.links.connected & record.evicted.keys():
-            self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
+        engines = [part.engine for part in self.parts if part.engine is not None and part.engine.run.founded]
+        for peer_id, reason in record.evicted.items():
+            self.links.drop(peer_id, EvictedError(reason))
+            if not self._members.evicted(peer_id):
+                self._members.evict(peer_id, reason)
+                for engine in engines:
+                    engine.run.evict(peer_id, reason)
+        for engine in engines:
+            engine.follow(record.phase)
 
     def _refused(self, event: ev.Event, reason: str) -> None:
         match event:
@@ -460,6 +467,8 @@ class Host:
             self._background.fail,
         )
         await part.engine.start()
+        if (record := self.council.committed) is not None:
+            part.engine.follow(record.phase)
         _log.info("owns part %d with grant %d, at outer step %d", number, grant, part.replica.state.outer_step)
 
     async def _cease(self, part: _HostedPart, reason: str) -> None:

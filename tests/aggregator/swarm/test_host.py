@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from edit.council import events as ev
+from edit.council.record import Phase
 from edit.fragments.digest import digest
+from editpb.messages import Expel
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
 from tests.support.served import theta
@@ -135,5 +138,40 @@ def test_peers_attend_and_contribute_at_the_owner_and_take_its_update(tmp_path: 
                 commit = await peer.fetch(1)
                 assert after.digest == commit.digest and swarm.taken[0, 1] == {commit.digest}
             await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+
+    run_held(body())
+
+
+def test_a_member_that_is_evicted_is_cut_off_as_a_peer_that_trains_too(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            async with swarm.peer("a", "c") as peer:
+                await peer.attend()
+                swarm.running["a"].tell(ev.Evict("c", "it lies"))
+                assert (await peer.receive(Expel)).evicted
+            await swarm.until(lambda: not swarm.running["a"].links.connected & {"c"})
+
+    run_held(body())
+
+
+def test_the_engines_are_in_the_records_phase_also_those_that_start_later(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            engine = swarm.owner().parts[0].engine
+            swarm.running["a"].tell(ev.SetPhase(Phase.PAUSED))
+            await swarm.until(lambda: engine.run.rounds.machine.phase.value == "paused")
+            await swarm.stop("a")
+            await swarm.until(lambda: swarm.leader and swarm.owner() is not None, passes=1.0)
+            later = swarm.owner().parts[0].engine
+            await swarm.until(lambda: later.run.rounds.machine.phase.value == "paused")
+            swarm.running[swarm.leader].tell(ev.SetPhase(Phase.RUNNING))
+            await swarm.until(lambda: later.run.rounds.machine.phase.value != "paused")
+            await step(swarm, 1)
+            swarm.running[swarm.leader].tell(ev.SetPhase(Phase.DRAINING))
+            await swarm.until(lambda: later.phase is Phase.DRAINING)
+            await step(swarm, 2)
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
 
     run_held(body())
