@@ -113,13 +113,12 @@ class Run:
         """
         background = self._resources.background
         recovered = self._given
-        if recovered is None:
-            recovered = await background.in_worker(self._resources.store.recover)
+        if recovered is None and (recovered := await background.in_worker(self._resources.store.recover)) is not None:
+            _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
         if (mark := self._resources.mark) is not None:
             mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
         if recovered is not None:
             self._adopt(recovered)
-            _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
         background.spawn(self._watch_the_clock())
 
     async def close(self, *, checkpoint: bool = True) -> None:

@@ -57,7 +57,7 @@ from editpb.limits import check_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer
-from editpb.transport.parts import part_of
+from editpb.transport.parts import metadata_of_owner, part_of
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -149,7 +149,7 @@ class Host:
         self._states, self._kept = asyncio.Semaphore(MOST_STATES), asyncio.Semaphore(MOST_KEPT)
         self._council: Council | None = None
         self._links: Links | None = None
-        self._voters = ""  # as the log has said
+        self._voters = (tuple[str, ...](), 0)  # and how many members, as the log has said
         self.listen = ""  # HOST:PORT, once bound
 
     # -- life --------------------------------------------------------------------------------------------------------------
@@ -332,9 +332,9 @@ class Host:
 
     def _follow(self, record: Record) -> None:
         """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""
-        if (names := ", ".join(record.voters)) != self._voters:
-            self._voters = names
-            _log.info("%s vote, of %d members", names, len(record.members))
+        if (record.voters, len(record.members)) != self._voters:
+            self._voters = record.voters, len(record.members)
+            _log.info("%d vote, of %d members: %s", len(record.voters), len(record.members), ", ".join(record.voters))
         engines = [part.engine for part in self.parts if part.engine is not None and part.engine.run.founded]
         for peer_id, reason in record.evicted.items():
             self.links.drop(peer_id, EvictedError(reason))
@@ -528,7 +528,9 @@ class Host:
         engine, record = self.parts[number].engine, self.council.committed
         if engine is None or not engine.run.founded:  # it is about to start
             owner = record.parts[number].owner if record is not None else ""
-            raise StaleError(f"part {number} is {owner}'s" if owner != self.peer_id else f"part {number} is not served yet")
+            if owner in ("", self.peer_id):
+                raise StaleError(f"part {number} is not served yet")
+            raise _AnothersError(owner, f"part {number} is {owner}'s")
         return engine.handlers.get(method)
 
 
@@ -574,9 +576,19 @@ class _ToEngines(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
 
 
+class _AnothersError(StaleError):
+    """Another host owns the part."""
+
+    def __init__(self, owner: str, text: str) -> None:
+        super().__init__(text)
+        self.owner = owner
+
+
 def _refuser(error: EditError) -> Any:
     async def refuse(messages: Any, context: Context) -> None:
         async with abort_on_error(context):
+            if isinstance(error, _AnothersError):
+                context.set_trailing_metadata(metadata_of_owner(error.owner))
             raise error
 
     return refuse

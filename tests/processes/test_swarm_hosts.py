@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+import tomllib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
 from cryptography.hazmat.primitives import serialization
+from torch import Tensor, nn
 
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, new_key
@@ -24,35 +28,53 @@ from aggregator.swarm.host import found_swarm
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
+from edit import LocalRun
+from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
+from edit.fragments.assignment import assign
 from edit.fragments.digest import digest
+from edit.fragments.schema import Schema
 from edit.lab.council.replicated import same
 from edit.merging.outer_state import OuterState
+from edit.replica.replica import Replica
+from edit.worker.config import WorkerConfig
+from edit.worker.worker import EditWorker
 from editpb.identity import Identity
 from editpb.messages import View
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunks import make_chunks
 from editpb.transport.parts import in_part
+from peers.carriers.io_thread import IoThread
+from peers.carriers.swarm.connect import connect_swarm
 from tests.support.fork_server import REPOSITORY
 from tests.support.loops import WAIT_S, on_a_loop
-from tests.support.served import LIFETIME_S, SCHEMA, TOML, BarePeer, theta
+from tests.support.served import LIFETIME_S, SCHEMA, TOML, BarePeer
+from tests.support.served import theta as first_theta
 
+START_S = 110.0  # for processes that are started at once, on a busy machine
 ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
-MEMBERS = ("a", "b", "c", "d")
 
 
 class Swarm:
-    """Four members in folders of their own; the model has one part."""
+    """Members in folders of their own.
 
-    def __init__(self, path: Path) -> None:
+    theta: what the run is founded with.
+    """
+
+    def __init__(
+        self, path: Path, schema: Schema = SCHEMA, parts: int = 1, theta: Sequence[Tensor] | None = None, members: str = "abcd"
+    ) -> None:
         self.path, self.processes = path, dict[str, subprocess.Popen[bytes]]()
+        self.schema, self.parts, self.members = schema, parts, members
         self.folder = StateFolder.create(path / "run", TOML.format(start=1, quorum=1))
         self.config, self.run_id = self.folder.config(), self.folder.run_id
         self._authority = Authority.create(self.folder.path, self.run_id, ("localhost",), now=time.time())
-        for peer_id in MEMBERS:
+        for peer_id in members:
             self._equip(peer_id)
-        outer = OuterState(SCHEMA, self.config, theta())
-        found_swarm(self.run_id, "a", self.config, MemberFolder(path / "a"), [outer], incarnation=1)
+        first = theta if theta is not None else first_theta()
+        cut = [[schema.subset(ids), [first[i] for i in ids]] for ids in assign(schema, parts)]
+        outers = [OuterState(schema, self.config, tensors) for schema, tensors in cut]
+        found_swarm(self.run_id, "a", self.config, MemberFolder(path / "a"), outers, incarnation=1)
 
     def _equip(self, peer_id: str) -> None:
         folder, (key, certificate) = self.path / peer_id, self.certificate(peer_id)
@@ -61,7 +83,7 @@ class Swarm:
         write_atomic(folder / "peer.pem", certificate)
         write_atomic(folder / "ca.pem", (self.folder.path / "ca.pem").read_bytes())
         write_atomic(folder / "run.toml", self.folder.run_toml.read_bytes())
-        write_atomic(folder / "schema.json", SCHEMA.to_json().encode())
+        write_atomic(folder / "schema.json", self.schema.to_json().encode())
 
     def certificate(self, peer_id: str) -> tuple[bytes, bytes]:
         key = new_key()
@@ -71,15 +93,25 @@ class Swarm:
 
     def start(self, peer_id: str) -> None:
         """Start a host; it ends with this process, whose pipe it reads."""
-        seeds = {other: (self.address(other),) for other in MEMBERS if (self.path / other / "port").exists()}
-        host = HostFolder(run_id=self.run_id, peer_id=peer_id, parts=1, advertise="127.0.0.1", seeds=seeds)
+        seeds = {other: (self.address(other),) for other in self.members if (self.path / other / "port").exists()}
+        host = HostFolder(run_id=self.run_id, peer_id=peer_id, parts=self.parts, advertise="127.0.0.1", seeds=seeds)
         host.save(self.path / peer_id)
-        with (self.path / f"{peer_id}.log").open("ab") as log:
+        with (self.path / f"{peer_id}.log").open("wb") as log:
             command = [sys.executable, "-m", "aggregator.swarm", str(self.path / peer_id)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.processes[peer_id] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stderr=log, cwd=REPOSITORY, env=environment
             )
+
+    async def grow(self) -> None:
+        """Start all, and wait until all vote."""
+        self.start("a")
+        await until(self, "a", "listens on")
+        for peer_id in self.members[1:]:
+            self.start(peer_id)
+        await until(self, "a", f"{len(self.members)} vote, of {len(self.members)} members")
+        for peer_id in self.members[1:]:
+            await until(self, peer_id, "listens on")
 
     def address(self, peer_id: str) -> str:
         return f"127.0.0.1:{(self.path / peer_id / 'port').read_text()}"
@@ -100,10 +132,10 @@ class Swarm:
             assert process.wait(WAIT_S) == 0
         self.processes.clear()
 
-    def states(self, *peer_ids: str) -> list[PartReplica]:
-        """What lies in their folders."""
-        stores = [Store(MemberFolder(self.path / each).part(0), self.config, self.run_id) for each in peer_ids]
-        replicas = [PartReplica(self.run_id, 0, self.config, store) for store in stores]
+    def states(self, part: int = 0) -> list[PartReplica]:
+        """What lies in all folders."""
+        stores = [Store(MemberFolder(self.path / each).part(part), self.config, self.run_id) for each in self.members]
+        replicas = [PartReplica(self.run_id, part, self.config, store) for store in stores]
         for store in stores:
             store.close()
         return replicas
@@ -151,8 +183,8 @@ class Swarm:
 
 
 @contextmanager
-def swarm(path: Path) -> Iterator[Swarm]:
-    made = Swarm(path)
+def swarm(path: Path, **named: Any) -> Iterator[Swarm]:
+    made = Swarm(path, **named)
     try:
         yield made
     finally:
@@ -160,8 +192,8 @@ def swarm(path: Path) -> Iterator[Swarm]:
             made.kill(peer_id)
 
 
-async def _until(swarm: Swarm, peer_id: str, words: str) -> None:
-    async with asyncio.timeout(WAIT_S):
+async def until(swarm: Swarm, peer_id: str, words: str) -> None:
+    async with asyncio.timeout(START_S):
         while words not in swarm.log(peer_id):
             assert swarm.processes[peer_id].poll() is None, swarm.log(peer_id)
             await asyncio.sleep(0.02)
@@ -176,12 +208,8 @@ async def _contribute(peer: BarePeer, view: View, fragments: int = len(ONES)) ->
 @on_a_loop
 async def test_the_owner_is_killed_in_the_middle_of_an_exchange(tmp_path: Path) -> None:
     with swarm(tmp_path) as members:
-        members.start("a")
-        await _until(members, "a", "listens on")
-        for peer_id in MEMBERS[1:]:
-            members.start(peer_id)
-        await _until(members, "a", "vote, of 4 members")
-        expected = theta()
+        await members.grow()
+        expected = first_theta()
         async with members.owner(0) as (owner, peer, view):
             await _contribute(peer, view)
             await peer.view(lambda view: view.outer_step == 1)
@@ -197,9 +225,64 @@ async def test_the_owner_is_killed_in_the_middle_of_an_exchange(tmp_path: Path) 
             expected = [part - 1 for part in expected]
             assert taken.digest == digest(expected)
         members.start(owner)
-        for peer_id in MEMBERS:
-            await _until(members, peer_id, "part 0 is at outer step 2")
+        for peer_id in members.members:
+            await until(members, peer_id, "part 0 is at outer step 2")
         members.end()
-        one, *others = [replica.snapshot() for replica in members.states(*MEMBERS)]
+        one, *others = [replica.snapshot() for replica in members.states()]
         assert one.metadata["outer_step"] == 2 and one.metadata["digest"] == digest(expected)
         assert all(same(one, other) for other in others)
+
+
+def test_a_peer_trains_on_while_the_owners_of_its_parts_are_killed(tmp_path: Path) -> None:
+    """An `EditWorker` over the network: it finds the owner of each part, and follows it to another host."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    replica = Replica(model)
+    theta = [fragment.clone() for fragment in replica.founding()]
+    hub = trained_at_a_hub(copy.deepcopy(model), until=2)
+    with swarm(tmp_path, schema=replica.schema, parts=2, theta=theta, members="abc") as members:
+        asyncio.run(members.grow())
+        key, certificate = members.certificate("peer")
+        credentials = grpc.ssl_channel_credentials((members.folder.path / "ca.pem").read_bytes(), key, certificate)
+        hosts = {peer_id: members.address(peer_id) for peer_id in members.members}
+        identity = Identity(members.run_id, "peer", "peer")
+        with IoThread() as io, connect_swarm(io, hosts, 2, credentials, identity) as (connection, config, _):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with EditWorker(model, optimizer, connection, WorkerConfig(sync=config.sync, codec=config.codec)) as worker:
+                train(model, optimizer, worker, until=2)
+                assert worker.digest == hub.digest
+                members.kill("a")
+                killed_at = worker.outer_step
+                train(model, optimizer, worker, until=killed_at + 3)
+                members.start("a")
+                asyncio.run(until(members, "a", "3 vote, of 3 members"))
+                train(model, optimizer, worker, until=worker.outer_step + 2)
+                taken = [share.outer_step for share in worker.shares]
+                digests = [share.digest for share in worker.shares]
+        for part, outer_step in enumerate(taken):
+            for peer_id in members.members:
+                asyncio.run(until(members, peer_id, f"part {part} is at outer step {outer_step}"))
+        members.end()
+        for part in range(2):
+            one, *others = [replica.snapshot() for replica in members.states(part)]
+            assert (one.metadata["outer_step"], one.metadata["digest"]) == (taken[part], digests[part])
+            assert all(same(one, other) for other in others)
+
+
+def trained_at_a_hub(model: nn.Module, *, until: int) -> EditWorker:
+    """The same peer in a run of its own."""
+    config = RunConfig.from_mapping(tomllib.loads(TOML.format(start=1, quorum=1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    collective = LocalRun(config, ["peer"]).collective("peer")
+    with EditWorker(model, optimizer, collective, WorkerConfig(sync=config.sync, codec=config.codec)) as worker:
+        train(model, optimizer, worker, until=until)
+        return worker
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: EditWorker, *, until: int) -> None:
+    """Take steps until all parts are at this outer step."""
+    begun = time.monotonic()
+    while min(share.outer_step for share in worker.shares) < until:
+        assert time.monotonic() - begun < START_S, [share.outer_step for share in worker.shares]
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from edit.collective import CompositeCollective
@@ -57,7 +57,8 @@ def connect_hub(
         if server is not None and config.aggregators.addresses:
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
-        with leaving(AllAggregators(io, channels, identity, config, ranks, parser, server), ended, failed) as connection:
+        each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
+        with leaving(AllAggregators(io, each, identity, ranks, parser, server), ended, failed) as connection:
             yield connection, config, run_step
 
 
@@ -115,9 +116,8 @@ class AllAggregators(CompositeCollective):
 
     Args:
         io: the I/O thread.
-        channels: to the coordinator; its credentials serve for the further aggregators, too.
+        channels: to each aggregator, the coordinator's first.
         identity: this peer's.
-        config: the run's; names the further aggregators.
         ranks: of the replica.
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
@@ -126,9 +126,8 @@ class AllAggregators(CompositeCollective):
     def __init__(
         self,
         io: IoThread,
-        channels: Channels,
+        channels: Sequence[Channels],
         identity: Identity,
-        config: RunConfig,
         ranks: Ranks,
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
@@ -136,12 +135,8 @@ class AllAggregators(CompositeCollective):
         self._io = io
         self._server = server
         self._shown: Outer | None = None
-        addresses = config.aggregators.addresses
-        siblings = Siblings(1 + len(addresses), parser, server)
-        self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings)
-            for each in (channels, *(channels.to((address,)) for address in addresses))
-        )
+        siblings = Siblings(len(channels), parser, server)
+        self._connections = tuple(HubCollective(io, each, identity, ranks=ranks, siblings=siblings) for each in channels)
         super().__init__(self._connections)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -18,7 +18,7 @@ __all__ = ["Channels", "enrolment_channel"]
 
 ENROLMENT_BYTES = 1 << 20  # the largest answer to an enrolment
 
-
+_Stub = TypeVar("_Stub")
 _Wanted: TypeAlias = tuple[str, grpc.ChannelCredentials | None]
 
 
@@ -87,6 +87,13 @@ class Channels:
         if known is None or known[0] != wanted:
             known = self._data[beside] = wanted, self._channel(self.endpoint)
         return known[1]
+
+    def bound(self, stub: _Stub) -> _Stub:
+        """Return the stub, whose calls say what these channels are for."""
+        return stub
+
+    def refused(self, error: grpc.aio.AioRpcError) -> None:
+        """Take note of how a connection ended: the other side may have said where to go."""
 
     def member(self, address: str, server_name: str) -> grpc.aio.Channel:
         """Open a channel to another member, whose certificate must say `server_name` (`editpb.identity.Identity`)."""

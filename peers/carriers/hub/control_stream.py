@@ -167,8 +167,9 @@ class Attendance:
         self._tell(self._session.connecting)
         channel = self._channels.control()
         try:
-            await self._converse(control_pb2_grpc.ControlStub(channel).Attend())
+            await self._converse(self._channels.bound(control_pb2_grpc.ControlStub(channel)).Attend())
         except grpc.aio.AioRpcError as error:
+            self._channels.refused(error)
             return self._refused(error)
         except (EditError, asyncio.InvalidStateError) as error:
             return str(error)

@@ -342,7 +342,7 @@ class DataCalls:
     def _stub(self, *, beside: bool = False) -> data_pb2_grpc.DataStub:
         """Return a stub. beside: over a connection of its own, where receipts and requests would wait behind an update's bytes,
         which come while a contribution goes up."""
-        return data_stub(self._channels.beside() if beside else self._channels.data())
+        return self._channels.bound(data_stub(self._channels.beside() if beside else self._channels.data()))
 
     def _up(self, message: _Message) -> _Message:
         self._traffic.sent += message.ByteSize()

@@ -1,4 +1,6 @@
-"""Which part of a swarm's model a call is for: it says so in its metadata, so that a host has one port for all its parts."""
+"""Which part of a swarm's model a call is for: it says so in its metadata, so that a host has one port for all its parts. And
+who owns the part, which the refusal of a host says that does not.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from edit.errors import GoneError, RemoteProtocolError
+from editpb.limits import is_id
 
-__all__ = ["in_part", "metadata_of", "part_of"]
+__all__ = ["in_part", "metadata_of", "metadata_of_owner", "owner_in", "part_of"]
 
 _PART = "edit-part"
+_OWNER = "edit-owner"  # in the trailing metadata
 _DIGITS = 4  # there are at most 1024 parts
 _Stub = TypeVar("_Stub")
 
@@ -36,3 +40,14 @@ def part_of(metadata: Iterable[tuple[str, str | bytes]] | None, parts: int) -> i
     if (part := int(found[0])) >= parts:
         raise GoneError(f"there is no part {part} here")
     return part
+
+
+def metadata_of_owner(peer_id: str) -> tuple[tuple[str, str]]:
+    """Return the trailing metadata of a call that this peer would serve."""
+    return ((_OWNER, peer_id),)
+
+
+def owner_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Return whom a refusal names, or '': an identifier, whose sender may lie."""
+    found = [str(value) for key, value in metadata or () if key == _OWNER]
+    return found[0] if len(found) == 1 and is_id(found[0]) else ""

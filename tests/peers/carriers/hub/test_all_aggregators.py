@@ -37,7 +37,7 @@ def states(fake: FakeCoordinator) -> set[PeerState]:
 def test_no_aggregator_waits_for_a_peer_that_is_not_yet_at_all_of_them(two: tuple[FakeCoordinator, FakeCoordinator]) -> None:
     first = two[0]
     with IoThread() as io:
-        collectives = AllAggregators(io, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
+        collectives = AllAggregators(io, [Channels((f"127.0.0.1:{fake.port}",)) for fake in two], ME, ALONE)
         assert len(collectives.shares) == 2 and collectives.peer_id == "a"
         collectives.shares[0].join(SCHEMA, theta)
         seen = len(first.heartbeats)
@@ -54,9 +54,9 @@ def test_no_aggregator_waits_for_a_peer_that_is_not_yet_at_all_of_them(two: tupl
 
 
 def test_an_eviction_by_one_aggregator_ends_the_peer(two: tuple[FakeCoordinator, FakeCoordinator]) -> None:
-    first, second = two
+    _, second = two
     with IoThread() as io:
-        collectives = AllAggregators(io, Channels((f"127.0.0.1:{first.port}",)), ME, first.config, ALONE)
+        collectives = AllAggregators(io, [Channels((f"127.0.0.1:{fake.port}",)) for fake in two], ME, ALONE)
         for collective in collectives.shares:
             collective.join(SCHEMA, theta)
         collectives.check()

@@ -1,0 +1,7 @@
+"""The carrier in a swarm: that of a hub of as many aggregators as there are parts, each of which moves from host to host.
+
+Owns: which host is asked for a part. Must not know: rounds, the council, what a host does.
+
+    channels.py  the channels of one part: to the host that owns it, as far as is known
+    connect.py   a peer's connection to all parts
+"""

@@ -1,0 +1,51 @@
+"""A peer's connection to all parts of a swarm's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import grpc
+
+from edit.config.run import RunConfig
+from edit.replica.ranks import ALONE, Ranks
+from editpb.identity import Identity
+from peers.carriers.hub.all_aggregators import AllAggregators
+from peers.carriers.hub.collective import read_configuration
+from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import leaving
+from peers.carriers.swarm.channels import PartChannels
+
+__all__ = ["connect_swarm"]
+
+
+@contextmanager
+def connect_swarm(
+    io: IoThread,
+    hosts: Mapping[str, str],
+    parts: int,
+    credentials: grpc.ChannelCredentials,
+    identity: Identity,
+    ranks: Ranks = ALONE,
+    *,
+    ended: str = "the run has finished",
+    failed: str = "the peer failed",
+) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
+    """Connect one rank of a peer to its swarm; all ranks of the replica call it together.
+
+    Yields the connection, the run's configuration and an outer step that every part has reached. Waits for parts that nobody
+    serves yet. Leaving says goodbye and closes everything. Raises ConfigError, RefusedError, EvictedError, Interrupted.
+
+    Args:
+        io: the I/O thread.
+        hosts: HOST:PORT of the hosts that are known, by peer_id.
+        parts: that the model is cut into.
+        credentials: of this peer.
+        ended, failed: what the goodbye says.
+    """
+    channels = [PartChannels(identity.run_id, hosts, part, credentials) for part in range(parts)]
+    parser = ConfigParser()
+    read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
+    with leaving(AllAggregators(io, channels, identity, ranks, parser), ended, failed) as connection:
+        yield connection, read[0][0], min(outer_step for _, outer_step in read)
