@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import torch
 from cryptography.hazmat.primitives import serialization
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import LIFETIME_S, SCHEMA, TOML, BarePeer
 from tests.support.served import theta as first_theta
 
+pytestmark = pytest.mark.timeout(300)
 START_S = 110.0  # for processes that are started at once, on a busy machine
 ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
 
