@@ -6,6 +6,7 @@ is paused, the record says: an engine has none of the operator's calls but Statu
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -119,4 +120,4 @@ class Engine:
         """End all streams and rounds. The store refuses what is proposed already."""
         self.run.attendances.end()
         await self.run.close(checkpoint=False)
-        self._worker.shutdown()
+        await asyncio.to_thread(self._worker.shutdown)  # a merge may take long

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -89,7 +90,7 @@ class _HostedPart:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"part {number}")
         self.jobs: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self.pulling: tuple[Update, asyncio.Task[None]] | None = None  # an owner's update that is fetched
-        self.pulled: Offer | None = None  # one that is here, to be held
+        self.pulled: Offer | None = None  # one that is here, until the council has been told; no other is fetched before
         self.own: tuple[Offer, tuple[MergeRecord, ...]] | None = None  # what an engine here made
         self.engine: Engine | None = None
 
@@ -146,7 +147,7 @@ class Host:
             self.parts.append(_HostedPart(number, schema, replica))
         self._events: asyncio.Queue[tuple[ev.Event, bool]] = asyncio.Queue()  # and whether it takes room
         self._room = asyncio.Semaphore(MOST_UNTAKEN)
-        self._states, self._kept = asyncio.Semaphore(MOST_STATES), asyncio.Semaphore(MOST_KEPT)
+        self._states, self._kept = _Places(MOST_STATES), _Places(MOST_KEPT)
         self._council: Council | None = None
         self._links: Links | None = None
         self._voters = (tuple[str, ...](), 0)  # and how many members, as the log has said
@@ -275,6 +276,8 @@ class Host:
             event = await self._next_event()
             for effect in self.council.handle(event, self._clock.monotonic()):
                 await self._carry_out(event, effect)
+            if isinstance(event, ev.Offered):
+                self.parts[event.update.part].pulled = None  # its Hold has it, if there is one
 
     async def _next_event(self) -> ev.Event:
         wait_s = self.council.next_wakeup() - self._clock.monotonic()
@@ -302,7 +305,9 @@ class Host:
             case ev.Committed(record):
                 self._follow(record)
             case ev.Hold(update):
-                self.parts[update.part].jobs.put_nowait(partial(self._hold, self.parts[update.part], effect))
+                part = self.parts[update.part]
+                own = part.own if part.own is not None and part.own[0].update == update else (part.pulled, ())
+                part.jobs.put_nowait(partial(self._hold, part, effect, *own))
             case ev.Adopt():
                 self.parts[effect.part].jobs.put_nowait(partial(self._adopt, self.parts[effect.part], effect))
             case ev.Fetch():
@@ -348,7 +353,6 @@ class Host:
     def _refused(self, event: ev.Event, reason: str) -> None:
         match event:
             case ev.Offered(sender, update):
-                self.parts[update.part].pulled = None
                 _log.info("the update of %s to outer step %d of part %d: %s", sender, update.outer_step, update.part, reason)
             case ev.Made(update):
                 part = self.parts[update.part]
@@ -363,7 +367,7 @@ class Host:
         if self.council.why_refused(sender, update) or update.part >= len(self.parts):
             return
         part = self.parts[update.part]
-        if part.replica.state.held == update or (part.pulled is not None and part.pulled.update == update):
+        if part.replica.state.held == update or part.pulled is not None:
             return
         if part.pulling is not None:
             if part.pulling[0].grant >= update.grant:
@@ -402,12 +406,7 @@ class Host:
             job = await part.jobs.get()
             await job()
 
-    async def _hold(self, part: _HostedPart, effect: ev.Hold) -> None:
-        offer, records = part.pulled, tuple[MergeRecord, ...]()
-        if part.own is not None and part.own[0].update == effect.update:
-            offer, records = part.own
-        elif offer is not None and offer.update == effect.update:
-            part.pulled = None
+    async def _hold(self, part: _HostedPart, effect: ev.Hold, offer: Offer | None, records: Sequence[MergeRecord]) -> None:
         self.tell(await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records)))
 
     async def _adopt(self, part: _HostedPart, effect: ev.Adopt) -> None:
@@ -505,20 +504,20 @@ class Host:
             raise RefusedError(f"{peer_id} is no member of the swarm")
         return peer_id
 
-    async def offer(self, number: int, outer_step: int, update_id: str) -> AsyncGenerator[Any, None]:
+    async def offer(self, reader: str, number: int, outer_step: int, update_id: str) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring an update. Raises GoneError."""
         part = self.parts[number]
         if part.own is not None and part.own[0].update.id == update_id:
             async for message in offer_parts(part.own[0]):
                 yield message
             return
-        async with self._kept:
+        async with self._kept.place(reader):
             async for message in offer_parts(await part.do(part.replica.kept, outer_step, update_id)):
                 yield message
 
-    async def state(self, number: int) -> AsyncGenerator[Any, None]:
+    async def state(self, reader: str, number: int) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
-        async with self._states:
+        async with self._states.place(reader):
             async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot)):
                 yield message
 
@@ -532,6 +531,19 @@ class Host:
                 raise StaleError(f"part {number} is not served yet")
             raise _AnothersError(owner, f"part {number} is {owner}'s")
         return engine.handlers.get(method)
+
+
+class _Places:
+    """For so many readers at a time, each another member; the others wait, no longer than they like."""
+
+    def __init__(self, most: int) -> None:
+        self._free, self._turns = asyncio.Semaphore(most), dict[str, asyncio.Lock]()
+
+    @asynccontextmanager
+    async def place(self, reader: str) -> AsyncIterator[None]:
+        """Take a place, until the block ends."""
+        async with self._turns.setdefault(reader, asyncio.Lock()), self._free:
+            yield
 
 
 class _CouncilService:
@@ -548,16 +560,17 @@ class _CouncilService:
     async def FetchOffer(self, request: pb.OfferRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            self._host.member(context)
+            reader = self._host.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
-            await send(context.write, self._host.offer(number, request.outer_step, update_id))
+            await send(context.write, self._host.offer(reader, number, request.outer_step, update_id))
 
     async def FetchState(self, request: pb.StateRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            self._host.member(context)
-            await send(context.write, self._host.state(part_of(context.invocation_metadata(), len(self._host.parts))))
+            reader = self._host.member(context)
+            number = part_of(context.invocation_metadata(), len(self._host.parts))
+            await send(context.write, self._host.state(reader, number))
 
 
 class _ToEngines(grpc.GenericRpcHandler):

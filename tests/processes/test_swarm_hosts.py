@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import signal
 import subprocess
 import sys
@@ -47,13 +46,14 @@ from editpb.transport.chunks import make_chunks
 from editpb.transport.parts import in_part
 from peers.carriers.io_thread import IoThread
 from peers.carriers.swarm.connect import connect_swarm
+from tests.support.daemons import Daemon
 from tests.support.fork_server import REPOSITORY
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import LIFETIME_S, SCHEMA, TOML, BarePeer
 from tests.support.served import theta as first_theta
 
 pytestmark = pytest.mark.timeout(300)
-START_S = 110.0  # for processes that are started at once, on a busy machine
+TRAINS_S = 100.0
 ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
 
 
@@ -66,7 +66,7 @@ class Swarm:
     def __init__(
         self, path: Path, schema: Schema = SCHEMA, parts: int = 1, theta: Sequence[Tensor] | None = None, members: str = "abcd"
     ) -> None:
-        self.path, self.processes = path, dict[str, subprocess.Popen[bytes]]()
+        self.path, self.processes = path, dict[str, Daemon]()
         self.schema, self.parts, self.members = schema, parts, members
         self.folder = StateFolder.create(path / "run", TOML.format(start=1, quorum=1))
         self.config, self.run_id = self.folder.config(), self.folder.run_id
@@ -94,44 +94,40 @@ class Swarm:
         return key_pem(key), issued.public_bytes(serialization.Encoding.PEM)
 
     def start(self, peer_id: str) -> None:
-        """Start a host; it ends with this process, whose pipe it reads."""
+        """Start a host; it knows those that were started before."""
         seeds = {other: (self.address(other),) for other in self.members if (self.path / other / "port").exists()}
         host = HostFolder(run_id=self.run_id, peer_id=peer_id, parts=self.parts, advertise="127.0.0.1", seeds=seeds)
         host.save(self.path / peer_id)
-        with (self.path / f"{peer_id}.log").open("wb") as log:
-            command = [sys.executable, "-m", "aggregator.swarm", str(self.path / peer_id)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.processes[peer_id] = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stderr=log, cwd=REPOSITORY, env=environment
-            )
+        self.processes[peer_id] = Daemon("aggregator.swarm", self.path / peer_id)
 
-    async def grow(self) -> None:
+    def until(self, peer_id: str, words: str) -> None:
+        """Read on until a line of a host's log has these words, unless one had."""
+        daemon = self.processes[peer_id]
+        if not any(words in line for line in daemon.lines):
+            daemon.until(words)
+
+    def grow(self) -> None:
         """Start all, and wait until all vote."""
         self.start("a")
-        await until(self, "a", "listens on")
+        self.until("a", "listens on")
         for peer_id in self.members[1:]:
             self.start(peer_id)
-        await until(self, "a", f"{len(self.members)} vote, of {len(self.members)} members")
+        self.until("a", f"{len(self.members)} vote, of {len(self.members)} members")
         for peer_id in self.members[1:]:
-            await until(self, peer_id, "listens on")
+            self.until(peer_id, "listens on")
 
     def address(self, peer_id: str) -> str:
         return f"127.0.0.1:{(self.path / peer_id / 'port').read_text()}"
 
-    def log(self, peer_id: str) -> str:
-        return (self.path / f"{peer_id}.log").read_text()
-
     def kill(self, peer_id: str) -> None:
-        process = self.processes.pop(peer_id)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        self.processes.pop(peer_id).kill()
 
     def end(self) -> None:
-        """By the end of their standard input."""
-        for process in self.processes.values():
-            process.stdin.close()  # type: ignore[union-attr]
-        for process in self.processes.values():
-            assert process.wait(WAIT_S) == 0
+        """By SIGTERM."""
+        for daemon in self.processes.values():
+            daemon.process.send_signal(signal.SIGTERM)
+        for daemon in self.processes.values():
+            assert daemon.finish() == 0, daemon.lines
         self.processes.clear()
 
     def states(self, part: int = 0) -> list[PartReplica]:
@@ -194,13 +190,6 @@ def swarm(path: Path, **named: Any) -> Iterator[Swarm]:
             made.kill(peer_id)
 
 
-async def until(swarm: Swarm, peer_id: str, words: str) -> None:
-    async with asyncio.timeout(START_S):
-        while words not in swarm.log(peer_id):
-            assert swarm.processes[peer_id].poll() is None, swarm.log(peer_id)
-            await asyncio.sleep(0.02)
-
-
 async def _contribute(peer: BarePeer, view: View, fragments: int = len(ONES)) -> None:
     for i, delta in list(enumerate(ONES))[:fragments]:
         data = delta.numpy().tobytes()
@@ -210,7 +199,7 @@ async def _contribute(peer: BarePeer, view: View, fragments: int = len(ONES)) ->
 @on_a_loop
 async def test_the_owner_is_killed_in_the_middle_of_an_exchange(tmp_path: Path) -> None:
     with swarm(tmp_path) as members:
-        await members.grow()
+        members.grow()
         expected = first_theta()
         async with members.owner(0) as (owner, peer, view):
             await _contribute(peer, view)
@@ -228,7 +217,7 @@ async def test_the_owner_is_killed_in_the_middle_of_an_exchange(tmp_path: Path) 
             assert taken.digest == digest(expected)
         members.start(owner)
         for peer_id in members.members:
-            await until(members, peer_id, "part 0 is at outer step 2")
+            members.until(peer_id, "part 0 is at outer step 2")
         members.end()
         one, *others = [replica.snapshot() for replica in members.states()]
         assert one.metadata["outer_step"] == 2 and one.metadata["digest"] == digest(expected)
@@ -242,7 +231,7 @@ def test_a_peer_trains_on_while_the_owners_of_its_parts_are_killed(tmp_path: Pat
     theta = [fragment.clone() for fragment in replica.founding()]
     hub = trained_at_a_hub(copy.deepcopy(model), until=2)
     with swarm(tmp_path, schema=replica.schema, parts=2, theta=theta, members="abc") as members:
-        asyncio.run(members.grow())
+        members.grow()
         key, certificate = members.certificate("peer")
         credentials = grpc.ssl_channel_credentials((members.folder.path / "ca.pem").read_bytes(), key, certificate)
         hosts = {peer_id: members.address(peer_id) for peer_id in members.members}
@@ -256,13 +245,13 @@ def test_a_peer_trains_on_while_the_owners_of_its_parts_are_killed(tmp_path: Pat
                 killed_at = worker.outer_step
                 train(model, optimizer, worker, until=killed_at + 3)
                 members.start("a")
-                asyncio.run(until(members, "a", "3 vote, of 3 members"))
+                members.until("a", "3 vote, of 3 members")
                 train(model, optimizer, worker, until=worker.outer_step + 2)
                 taken = [share.outer_step for share in worker.shares]
                 digests = [share.digest for share in worker.shares]
         for part, outer_step in enumerate(taken):
             for peer_id in members.members:
-                asyncio.run(until(members, peer_id, f"part {part} is at outer step {outer_step}"))
+                members.until(peer_id, f"part {part} is at outer step {outer_step}")
         members.end()
         for part in range(2):
             one, *others = [replica.snapshot() for replica in members.states(part)]
@@ -284,7 +273,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: EditWorker
     """Take steps until all parts are at this outer step."""
     begun = time.monotonic()
     while min(share.outer_step for share in worker.shares) < until:
-        assert time.monotonic() - begun < START_S, [share.outer_step for share in worker.shares]
+        assert time.monotonic() - begun < TRAINS_S, [share.outer_step for share in worker.shares]
         optimizer.zero_grad()
         model(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()
+
+
+def test_a_host_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """Its standard input is a pipe that is closed when that process ends, however it ends."""
+    with swarm(tmp_path, members="a") as members:
+        HostFolder(run_id=members.run_id, peer_id="a", parts=1).save(tmp_path / "a")
+        command = [sys.executable, "-m", "aggregator.swarm", str(tmp_path / "a")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY, text=True) as process:
+            assert any("listens on" in line for line in process.stderr)
+            process.stdin.close()
+            assert process.wait(WAIT_S) == 0
+            process.stdin = None
