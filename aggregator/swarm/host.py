@@ -271,6 +271,10 @@ class Host:
         """See `Listener`."""
         self.tell(ev.Disconnected(peer_id))
 
+    def failed(self, error: BaseException) -> None:
+        """See `Listener`."""
+        self._background.fail(error)
+
     async def _take_events(self) -> None:
         while True:
             event = await self._next_event()
@@ -296,9 +300,7 @@ class Host:
         match effect:
             case ev.Save(saved):
                 self._check(saved.record)
-                await self._background.in_worker(
-                    self._folder.save, saved
-                )  # what fails here ends the host: nothing more is said
+                await self._background.in_worker(self._folder.save, saved)  # if that fails, this host ends, and says no more
                 self._reach(saved.record)
             case ev.Send(peer_id, message):
                 self.links.send(peer_id, message)
@@ -397,7 +399,7 @@ class Host:
             case EditError() as error:
                 _log.info("part %d: %s", part.number, error)
             case bug:
-                self._background.fail(bug)
+                self.failed(bug)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
@@ -463,7 +465,7 @@ class Host:
             self._files,
             self._clock,
             lambda: self.tell(ev.Ended(number, grant)),
-            self._background.fail,
+            self.failed,
         )
         await part.engine.start()
         if (record := self.council.committed) is not None:

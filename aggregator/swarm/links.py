@@ -56,6 +56,10 @@ class Listener(Protocol):
         """Take note of the end of the last one."""
         ...
 
+    def failed(self, error: BaseException) -> None:
+        """Take note of a bug."""
+        ...
+
 
 class _Stream:
     """One stream, from either side."""
@@ -119,7 +123,8 @@ class Links:
         self._addresses = addresses
         for peer_id, found in addresses.items():
             if peer_id != self._peer_id and found and peer_id not in self._dialling:
-                self._dialling[peer_id] = asyncio.get_running_loop().create_task(self._keep_dialling(peer_id))
+                task = self._dialling[peer_id] = asyncio.get_running_loop().create_task(self._keep_dialling(peer_id))
+                task.add_done_callback(self._dialled)
 
     def drop(self, peer_id: str, reason: EditError) -> None:
         """End all streams to a peer."""
@@ -175,6 +180,10 @@ class Links:
                         _log.info("%s at %s: %s", peer_id, address, error)
             await asyncio.sleep(pause_s)
         del self._dialling[peer_id]
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._listener.failed(error)
 
     async def _dial(self, peer_id: str, address: str) -> None:
         """Open a stream; return or raise when it ended."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
 from edit.council import events as ev
-from edit.council.record import Phase
+from edit.council.record import Phase, Saved
+from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.digest import digest
 from editpb.messages import Expel
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
@@ -173,5 +175,32 @@ def test_the_engines_are_in_the_records_phase_also_those_that_start_later(tmp_pa
             await swarm.until(lambda: later.phase is Phase.DRAINING)
             await step(swarm, 2)
             await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+
+    run_held(body())
+
+
+def test_a_bug_ends_the_host_and_a_disk_that_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b")
+            a, b = swarm.running["a"], swarm.running["b"]
+
+            def full(saved: Saved) -> None:
+                raise StorageError("council.json: cannot be written (No space left on device)")
+
+            monkeypatch.setattr(b._folder, "save", full)
+            version = swarm.record.version
+            a.tell(ev.SetPhase(Phase.PAUSED))
+            with pytest.raises(LocalProtocolError, match="No space left"):
+                await b.watch(asyncio.Event())
+            assert b.council.committed is not None and b.council.committed.version == version, "it has not said that it has it"
+
+            async def dial(peer_id: str, address: str) -> None:
+                raise ValueError("a bug")
+
+            monkeypatch.setattr(a.links, "_dial", dial)
+            a.links.reach({"c": ("127.0.0.1:1",)})
+            with pytest.raises(LocalProtocolError, match="ValueError: a bug"):
+                await a.watch(asyncio.Event())
 
     run_held(body())
