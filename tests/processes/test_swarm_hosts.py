@@ -224,6 +224,28 @@ async def test_the_owner_is_killed_in_the_middle_of_an_exchange(tmp_path: Path) 
         assert all(same(one, other) for other in others)
 
 
+@on_a_loop
+async def test_an_owner_that_is_stopped_loses_its_part_and_follows_when_it_goes_on(tmp_path: Path) -> None:
+    with swarm(tmp_path, members="abc") as members:
+        members.grow()
+        async with members.owner(0) as (owner, peer, view):
+            await _contribute(peer, view, 1)  # of two fragments
+            stopped = members.processes.pop(owner)
+            stopped.process.send_signal(signal.SIGSTOP)
+        async with members.owner(0) as (second, peer, view):
+            assert second != owner
+            await _contribute(peer, view)
+            taken = await peer.view(lambda view: view.outer_step == 1)
+        stopped.process.send_signal(signal.SIGCONT)
+        members.processes[owner] = stopped
+        for peer_id in members.members:
+            members.until(peer_id, "part 0 is at outer step 1")
+        members.end()
+        one, *others = [replica.snapshot() for replica in members.states()]
+        assert one.metadata["digest"] == taken.digest == digest([part - 1 for part in first_theta()])
+        assert all(same(one, other) for other in others)
+
+
 def test_a_peer_trains_on_while_the_owners_of_its_parts_are_killed(tmp_path: Path) -> None:
     """An `EditWorker` over the network: it finds the owner of each part, and follows it to another host."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
