@@ -373,7 +373,5 @@ def export(
 
 def main() -> None:
     """Entry point of `edit-coordinator`."""
-    # gRPC is imported by the commands, after this; it would write a line about each handshake of a stranger.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported by `export --format hf`, after this
     run_command("edit-coordinator", app)

@@ -6,6 +6,7 @@ A bug is a traceback and exit code 70. Whatever others wrote is printed without 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,10 +38,11 @@ def with_version(app: typer.Typer, program: str) -> None:
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:
-    """Run a command line and exit.
+    """Run a command line and exit. gRPC, which commands import, is told to be silent: it would log each stranger's handshake.
 
     Exit codes: 0 success, 2 configuration, 3 refused, 4 evicted, 69 not reachable, 70 bug, 130 Ctrl-C.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         command()
     except EditError as error:

@@ -199,6 +199,5 @@ def _log_lines() -> None:
 
 def main() -> None:
     """Entry point of `edit-peer`."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC is imported by the commands, after this
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # so is transformers; a run names no hub
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported by the commands, after this; a run names no hub
     run_command("edit-peer", app)
