@@ -95,7 +95,7 @@ class Run:
         self._resources = resources
         self._given = outer
         self._builtin = builtin_schema(config, aggregator) if outer is None else outer.schema
-        self._first_round_id = first_round_id
+        self.first_round_id = first_round_id
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
         self._told_ahead: set[str] = set()  # members whose outer step was above the run's, as the log has said
@@ -148,7 +148,7 @@ class Run:
         """Take the run's parameters: rounds may begin, as far as the operator's orders of an earlier process let them."""
         resources = self._resources
         published = PublishedState(outer, resources.store, resources.background, self.clock.monotonic)
-        self._rounds = RoundRunner(outer, self.config, resources, published, first_round_id=self._first_round_id)
+        self._rounds = RoundRunner(outer, self.config, resources, published, first_round_id=self.first_round_id)
         if resources.orders.paused:
             self._rounds.feed(events.Pause())
         if resources.orders.draining:

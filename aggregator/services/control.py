@@ -84,7 +84,13 @@ class ControlService:
     def _welcome(self, identity: Identity) -> Welcome:
         run = self._run
         outer_step = run.rounds.published.outer_step if run.founded else 0
-        return Welcome(run_id=run.run_id, peer_id=identity.peer_id, config_json=run.config.to_json(), outer_step=outer_step)
+        return Welcome(
+            run_id=run.run_id,
+            peer_id=identity.peer_id,
+            config_json=run.config.to_json(),
+            outer_step=outer_step,
+            first_round_id=run.first_round_id,
+        )
 
     async def _converse(
         self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]

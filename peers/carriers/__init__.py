@@ -27,7 +27,7 @@ Threads
     peer-io, no lock              `Report`, `Attendance`, `Channels`, `DataCalls`, `Downlink`, `SnapshotServer`: the main thread
                                   posts to them and never looks, but for two counters (`Traffic`), `Channels.endpoint` and
                                   `DataCalls.origin`, each replaced in one step.
-    main, no lock                 `HubCollective._position`, which the loop only reads; the prefetched snapshot's future.
+    main, no lock                 the prefetched snapshot's future of `HubCollective`.
     signal handler                one flag, `IoThread.interrupt`, which ends the main thread's waits with Interrupted.
 
     Locks, events and queues:

@@ -148,6 +148,7 @@ def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
         peer_id=welcome.peer_id,
         config_json=welcome.config_json,
         outer_step=welcome.outer_step,
+        first_round_id=welcome.first_round_id,
     )
 
 
@@ -158,6 +159,7 @@ def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
         peer_id=check_id("peer_id", message.peer_id),
         config_json=check_text("config_json", message.config_json, lim.MAX_CONFIG_CHARS),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
+        first_round_id=within("first_round_id", message.first_round_id, 0, lim.MAX_COUNT),
     )
 
 

@@ -104,16 +104,18 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "peer_id", "config_json", "outer_step")
+    __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     peer_id: str
     config_json: str
     outer_step: int
-    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ...) -> None: ...
+    first_round_id: int
+    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ..., first_round_id: _Optional[int] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "resync", "found", "reason", "inner_steps", "draining", "ahead_bytes")

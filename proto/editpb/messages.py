@@ -132,6 +132,7 @@ class Welcome:
     peer_id: str  # the one in the caller's certificate
     config_json: str  # `RunConfig.to_json()`
     outer_step: int = 0  # that the run has reached
+    first_round_id: int = 0  # of whoever serves the run now: earlier rounds were an earlier process's, or another host's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

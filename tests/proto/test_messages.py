@@ -237,7 +237,7 @@ def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodby
 @pytest.mark.parametrize(
     "value",
     [
-        msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', outer_step=7),
+        msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', outer_step=7, first_round_id=9),
         VIEW,
         *(dataclasses.replace(VIEW, phase=phase, resync="digest differs", last_committed=True) for phase in msg.RunPhase),
         msg.Expel(True, "key lost"),
@@ -292,6 +292,7 @@ def test_a_wrong_heartbeat_is_refused(fields: dict[str, Any], reason: str) -> No
         (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, ranks=65537), hello_from_pb, "ranks is 65537"),
         (cpb.View(phase=0), view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
         (cpb.Welcome(run_id=RUN, peer_id="a" * 65), welcome_from_pb, "peer_id"),
+        (cpb.Welcome(run_id=RUN, peer_id="a", first_round_id=1 << 63), welcome_from_pb, "first_round_id"),
         (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), welcome_from_pb, "config_json"),
         (cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict()] * 65537), fragment_verdicts_from_pb, "more than 65536"),
         (

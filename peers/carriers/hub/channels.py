@@ -37,6 +37,8 @@ class Channels:
         credentials: of this peer; None: plaintext, for tests.
     """
 
+    moves = False  # whether another host may take the aggregator's place at any time
+
     def __init__(self, endpoints: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
         self._held = _Held(credentials)
         self._endpoints = tuple(endpoints)

@@ -124,13 +124,12 @@ class HubCollective:
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
         # Changed on the loop's thread, in `IoThread.change`; the main thread reads it under the lock.
-        self._session = Session(draw, time.monotonic())
+        self._session = Session(draw, time.monotonic(), follows=channels.moves)
         self._links: tuple[Uplink, Downlink] | None = None  # made once, by `join`; so the main thread may look without the lock
         # The loop's thread's.
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic(), self._siblings.server)
         self._data = DataCalls(channels, identity.run_id, self._report.traffic, draw)
         self._attendance: Attendance | None = None  # made by `join`, before the loop looks
-        self._position = 0  # the outer step that the caller last asked about
 
     @property
     def peer_id(self) -> str:
@@ -230,7 +229,7 @@ class HubCollective:
 
         Where contributions do not outlive their rounds, that begins as soon as this rank's is on its way.
         """
-        step = self._position
+        step = uplink.position
         if (sent := uplink.sent_to(step)) is None:
             return
         match self._session.decide(step, sent, time.monotonic())[0]:
@@ -268,13 +267,13 @@ class HubCollective:
 
     def _send(self, uplink: Uplink, downlink: Downlink, contribution: Contribution) -> None:
         """Loop's thread. A caller that reports nothing itself is where it contributes, or no round would wait for it."""
-        self._position = max(self._position, contribution.outer_step)
+        uplink.position = max(uplink.position, contribution.outer_step)
         uplink.add(contribution)
         uplink.advance()
         self._fetch(uplink, downlink)
         heartbeat = dataclasses.replace(self._report.heartbeat, state=PeerState.EXCHANGING)
-        if self._position > heartbeat.outer_step:
-            heartbeat = dataclasses.replace(heartbeat, outer_step=self._position, digest="")
+        if uplink.position > heartbeat.outer_step:
+            heartbeat = dataclasses.replace(heartbeat, outer_step=uplink.position, digest="")
         self._say(heartbeat)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
@@ -283,7 +282,8 @@ class HubCollective:
         What was never sent is not in doubt: cut off, it is withdrawn and Aborted. Raises RefusedError, Interrupted.
         """
         leader = LeaderDecision(Decision.EVICTED, "")
-        self._io.post(partial(self._asked, outer_step))
+        uplink, _ = self._joined()
+        self._io.post(lambda: self._io.change(partial(self._asked, uplink, outer_step)))
         try:
             leader = self._decision(outer_step, block)
             outcome = self._act(leader, outer_step)
@@ -293,9 +293,11 @@ class HubCollective:
             self._end_attempt(leader, outcome)
         return outcome
 
-    def _asked(self, outer_step: int) -> None:
-        """Loop's thread."""
-        self._position = outer_step
+    @staticmethod
+    def _asked(uplink: Uplink, outer_step: int) -> None:
+        """Loop's thread. What was contributed is in no commit up to this outer step."""
+        uplink.position = outer_step
+        uplink.advance()
 
     def snapshot(self) -> Snapshot:
         """See `Collective.snapshot`. Raises TransportError also when what arrived was damaged again and again."""

@@ -26,6 +26,11 @@ ABORTED                  S = 0: round R is closed (last_round_id >= R), or a new
 ABORTED                  S > 0: the coordinator has refused it, before or at outer step t; or t - s > S
 WAIT                     otherwise
 
+Where the aggregator moves from host to host (a swarm), a contribution FOLLOWS it: round R of an earlier host (`outlived`) is
+not lost but over, and rank 0 names a round of the present one instead. With S > 0 not before this peer has looked at every
+commit that the present host has: the contribution is then in none of them, and in no other that an earlier host may have made,
+since a host serves what is agreed on, and only the present one adds to it.
+
 A commit to outer step t + 1 may be without a contribution that a later one brings: that one is CARRIED, as long as the
 coordinator has not refused it before or at t + 1, and t + 1 - s <= S.
 """
@@ -42,9 +47,10 @@ from edit.worker.catch_up import ApplyUpdates, TakeSnapshot, catch_up
 from editpb.limits import MAX_COUNT
 from editpb.messages import Expel, RunPhase, View, Welcome
 
-__all__ = ["HAS_PARAMETERS", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
+__all__ = ["HAS_PARAMETERS", "MOST_PASSED_OVER", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
+MOST_PASSED_OVER = 20  # Welcomes in a row of hosts that served earlier than one that was heard; one of them may have lied
 
 
 class Link(Enum):
@@ -110,9 +116,19 @@ class Session:
         now: monotonic seconds.
         heartbeat_s: seconds between heartbeats, until `configure` says what the run uses.
         max_staleness: the bound on staleness in outer steps, likewise.
+        follows: whether the aggregator may move to another host, and contributions follow it.
     """
 
-    def __init__(self, random: Callable[[], float], now: float, heartbeat_s: float = 2.0, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        random: Callable[[], float],
+        now: float,
+        heartbeat_s: float = 2.0,
+        max_staleness: int = 0,
+        *,
+        follows: bool = False,
+    ) -> None:
+        self.follows = follows
         self._random = random
         self._heartbeat_s = heartbeat_s
         self._max_staleness = max_staleness
@@ -123,6 +139,7 @@ class Session:
         self._welcome: Welcome | None = None
         self._view: View | None = None
         self._expel: Expel | None = None
+        self._passed_over = 0  # Welcomes in a row of earlier hosts
         self._resynced_at = -1  # sequence of the newest view when a snapshot was taken; -1: no resync has been obeyed
 
     # ---- what it knows -------------------------------------------------------------------------------------------------------
@@ -214,30 +231,41 @@ class Session:
             return 0
         return view.round_id if view.round_id > after else 0
 
-    def name_round(self, sent: Sent, after: int, *, leads: bool = True, named: int = 0) -> int:
+    def outlived(self, round_id: int) -> bool:
+        """Return whether this round was of an earlier host, so that what names it will name another one; never at a hub."""
+        return self.follows and self._welcome is not None and 0 < round_id < self._welcome.first_round_id
+
+    def name_round(self, sent: Sent, after: int, position: int = 0, *, leads: bool = True, named: int = 0) -> int:
         """Return the round that a contribution names from now on; 0: none is open for it yet.
 
         With S = 0 rank 0 stays with the round it named first; another rank cannot know which one that is (it may have seen one
         that was lost meanwhile), so it follows to each newer round of the same outer step. With S > 0 the name stays, and the
-        other ranks name what rank 0 says.
+        other ranks name what rank 0 says. The name of a round that is `outlived` does not stay.
 
         Args:
             sent: the contribution.
             after: the newest round that an earlier contribution named: this one names a newer one.
+            position: the outer step that this peer has come to, and no commit up to it has the contribution. Where it follows.
             leads: whether this is rank 0.
             named: S > 0: the round that rank 0 says; 0: it has not said any.
         """
-        if sent.round_id and (leads or self.carries):
+        if sent.round_id and (leads or self.carries) and not self.outlived(sent.round_id):
             return sent.round_id
+        after = max(after, sent.round_id)
         if self.carries and named > after:
             return named
-        if self.carries and not leads:
-            return 0
-        return self.open_round(sent.outer_step, max(after, sent.round_id)) or sent.round_id
+        if self.carries and (not leads or (sent.round_id and not self._has_seen_all(position))):
+            return sent.round_id
+        return self.open_round(sent.outer_step, after) or sent.round_id
+
+    def _has_seen_all(self, position: int) -> bool:
+        return self.view is not None and self.view.outer_step == position
 
     def takes(self, round_id: int) -> bool:
         """Return whether sending what names round `round_id` is still worth trying; while offline it is."""
-        return self._expel is None and (self.carries or self.view is None or self.view.round_id == round_id)
+        if self._expel is not None or self.outlived(round_id):
+            return False
+        return self.carries or self.view is None or self.view.round_id == round_id
 
     def aborted_since(self, round_id: int) -> int:
         """Return the round that was closed last, if it came to nothing and is not older than `round_id`; else 0."""
@@ -275,6 +303,8 @@ class Session:
             if self._stale(sent, view.outer_step):
                 return f"computed against outer step {sent.outer_step}, too stale at {view.outer_step}"
             return sent.reason if sent.refused_by(view.outer_step) else ""
+        if self.outlived(sent.round_id):
+            return ""
         if sent.round_id and view.last_round_id >= sent.round_id:
             return view.last_reason or f"round {sent.round_id} was lost"
         if sent.round_id and view.round_id > sent.round_id:
@@ -300,6 +330,10 @@ class Session:
             return f"a Welcome while {self._link.value}"
         if self._welcome is not None and self._welcome.run_id != welcome.run_id:
             return f"the coordinator runs {welcome.run_id}, this peer belongs to {self._welcome.run_id}"
+        if self.outlived(welcome.first_round_id) and self._passed_over < MOST_PASSED_OVER:
+            self._passed_over += 1
+            return "it has not heard yet that another host serves the run"
+        self._passed_over = 0
         self._link, self._welcome = Link.WELCOMED, welcome
         self._connections += 1
         self._attempts, self._resynced_at = 0, -1

@@ -11,6 +11,10 @@ max_staleness:
 - S > 0: a contribution outlives the round it names, and what is sent goes on under that name whatever round is open. The other
   ranks name what rank 0 says (`follow`). What is merged once is refused after that, so this rank may ask and send again: after
   a new connection (the coordinator may be another process) and a round that came to nothing (it may have been dropped with it).
+
+In a swarm the aggregator moves from host to host, and the contribution FOLLOWS it: once the round it names is of an earlier
+host, it is named anew and all of it is sent again. So what was sent is kept until the outcome, at rank 0, too. That is the
+encoded contribution, which `edit.codecs.error_feedback` has until then as well, unless training goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -114,6 +118,7 @@ class Uplink:
         self._rank = rank
         self._number = attempt
         self._stage = stage
+        self.position = 0  # the outer step that the caller last asked about
         self._attempt: _Attempt | None = None
         self._last_round = 0
         self._named = 0  # S > 0: by rank 0, for the present attempt or the next one
@@ -144,7 +149,9 @@ class Uplink:
     def proposal(self, outer_step: int) -> int:
         """At rank 0, S > 0: return the round that all ranks are to name, now or with the next contribution; 0: none is open."""
         sent = self.sent
-        return sent.round_id if sent and sent.round_id else self._session.open_round(outer_step, self._last_round)
+        if sent is None or not sent.round_id:
+            return self._session.open_round(outer_step, self._last_round)
+        return self._session.name_round(sent, self._last_round, outer_step)
 
     # ---- what changes it (loop's thread) -----------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class Uplink:
         if contribution.payload.numel == 0:
             return  # other ranks own this fragment
         attempt.queue.append(contribution)
-        if self._rank or self._session.carries:
+        if self._rank or self._session.carries or self._session.follows:
             attempt.kept.append(contribution)
 
     def withdraw(self, outer_step: int) -> bool:
@@ -224,7 +231,7 @@ class Uplink:
 
     def _choose_round(self, attempt: _Attempt) -> None:
         before, leads = attempt.sent.round_id, self._rank == 0
-        round_id = self._session.name_round(attempt.sent, self._last_round, leads=leads, named=self._named)
+        round_id = self._session.name_round(attempt.sent, self._last_round, self.position, leads=leads, named=self._named)
         if round_id == before:
             return
         if before:
@@ -233,6 +240,7 @@ class Uplink:
             attempt.unsent.clear()
             attempt.queue = deque(attempt.kept)
             attempt.staged.clear()
+            attempt.begun.clear()
         attempt.sent = attempt.sent._replace(round_id=round_id)
 
     def _offer_again(self, attempt: _Attempt) -> None:
@@ -327,10 +335,14 @@ class Uplink:
         if not self._session.carries:
             if attempt.sent.round_id == header.round_id:
                 attempt.queue.clear()
-        elif reached is not None:
+        elif reached is not None and self._is_current(header.round_id):
             self._refuse(attempt, reached, str(error))
         elif isinstance(error, TransportError | StaleError | RemoteProtocolError):
             attempt.seen = (0, 0)
+
+    def _is_current(self, round_id: int) -> bool:
+        """Whether who refused it is who serves that round: in a swarm it may have been the next host."""
+        return not self._session.follows or (self._session.view is not None and not self._session.outlived(round_id))
 
     def _refuse(self, attempt: _Attempt, reached: int | None, reason: str) -> None:
         attempt.queue.clear()

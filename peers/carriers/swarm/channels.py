@@ -25,6 +25,8 @@ class PartChannels(Channels):
         credentials: of this peer.
     """
 
+    moves = True
+
     def __init__(self, run_id: str, hosts: Mapping[str, str], part: int, credentials: grpc.ChannelCredentials) -> None:
         super().__init__(tuple(hosts.values()), credentials)
         self._peers, self._part, self._owner = tuple(hosts), part, ""

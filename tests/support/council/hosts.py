@@ -23,6 +23,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
 from edit.council.machine import Role, Timing
 from edit.council.record import Record, name_of
+from edit.fragments.assignment import assign
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.lab.council.replicated import same
 from edit.merging.outer_state import OuterState
@@ -59,16 +60,22 @@ class Hosts:
     run_id: str
     config: RunConfig
     parts: int
+    model: tuple[Schema, Sequence[Tensor]] | None = None  # and its parameters; None: one of random vectors
     running: dict[str, Host] = field(default_factory=dict)
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        return tuple(map(schema_of, range(self.parts)))
+        if self.model is None:
+            return tuple(map(schema_of, range(self.parts)))
+        return tuple(map(self.model[0].subset, assign(self.model[0], self.parts)))
 
     def first_state(self, part: int) -> OuterState:
         """What the run is founded with."""
-        return OuterState(schema_of(part), self.config, theta(part, schema_of(part)))
+        if self.model is None:
+            return OuterState(schema_of(part), self.config, theta(part, schema_of(part)))
+        schema, first = self.model
+        return OuterState(self.schemas[part], self.config, [first[i].clone() for i in assign(schema, self.parts)[part]])
 
     @property
     def ca(self) -> bytes:
@@ -240,13 +247,15 @@ class Hosts:
 
 
 @asynccontextmanager
-async def hosts(path: Path, parts: int = 1) -> AsyncIterator[Hosts]:
+async def hosts(
+    path: Path, parts: int = 1, *, model: tuple[Schema, Sequence[Tensor]] | None = None, toml: str = TOML
+) -> AsyncIterator[Hosts]:
     """No member runs yet; at the end all are stopped."""
     assert isinstance(asyncio.get_running_loop(), HeldLoop)
-    folder = StateFolder.create(path / "run", TOML.format(start=1, quorum=1))
+    folder = StateFolder.create(path / "run", toml.format(start=1, quorum=1))
     config = folder.config()
     authority = Authority.create(folder.path, folder.run_id, config.server.advertise, now=time.time())
-    swarm = Hosts(path, authority, folder.run_id, config, parts)
+    swarm = Hosts(path, authority, folder.run_id, config, parts, model)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_stop_all, swarm)
         yield swarm

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from edit.errors import LocalProtocolError
 from editpb.messages import Expel, RunPhase, View, Welcome
-from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Asked, Decision, Sent, Session
+from peers.carriers.hub.session import HAS_PARAMETERS, MOST_PASSED_OVER, NEVER, Asked, Decision, Sent, Session
 
 WELCOME = Welcome(run_id="run-1", peer_id="a", config_json="{}")
 
@@ -28,6 +29,7 @@ def attending(*views: View, now: float = 0.0, max_staleness: int = 0) -> Session
 
 # what became of outer step 5, having contributed to round 1000007 (or to none)
 R = 1_000_007
+G = 2_000_000  # of another grant of a swarm
 TABLE = [
     # view, contributed, decision, a word of the reason
     (view(round_id=R), R, Decision.WAIT, "collecting"),
@@ -265,6 +267,68 @@ def test_which_round_a_contribution_names(
 ) -> None:
     session = attending(view(round_id=R), max_staleness=max_staleness)
     assert session.name_round(Sent(before, 5), after, leads=leads, named=named) == expected
+
+
+def follower(seen: View, *, first_round_id: int = G + 1, max_staleness: int = 0) -> Session:
+    """A session in a swarm, at the second host that serves the run."""
+    session = Session(lambda: 0.5, 0.0, max_staleness=max_staleness, follows=True)
+    for first in (1, first_round_id):
+        session.connecting()
+        assert session.welcomed(dataclasses.replace(WELCOME, first_round_id=first)) is None
+        session.down(0.0)
+    session.connecting()
+    session.welcomed(dataclasses.replace(WELCOME, first_round_id=first_round_id))
+    session.viewed(seen)
+    return session
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize(
+    "seen",
+    [view(round_id=G + 1), view(phase=RunPhase.GATHERING), view(round_id=G + 3, last_round_id=G + 2, last_reason="too few")],
+)
+def test_what_another_host_did_not_commit_is_waited_for_where_contributions_follow(seen: View, max_staleness: int) -> None:
+    session = follower(seen, max_staleness=max_staleness)
+    assert session.decide(5, Sent(7, 5), now=0.0)[0] is Decision.WAIT
+    assert session.outlived(7) and not session.outlived(G + 1) and not session.outlived(0)
+    assert not session.takes(7)
+    if seen.last_round_id and not max_staleness:
+        assert session.decide(5, Sent(G + 2, 5), now=0.0) == (Decision.ABORTED, "too few"), "a round of this host's was lost"
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "leads", "position", "named", "expected"),
+    [
+        (0, True, 5, 0, G + 4),
+        (0, False, 5, 0, G + 4),
+        (2, True, 5, 0, G + 4),
+        (2, True, 4, 0, 7),  # a commit that this peer has not looked at may have it
+        (2, False, 5, 0, 7),  # rank 0 has not said any
+        (2, False, 5, 7, 7),  # nor yet
+        (2, False, 5, G + 2, G + 2),
+    ],
+)
+def test_a_contribution_names_a_round_of_the_host_that_serves_the_run_now(
+    max_staleness: int, leads: bool, position: int, named: int, expected: int
+) -> None:
+    session = follower(view(round_id=G + 4), max_staleness=max_staleness)
+    assert session.name_round(Sent(7, 5), 6, position, leads=leads, named=named) == expected
+    hub = attending(view(round_id=G + 4), max_staleness=max_staleness)
+    assert not hub.outlived(7) and hub.name_round(Sent(7, 5), 6, position) == 7
+
+
+def test_a_host_that_served_before_another_one_is_passed_over_but_not_for_ever() -> None:
+    """It was stopped, and has not heard. But who said that it came later may have lied."""
+    session = follower(view())
+    for _ in range(MOST_PASSED_OVER):
+        session.down(0.0)
+        session.connecting()
+        assert "another host" in (session.welcomed(dataclasses.replace(WELCOME, first_round_id=1)) or "")
+        assert session.outlived(7)
+        session.down(0.0)
+        session.connecting()
+    assert session.welcomed(dataclasses.replace(WELCOME, first_round_id=1)) is None
+    assert not session.outlived(7)
 
 
 def test_open_round_asks_for_the_step_the_phase_and_a_newer_round() -> None:
