@@ -103,7 +103,7 @@ ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 #lease_s = 6.0                  # A peer that is silent for so many seconds is lost.
 
 [storage]
-#buffer_bytes = 268435456       # Contributions above this size in memory are written to disk until they are merged.
+#buffer_bytes = 268435456       # Memory for contributions, a quarter of it for what is on its way. The rest lies on disk.
 #checkpoint_every = 20          # Outer steps between two checkpoints of the coordinator.
 #keep_checkpoints = 2           # How many checkpoints are kept.
 #keep_updates = 4               # How many updates are kept for peers that missed a commit (of each group).

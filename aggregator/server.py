@@ -37,7 +37,7 @@ from aggregator.worker_thread import Background
 from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
-from edit.heaps import limit_heaps
+from edit.heaps import limit_heaps, map_large_blocks
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
@@ -262,6 +262,7 @@ async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: b
     folder.lock()
     torch.set_num_threads(threads)
     limit_heaps()
+    map_large_blocks()
     raise_file_limit()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

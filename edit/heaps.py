@@ -1,15 +1,18 @@
-"""The heaps of the C library, where that is glibc: fewer of them, and their free memory back to the system.
+"""The heaps of the C library, where that is glibc: few, without large blocks, and their free memory back to the system.
 
-glibc gives each thread a heap of its own, which keeps what is free in it, for as long as anything above it is in use.
+glibc gives each thread a heap of its own, which keeps what is free in it, for as long as anything above it is in use. A large
+block is a mapping of its own, which goes back as soon as it is free; but each that is freed raises what counts as large, up to
+32 MiB, so after the first vectors the next ones come from the heaps, too, and leave holes there that others do not fit into.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-__all__ = ["limit_heaps", "return_free_memory"]
+__all__ = ["limit_heaps", "map_large_blocks", "return_free_memory"]
 
 _M_ARENA_MAX, _HEAPS = -8, 2  # of mallopt(3)
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2 << 20
 
 
 def limit_heaps() -> None:
@@ -19,6 +22,15 @@ def limit_heaps() -> None:
     """
     if (mallopt := _function("mallopt")) is not None:
         mallopt(_M_ARENA_MAX, _HEAPS)
+
+
+def map_large_blocks() -> None:
+    """Let each block of 2 MiB or more be a mapping of its own, also after others were freed.
+
+    That costs page faults: for a process that allocates few of them. Messages of 1 MiB and pieces of vectors are not large.
+    """
+    if (mallopt := _function("mallopt")) is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def return_free_memory() -> None:

@@ -1,8 +1,9 @@
 """Bytes on their way in: checked chunk by chunk, held in memory up to a bound, beyond it in files.
 
 An upload reserves its whole size in memory when it is opened, or lies in a file from the start: what is held, and what waits
-for the next uploads, never exceeds `buffer_bytes`, whatever the number of peers. A payload that somebody still reads keeps its
-memory until the reader lets go.
+for the next uploads, never exceeds three quarters of `buffer_bytes`, whatever the number of peers. The last quarter is for what
+is on its way: gRPC takes it from the network before anybody asks for it. A payload that somebody still reads keeps its memory
+until the reader lets go.
 
 Uploads are opened, written and dropped on the event loop. Their files are written, compared and removed by the file thread, one
 call after the other, so a removal never overtakes a write. A stream waits until its chunk is written before it takes the next
@@ -38,7 +39,7 @@ class UploadBuffer:
     """Opens uploads and bounds the memory that they take.
 
     Args:
-        buffer_bytes: the most that is held in memory.
+        buffer_bytes: the most that is in memory, what is on its way included.
         spill_dir: where the rest goes; what an earlier process left there is removed.
         files: the file thread.
         write: `os.pwrite`, or what a test has in its place.
@@ -49,7 +50,8 @@ class UploadBuffer:
     def __init__(self, buffer_bytes: int, spill_dir: Path, files: Executor, *, write: Write = os.pwrite) -> None:
         self.held_bytes = 0  # reserved in memory
         self.files, self.write = files, write
-        self._buffer_bytes, self._spill_dir = buffer_bytes, spill_dir
+        self._way_bytes = buffer_bytes // 4
+        self._most_held, self._spill_dir = buffer_bytes - self._way_bytes, spill_dir
         self._opened = 0  # files so far, for their names
         self._free: list[mmap.mmap] = []  # of uploads that are gone, the oldest first; any thread may append
         self._remove_files()
@@ -61,7 +63,7 @@ class UploadBuffer:
         """
         if total_bytes < 1:
             raise RemoteProtocolError(f"{name}: {total_bytes} bytes declared")
-        if self.held_bytes + total_bytes <= self._buffer_bytes:
+        if self.held_bytes + total_bytes <= self._most_held:
             self.held_bytes += total_bytes
             return Upload(name, total_bytes, self, None)
         self._opened += 1
@@ -70,13 +72,13 @@ class UploadBuffer:
     def share(self, streams: int) -> int:
         """Return how many bytes each of so many streams may have on their way here, before they are written.
 
-        gRPC takes from the network what nobody has read yet, some MB of each call: `buffer_bytes` of all streams, or a chunk.
+        A quarter of `buffer_bytes` for all of them, or a chunk for each.
         """
-        return max(LEAST_SHARE_BYTES, self._buffer_bytes // streams)
+        return max(LEAST_SHARE_BYTES, self._way_bytes // streams)
 
     def reserve(self, size: int) -> bool:
         """Reserve so many bytes of the memory for something else; return False where there is no room."""
-        if self.held_bytes + size > self._buffer_bytes:
+        if self.held_bytes + size > self._most_held:
             return False
         self.held_bytes += size
         self._trim()
@@ -91,7 +93,7 @@ class UploadBuffer:
 
         Contributions are as large in each round. What they leave in the C library's heaps, other things would be put into, and
         the next ones beside those: the heaps grow. A large upload is a mapping of its own, which the next one gets once nobody
-        holds it any more, nor a view of it. What waits for that counts in `buffer_bytes`, too.
+        holds it any more, nor a view of it. What waits for that counts as held.
         """
         if size < _LARGE_BYTES:
             self._trim()
@@ -108,7 +110,7 @@ class UploadBuffer:
 
     def _trim(self) -> None:
         """Give free mappings back, the oldest first, until what is held and what is free is within the bound."""
-        while self._free and self.held_bytes + sum(map(len, self._free.copy())) > self._buffer_bytes:
+        while self._free and self.held_bytes + sum(map(len, self._free.copy())) > self._most_held:
             del self._free[0]
 
     def close(self) -> None:

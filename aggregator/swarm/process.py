@@ -21,7 +21,7 @@ from aggregator.swarm.host_folder import HostFolder, credentials, members
 from aggregator.swarm.member_folder import MemberFolder
 from edit import kernels
 from edit.config.run import RunConfig
-from edit.heaps import limit_heaps
+from edit.heaps import limit_heaps, map_large_blocks
 
 __all__ = ["serve_host"]
 
@@ -37,6 +37,7 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
     folder, config = HostFolder.load(path), RunConfig.from_toml(path / "run.toml")
     torch.set_num_threads(threads)
     limit_heaps()
+    map_large_blocks()
     raise_file_limit()
     stop = asyncio.Event()
     _stop_at_the_end(stop)

@@ -139,7 +139,7 @@ class MembershipConfig:
 class StorageConfig:
     """The section [storage]: what an aggregator keeps."""
 
-    # Bytes of contributions held in memory before they spill to disk.
+    # Bytes of contributions in memory: three quarters hold them before they spill to disk, a quarter is for what is on its way.
     buffer_bytes: int = 256 << 20
     # Outer steps between two checkpoints.
     checkpoint_every: int = 20

@@ -173,7 +173,7 @@ def test_bad_bytes_cost_their_sender_its_contribution_and_nobody_else_anything(t
 
 def test_what_is_carried_counts_towards_the_memory_bound(tmp_path: Path) -> None:
     async def scenario() -> None:
-        toml = ARRIVALS.replace("[storage]\n", "[storage]\nbuffer_bytes = 1500\n")
+        toml = ARRIVALS.replace("[storage]\n", "[storage]\nbuffer_bytes = 2000\n")
         async with served(new_folder(tmp_path / "run", toml=toml)) as run, run.peer("a") as a, run.peer("b") as b:
             uploads = run.coordinator.run._resources.uploads
             first = await two_peers(a, b)

@@ -68,7 +68,7 @@ def test_a_round_commits_the_mean_and_every_peer_gets_the_same_bytes(tmp_path: P
 def test_peers_share_what_may_be_on_its_way_and_a_peers_ranks_share_its_part(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a, run.replica("b", 4) as (b, *others):
-            whole = run.folder.config().storage.buffer_bytes
+            whole = run.folder.config().storage.buffer_bytes // 4
             await found_run(a)
             assert (await a.view(lambda v: v.round_id > 0)).ahead_bytes == whole
             for rank in (b, *others):

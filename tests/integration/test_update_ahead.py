@@ -298,7 +298,7 @@ async def test_after_a_round_over_fast_links_nothing_goes_ahead(
 @on_a_loop
 async def test_merged_contributions_make_room_and_are_whole_for_who_sends_them_again(tmp_path: Path) -> None:
     """There is memory for two contributions to fragment 1, or for one and its update."""
-    toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {2 * SIZES[1]}\n")
+    toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {2 * SIZES[1] * 4 // 3}\n")
     async with served(new_folder(tmp_path / "run", start=2, toml=toml)) as run, two_peers(run) as (a, b, round_id):
         uploads = run.coordinator.run.rounds._uploads
         for peer in (a, b):

@@ -35,6 +35,11 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path, files: Executor) -> U
     return UploadBuffer(1 << 20 if request.param == "memory" else 0, tmp_path / "spill", files)
 
 
+def room_for(size: int) -> int:
+    """Return the least `buffer_bytes` that hold this many bytes, beside a quarter for what is on its way."""
+    return size * 4 // 3
+
+
 def put(upload: Upload, offset: int, data: bytes) -> int:
     return asyncio.run(upload.write(offset, data))
 
@@ -106,7 +111,7 @@ def test_a_large_uploads_memory_is_the_next_ones_once_nobody_reads_it(
     tmp_path: Path, files: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mappings, size = Mappings(monkeypatch), 2 << 20
-    buffer = UploadBuffer(4 * size, tmp_path / "spill", files)
+    buffer = UploadBuffer(room_for(4 * size), tmp_path / "spill", files)
     for _ in range(3):
         fill(upload := buffer.open("contribution of a", size), bytes(size), size)
         upload.drop("it is merged")
@@ -124,8 +129,8 @@ def test_a_large_uploads_memory_is_the_next_ones_once_nobody_reads_it(
 def test_memory_that_waits_for_the_next_upload_counts_in_the_bound(
     tmp_path: Path, files: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mappings, bound = Mappings(monkeypatch), 10 << 20
-    buffer = UploadBuffer(bound, tmp_path / "spill", files)
+    mappings, bound = Mappings(monkeypatch), 9 << 20
+    buffer = UploadBuffer(room_for(bound), tmp_path / "spill", files)
     for kib in range(1024, 6000, 97):  # a peer that says another size each time
         held = [buffer.open("contribution of a", (kib + i) << 10) for i in range(4)]
         assert mappings.live_bytes <= bound
@@ -135,9 +140,18 @@ def test_memory_that_waits_for_the_next_upload_counts_in_the_bound(
     assert buffer.reserve(bound) and mappings.live_bytes == 0
 
 
-@pytest.mark.parametrize(("streams", "share"), [(1, 64 << 20), (2, 32 << 20), (32, 2 << 20), (64, 1 << 20), (10_000, 1 << 20)])
+@pytest.mark.parametrize(("streams", "share"), [(1, 16 << 20), (2, 8 << 20), (8, 2 << 20), (16, 1 << 20), (10_000, 1 << 20)])
 def test_streams_share_what_may_be_on_its_way(tmp_path: Path, files: Executor, streams: int, share: int) -> None:
     assert UploadBuffer(64 << 20, tmp_path / "spill", files).share(streams) == share
+
+
+@pytest.mark.parametrize("streams", [1, 3, 16])
+def test_what_is_held_and_what_is_on_its_way_are_within_the_bound(tmp_path: Path, files: Executor, streams: int) -> None:
+    bound = 64 << 20
+    buffer = UploadBuffer(bound, tmp_path / "spill", files)
+    on_its_way = streams * buffer.share(streams)
+    assert not buffer.reserve(bound - on_its_way + streams) and buffer.reserve(bound - (bound // 4))
+    assert buffer.held_bytes + on_its_way <= bound
 
 
 def test_what_came_already_may_come_again(buffer: UploadBuffer) -> None:
@@ -188,7 +202,7 @@ def test_a_payload_that_is_being_read_outlives_its_upload(buffer: UploadBuffer) 
 
 
 def test_memory_stays_below_the_bound_with_many_peers(tmp_path: Path, files: Executor) -> None:
-    buffer = UploadBuffer(4 * len(DATA), tmp_path, files)
+    buffer = UploadBuffer(room_for(4 * len(DATA)), tmp_path, files)
     uploads = [buffer.open(f"p{i}", len(DATA)) for i in range(50)]
     for upload in uploads:
         fill(upload)
@@ -286,7 +300,7 @@ def test_a_slow_disk_stops_the_stream_and_not_the_event_loop(tmp_path: Path, fil
             await upload.write(offset, chunk)
 
     async def scenario() -> None:
-        buffer = UploadBuffer(len(DATA), tmp_path, files, write=disk.write)
+        buffer = UploadBuffer(room_for(len(DATA)), tmp_path, files, write=disk.write)
         quick, slow = buffer.open("quick", len(DATA)), buffer.open("slow", len(DATA))
         sending = asyncio.create_task(stream(slow))
         await asyncio.to_thread(disk.began.wait, 30)
