@@ -14,6 +14,8 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     transfers.py      updates and states as bytes between hosts, bounded by what the part can have
     links.py          the streams of council messages between hosts
     host.py           the member: its council with a clock, a disk and links; starts and ends engines
+    signed_records.py what a member says in the DHT of where it is
+    discovery.py      hivemind's DHT
     host_folder.py    what its process is started with
     process.py        that process: `python -m aggregator.swarm FOLDER`
 """

@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,6 +61,8 @@ from editpb.transport.chunk_frames import add_council_servicer
 from editpb.transport.parts import metadata_of_owner, part_of
 
 if TYPE_CHECKING:
+    from aggregator.swarm.discovery import Discovery, Found
+
     Context = grpc.aio.ServicerContext[Any, Any]
 
 __all__ = ["Host", "Place", "found_swarm"]
@@ -108,6 +110,7 @@ class Host:
         client, server: this member's credentials.
         members: who may train; shared by the engines.
         seeds: members to begin with, before there is a record.
+        discovery: finds more of them; not started.
         on_commit: is told of each outer step that is taken here, in the part's thread.
 
     Raises StorageError, ConfigError for what the folder has.
@@ -127,6 +130,7 @@ class Host:
         *,
         seeds: Addresses | None = None,
         timing: Timing | None = None,
+        discovery: Discovery | None = None,
         clock: Clock | None = None,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
     ) -> None:
@@ -134,6 +138,8 @@ class Host:
         self._config, self._folder, self._members, self._place = config, folder, members, place
         self._clock, self._timing = clock or Clock(), timing or Timing()
         self._seeds: Addresses = seeds or {}
+        self._discovery = discovery
+        self._found: Addresses = {}  # by it
         self._credentials, self._server_credentials = client, server
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="council")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
@@ -165,7 +171,7 @@ class Host:
         port = self._bind()
         saved = await self._begun()
         addresses = (f"{self._place.advertise}:{port}",) if self._place.advertise else ()
-        member = Member(incarnation=saved.incarnation, addresses=addresses, reachable=bool(addresses))
+        member = self._member = Member(incarnation=saved.incarnation, addresses=addresses, reachable=bool(addresses))
         states = [part.replica.state for part in self.parts]
         if not any(state.digest for state in states):
             states = []
@@ -177,6 +183,8 @@ class Host:
             await part.do(torch.set_num_threads, torch.get_num_threads())  # OpenMP counts for each thread that computes
             self._background.spawn(self._work(part))
         self._background.spawn(self._take_events())
+        if self._discovery is not None:
+            self._discovery.start(self._found_others, self._found_at)
         _log.info("%s of %s listens on %s", name_of(self.peer_id, saved.incarnation), self.run_id, self.listen)
 
     def _bind(self) -> int:
@@ -207,6 +215,8 @@ class Host:
     async def close(self) -> None:
         """Stop at once: what others do not know yet is on disk."""
         await self._background.stop()
+        if self._discovery is not None:
+            await self._discovery.close()
         for part in self.parts:
             if part.pulling is not None:
                 part.pulling[1].cancel()
@@ -334,8 +344,21 @@ class Host:
     def _reach(self, record: Record | None) -> None:
         members = record.members if record is not None else {}
         known = {peer_id: member.addresses for peer_id, member in members.items() if member.reachable}
-        peers = {*known, *self._seeds} - ({*record.evicted} if record is not None else set())
-        self.links.reach({peer_id: (*known.get(peer_id, ()), *self._seeds.get(peer_id, ())) for peer_id in peers})
+        sources = known, self._found, self._seeds
+        peers = {*known, *self._found, *self._seeds} - ({*record.evicted} if record is not None else set())
+        self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})
+        if self._discovery is not None:
+            self._discovery.tell(record, self._member.addresses, self.council.leader)
+
+    def _found_others(self, found: Found) -> None:
+        """Dial whom the DHT says to be somewhere, too."""
+        self._found = {peer_id: said.addresses for peer_id, said in found.items()}
+        self._reach(self.council.record)
+
+    def _found_at(self, maddr: str) -> None:
+        """Say in the record where this member's node of the DHT is."""
+        self._member = replace(self._member, maddr=maddr)
+        self.tell(ev.Here(self._member))
 
     def _follow(self, record: Record) -> None:
         """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""

@@ -43,6 +43,11 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
     _stop_at_the_end(stop)
     _log.info(kernels.load())
     client, server = credentials(path)
+    discovery = None
+    if folder.uses_dht():
+        from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
+
+        discovery = Discovery.of(folder, path)
     host = Host(
         folder.run_id,
         folder.peer_id,
@@ -55,6 +60,7 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
         members(path),
         seeds=folder.seeds,
         timing=folder.timing,
+        discovery=discovery,
     )
     try:
         await host.start()

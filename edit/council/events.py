@@ -41,6 +41,7 @@ __all__ = [
     "Fetch",
     "Held",
     "Hello",
+    "Here",
     "Hold",
     "Leave",
     "LeaveAsked",
@@ -279,6 +280,13 @@ class SetPhase:
 
 
 @dataclass(frozen=True, slots=True)
+class Here:
+    """This member is to be found elsewhere now, in the same life."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveAsked:
     """This member wants to leave. It has left when a Committed record neither has it as a member nor as a voter."""
 
@@ -301,6 +309,7 @@ Event = (
     | Disputed
     | Evict
     | SetPhase
+    | Here
     | LeaveAsked
     | Tick
 )

@@ -87,6 +87,7 @@ LEADER     any                         nothing on its way, something to change  
 LEADER     heartbeat_s is over         a quorum was heard in two leases           Append                            LEADER
 LEADER     Tick                        no quorum was heard in two leases          Noticed                           FOLLOWER
 any        Hello                       member with an older stamp                 News                              same
+any        Here                                                                   Hello                             same
 LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14                     a part of the next version        LEADER
            SetPhase, Release, Ended
 any        Offered                     rule 12                                    Hold, else Refused                same
@@ -125,6 +126,7 @@ from edit.council.events import (
     Failed,
     Held,
     Hello,
+    Here,
     Leave,
     LeaveAsked,
     Made,
@@ -347,6 +349,9 @@ class Council:
                 self._parts.dispute(Release(part, grant, reason, away=True))
             case Evict() | SetPhase():
                 self._order(event)
+            case Here(member):
+                self._member = member
+                self._hello_at = self._now
             case LeaveAsked():
                 self._leaving = True
                 self._hello_at = self._now

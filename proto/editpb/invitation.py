@@ -16,7 +16,7 @@ from edit.errors import ConfigError, RefusedError
 from edit.plain_text import parse_json
 from editpb.identity import Identity
 
-__all__ = ["MAX_ENDPOINTS", "MAX_TEXT_CHARS", "TOKEN", "Invitation", "fingerprint", "is_endpoint"]
+__all__ = ["MAX_ENDPOINTS", "MAX_TEXT_CHARS", "TOKEN", "Invitation", "fingerprint", "is_endpoint", "is_maddr"]
 
 VERSION = 1
 MAX_TEXT_CHARS = 16_384
@@ -25,6 +25,7 @@ MAX_ENDPOINTS = 16
 TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")  # secrets.token_urlsafe(32)
 _PREFIX = re.compile(r"edit([0-9]{1,4})\.(.*)", re.DOTALL)
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+_MADDR = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[A-Za-z0-9.:_-]{1,128}/tcp/[0-9]{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 _DAMAGED = "the invitation is cut off or altered; copy the whole line again"
 
 
@@ -32,6 +33,11 @@ def is_endpoint(text: str) -> bool:
     """Return whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
     found = _ENDPOINT.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 65536
+
+
+def is_maddr(text: str) -> bool:
+    """Return whether `text` is the multiaddress of a libp2p node, with its id: `/ip4/192.0.2.1/tcp/4001/p2p/12D3...`."""
+    return _MADDR.fullmatch(text) is not None
 
 
 def fingerprint(ca_der: bytes) -> str:

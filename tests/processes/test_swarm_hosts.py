@@ -93,11 +93,11 @@ class Swarm:
         issued = self._authority.issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
         return key_pem(key), issued.public_bytes(serialization.Encoding.PEM)
 
-    def start(self, peer_id: str) -> None:
-        """Start a host; it knows those that were started before."""
+    def start(self, peer_id: str, **settings: Any) -> None:
+        """Start a host; it knows those that were started before. settings: of host.json, that are different."""
         seeds = {other: (self.address(other),) for other in self.members if (self.path / other / "port").exists()}
-        host = HostFolder(run_id=self.run_id, peer_id=peer_id, parts=self.parts, advertise="127.0.0.1", seeds=seeds)
-        host.save(self.path / peer_id)
+        known: dict[str, Any] = {"advertise": "127.0.0.1", "seeds": seeds, "discovery": "addresses", **settings}
+        HostFolder(run_id=self.run_id, peer_id=peer_id, parts=self.parts, **known).save(self.path / peer_id)
         self.processes[peer_id] = Daemon("aggregator.swarm", self.path / peer_id)
 
     def until(self, peer_id: str, words: str) -> None:

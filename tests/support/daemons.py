@@ -75,6 +75,19 @@ class Daemon:
         return [line for line in self.lines if words in line][-1]
 
 
+def p2pds(path: Path) -> list[int]:
+    """The libp2p daemons of the hosts in this folder, or below it: by the file of their key."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"p2pd" in words.split(b"\0")[0] and os.fsencode(path) in words:
+            found.append(int(process.name))
+    return found
+
+
 class Site:
     """A folder with one run's coordinator and its peers. Use as a context manager: at its end no process is left."""
 

@@ -120,6 +120,39 @@ def test_a_member_that_was_away_fetches_what_it_missed(tmp_path: Path) -> None:
     run_held(body())
 
 
+def test_a_member_that_accepts_no_connections_joins_holds_and_votes_and_never_owns_or_leads(tmp_path: Path) -> None:
+    """As one behind a NAT: it dials all others, which find it by no address."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, parts=3) as swarm:
+            swarm.found()
+            await swarm.start("a")
+            await swarm.until(lambda: swarm.leader == "a", passes=1.0)
+            await swarm.start("c", advertise="")
+            await swarm.until(lambda: swarm.settled("ac"), passes=1.0)
+            await swarm.start("b")
+            await swarm.until(lambda: swarm.settled("abc"), passes=1.0)
+            await swarm.until(lambda: {part.owner for part in swarm.record.parts} == {"a", "b"}, passes=3.0)
+            assert not swarm.record.members["c"].reachable and swarm.record.members["c"].addresses == ()
+            for part in range(3):
+                await step(swarm, 1, part)
+            await swarm.stop("a")
+            await swarm.until(lambda: swarm.leader == "b" and swarm.owner() is not None, passes=1.0)
+            await swarm.until(lambda: {part.owner for part in swarm.record.parts} == {"b"}, passes=1.0)
+            await step(swarm, 2)
+            await swarm.stop("b")
+            loop, c = asyncio.get_running_loop(), swarm.running["c"]
+            later = loop.time() + 10.0  # that is ten leases
+            led = []
+            await swarm.until(lambda: led.append(swarm.leader) or loop.time() > later, passes=10.0)
+            assert {*led} == {""} and c.parts[0].engine is None
+            await swarm.start("b")
+            await swarm.until(lambda: swarm.leader == "b" and swarm.owner() is not None, passes=1.0)
+            await step(swarm, 3)
+
+    run_held(body())
+
+
 def test_peers_attend_and_contribute_at_the_owner_and_take_its_update(tmp_path: Path) -> None:
     """Over the network, by the coordinator's own services; another host says who the owner is."""
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from cryptography.hazmat.primitives import serialization
@@ -97,10 +98,21 @@ class Hosts:
         states = [self.first_state(part) for part in range(self.parts)]
         found_swarm(self.run_id, peer_id, self.config, self.folder(peer_id), states, incarnation=1)
 
-    async def start(self, peer_id: str) -> Host:
-        """Start a member from its folder. It knows those that run."""
+    async def start(
+        self,
+        peer_id: str,
+        *,
+        advertise: str = "127.0.0.1",
+        discovery: Callable[[tuple[bytes, bytes, bytes]], Any] | None = None,
+    ) -> Host:
+        """Start a member from its folder. It knows those that run, unless it is to discover them.
+
+        Args:
+            advertise: '': it accepts no connections.
+            discovery: makes it of (private key, certificate, authority).
+        """
         key, certificate = self.certificate(peer_id)
-        seeds = {other: (host.listen,) for other, host in self.running.items()}
+        seeds = {other: (host.listen,) for other, host in self.running.items() if host._place.advertise and discovery is None}
 
         def took(part: int, commit: Commit) -> None:
             self.taken.setdefault((part, commit.outer_step), set()).add(commit.digest)
@@ -111,12 +123,13 @@ class Hosts:
             self.config,
             self.folder(peer_id),
             self.schemas,
-            Place("127.0.0.1:0", "127.0.0.1"),
+            Place("127.0.0.1:0", advertise),
             grpc.ssl_channel_credentials(self.ca, key, certificate),
             grpc.ssl_server_credentials([(key, certificate)], self.ca, True),
             Members(self.path / peer_id / "members.json", new=True, enrols=False),
             seeds=seeds,
             timing=TIMING,
+            discovery=discovery((key, certificate, self.ca)) if discovery is not None else None,
             clock=Clock(monotonic=asyncio.get_running_loop().time),
             on_commit=took,
         )

@@ -1,0 +1,494 @@
+"""Where members are, from a DHT: hivemind's `DHTNode`, on a thread and an event loop of its own.
+
+The DHT says where to look, never who is alive or what is true: what is found here is dialled as the addresses of the record
+are, and a certificate says who answers. A host without it, or whose DHT fails in whatever way, does all else.
+
+    each REFRESH_S      dial all libp2p nodes that are known and not connected; say where this member is; look who else is there
+    each WATCH_S        is p2pd there, and does it answer?
+
+hivemind starts p2pd, a libp2p daemon, and does not notice its end: a search then finds nothing, a store says yes, a shutdown
+hangs. So it is watched here. When it ends or does not answer, the node is dropped, never shut down, and a new one is made, with
+the same identity and port. p2pd ends when the connection of this process does, so none is left over after a SIGKILL.
+
+Its own loop: strangers may send whatever they like to the port of p2pd, and each message costs hivemind Python; what it raises
+there, and what it logs, is nobody's business here; and what hangs in it can be left behind. hivemind's `DHT` would fork.
+
+Do not import this module where hivemind is not installed: see `HostFolder.uses_dht`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from aggregator.swarm.host_folder import HostFolder
+from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement, SignedRecords, key_of
+from edit.council.record import MOST_MEMBERS, Record, Stamp
+from edit.durable_files import read_private, write_atomic, write_atomic_with
+from edit.errors import ConfigError
+from editpb.invitation import is_maddr
+
+__all__ = ["REFRESH_S", "TTL_S", "Discovery", "Found", "NodePlace"]
+
+_log = logging.getLogger(__name__)
+TTL_S = 60.0  # that an announcement lasts
+REFRESH_S = 20.0
+EMPTY_S = 2.0  # likewise, while there are nodes to dial, and none answered
+WATCH_S = 1.0  # p2pd is asked whether it is there; its end is noticed at once
+FIRST_AGAIN_S, AGAIN_S = 0.2, 20.0  # until another node is made after one failed; doubled from the first to the last
+START_S = 20.0  # within which a node is there
+CALL_S = 3.0  # within which another node answers
+CLOSE_S = 2.0  # within which the thread ends; then it is left behind
+MOST_DIALLED = 256  # of the nodes that are known
+MOST_ASKED = 20
+_MOST_ANSWER = MOST_MEMBERS * 1024  # bytes
+_DICTIONARY = 0x50  # hivemind's code for a DictionaryDHTValue in msgpack: [size, latest, [[subkey, value, expires], ...]]
+
+assert TTL_S < LONGEST_S
+_NONE = Stamp(0, 0, 0)
+
+Found = Mapping[str, Announcement]  # by peer_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the host knows, for what is said and who is dialled. Replaced in one go."""
+
+    addresses: tuple[str, ...] = ()  # of this host; a member without any says nothing
+    stamp: Stamp = _NONE
+    leader: str = ""
+    maddrs: frozenset[str] = frozenset()  # of the record's members
+    evicted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Where a libp2p node is.
+
+    Args:
+        folder: of the member; its node's key and port are kept there.
+        listen: host (a name or an address) that it binds.
+        advertise: host at which others reach it; '': nobody does, and it answers nothing.
+        port: to bind; 0: one that the system chooses, once.
+        seeds: multiaddresses of nodes to begin with.
+    """
+
+    folder: Path
+    listen: str
+    advertise: str = ""
+    port: int = 0
+    seeds: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Node:
+    """One life of a node: hivemind's objects."""
+
+    node: Any
+    p2p: Any
+    maddr: str
+
+
+class Discovery:
+    """The DHT as a host uses it. `start` it, `tell` it, `close` it; used on the host's loop.
+
+    credentials: private key, certificate and authority, in PEM.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        peer_id: str,
+        place: NodePlace,
+        credentials: tuple[bytes, bytes, bytes],
+    ) -> None:
+        self._run_id, self._peer_id, self._place, self._credentials = run_id, peer_id, place, credentials
+        self._known = _Known()
+        self._host: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.new_event_loop()  # the thread's
+        self._news, self._stop = asyncio.Event(), asyncio.Event()  # set on that loop
+        self._closed = False
+        self._ended: Future[None] = Future()
+        self._complaint = ""
+
+    @classmethod
+    def of(cls, folder: HostFolder, path: Path) -> Discovery:
+        """Return the DHT for a host's folder. Raises ConfigError."""
+        try:
+            credentials = read_private(path / "peer.key"), (path / "peer.pem").read_bytes(), (path / "ca.pem").read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        listen = folder.listen.rpartition(":")[0].strip("[]")
+        place = NodePlace(path, listen, folder.advertise, folder.dht_port, folder.dht_peers)
+        return cls(folder.run_id, folder.peer_id, place, credentials)
+
+    # -- on the host's loop ------------------------------------------------------------------------------------------------
+
+    def start(self, found: Callable[[Found], None], reached: Callable[[str], None]) -> None:
+        """Begin, beside all else: importing hivemind takes seconds.
+
+        Args:
+            found: is told of all that are found, on this loop.
+            reached: is told of this node's multiaddress, likewise; '' where nobody reaches it.
+        """
+        self._host, self._found, self._reached = asyncio.get_running_loop(), found, reached
+        threading.Thread(target=self._run, name="dht", daemon=True).start()
+
+    def tell(self, record: Record | None, addresses: tuple[str, ...], leader: str) -> None:
+        """Take what the host knows now. addresses: its own."""
+        known = _Known(addresses)
+        if record is not None:
+            maddrs = frozenset(member.maddr for member in record.members.values() if is_maddr(member.maddr))
+            known = _Known(addresses, record.stamp, leader, maddrs, frozenset(record.evicted))
+        before, self._known = self._known, known
+        if (before.addresses, before.maddrs) != (known.addresses, known.maddrs):
+            self._set(self._news)
+
+    async def close(self) -> None:
+        """End p2pd and the thread. Waits at most CLOSE_S; then the thread is left behind."""
+        self._closed = True
+        if self._host is not None:
+            self._set(self._stop)
+            await asyncio.wait([asyncio.wrap_future(self._ended)], timeout=CLOSE_S)
+        else:
+            self._loop.close()
+
+    def _set(self, event: asyncio.Event) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(event.set)
+
+    def _take(self, call: Callable[..., None], *arguments: object) -> None:
+        if not self._closed:
+            call(*arguments)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------------
+
+    def _tell_host(self, call: Callable[..., None], *arguments: object) -> None:
+        assert self._host is not None
+        with suppress(RuntimeError):  # its loop has ended
+            self._host.call_soon_threadsafe(self._take, call, *arguments)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._live())
+        finally:
+            self._ended.set_result(None)
+
+    async def _live(self) -> None:
+        """Make a node, and another one when it has failed, until `close`."""
+        self._loop.set_exception_handler(_ignore)
+        stop, again_s = asyncio.ensure_future(self._stop.wait()), FIRST_AGAIN_S
+        while not stop.done():
+            begun = time.monotonic()
+            life = asyncio.ensure_future(self._one_life())
+            await asyncio.wait([stop, life], return_when=asyncio.FIRST_COMPLETED)
+            life.cancel()
+            await asyncio.wait([life], timeout=CLOSE_S)
+            if life.done() and not life.cancelled() and (error := life.exception()) is not None:
+                self._complain(error)
+            again_s = FIRST_AGAIN_S if time.monotonic() - begun > AGAIN_S else min(2 * again_s, AGAIN_S)
+            await asyncio.wait([stop], timeout=again_s)
+
+    def _complain(self, error: BaseException) -> None:
+        text = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        if text != self._complaint:
+            self._complaint = text
+            _log.info("the DHT: %s; trying again. Training goes on, with the addresses that are known", text)
+
+    async def _one_life(self) -> None:
+        """Be a node, until p2pd ends. Raises whatever hivemind raises, P2PDaemonError when p2pd has ended."""
+        hivemind = _hivemind()
+        records = SignedRecords(
+            self._run_id,
+            hivemind.DHTID.generate(key_of(self._run_id)).to_bytes(),
+            self._credentials[2],
+            *self._credentials[:2],
+            evicted=lambda peer_id: peer_id in self._known.evicted,
+        )
+        async with self._node(hivemind, records) as node:
+            self._complaint = ""
+            _log.info("the DHT: %s", f"this member's node is {node.maddr}" if node.maddr else "a node that only asks")
+            self._tell_host(self._reached, node.maddr)
+            control = node.p2p._client.control
+            ends = [asyncio.ensure_future(node.p2p._child.wait()), control._read_task, control._write_task]
+            work = asyncio.ensure_future(self._work(hivemind, records, node))
+            watch = asyncio.ensure_future(self._watch(node))
+            try:
+                done, _ = await asyncio.wait([*ends, work, watch], return_when=asyncio.FIRST_COMPLETED)
+                if done & {work, watch}:
+                    await (work if work in done else watch)
+                raise hivemind.P2PDaemonError("p2pd ended")
+            finally:
+                for task in (ends[0], work, watch):
+                    task.cancel()
+                await asyncio.wait([ends[0], work, watch])
+
+    @asynccontextmanager
+    async def _node(self, hivemind: _Hivemind, records: SignedRecords) -> AsyncIterator[_Node]:
+        place, reachable = self._place, bool(self._place.advertise)
+        with _sockets(place.folder) as sockets:
+            base, made = hivemind.P2P, list[Any]()
+
+            class P2P(base):  # type: ignore[misc, valid-type]
+                _UNIX_SOCKET_PREFIX = f"/unix{sockets}/"
+
+                def __init__(self) -> None:
+                    super().__init__()
+                    made.append(self)  # so that one that does not come up is ended, too
+
+            address = _address(place.listen)
+            port = place.port or _port(place.folder, address)
+            there = f"/ip{address.version}/{address}/tcp/{port}"
+            seen = f"{_advertised(place.advertise)}/tcp/{port}" if reachable else ""
+            try:
+                async with asyncio.timeout(START_S):
+                    p2p = await P2P.create(
+                        host_maddrs=[there] if reachable else None,
+                        announce_maddrs=[seen] if reachable else None,
+                        no_listen=not reachable,
+                        dht_mode="server" if reachable else "client",
+                        identity_path=str(_identity(place.folder, hivemind)),
+                        startup_timeout=START_S / 2,
+                        idle_timeout=START_S,  # of a p2pd whose host is killed before they are connected
+                        nat_port_map=False,
+                        auto_nat=False,
+                        use_relay=False,
+                    )
+                    node = await hivemind.DHTNode.create(
+                        p2p=p2p,
+                        node_id=hivemind.DHTID.generate(p2p.peer_id.to_bytes()),
+                        client_mode=not reachable,
+                        record_validator=records,
+                        wait_timeout=CALL_S,
+                        cache_locally=False,
+                        cache_nearest=0,
+                        cache_on_store=False,
+                        reuse_get_requests=False,
+                    )
+                node.protocol.cache = node.protocol.storage  # a stranger's copy of one record must not hide the others
+                yield _Node(node, p2p, f"{seen}/p2p/{p2p.peer_id.to_base58()}" if reachable else "")
+            finally:
+                for each in made:
+                    await _drop(each)
+
+    async def _watch(self, node: _Node) -> None:
+        """Ask p2pd again and again. Raises TimeoutError when it does not answer."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await asyncio.wait_for(node.p2p._client.identify(), CALL_S)
+
+    async def _work(self, hivemind: _Hivemind, records: SignedRecords, node: _Node) -> None:
+        while True:
+            self._news.clear()
+            await self._dial(hivemind, node)
+            await self._announce(node)
+            found = await self._look(hivemind, records, node)
+            self._tell_host(self._found, {peer_id: said for peer_id, said in found.items() if peer_id != self._peer_id})
+            alone = not self._neighbours(node) and (self._known.maddrs or self._place.seeds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EMPTY_S if alone else REFRESH_S):
+                    await self._news.wait()
+
+    @staticmethod
+    def _neighbours(node: _Node) -> Mapping[Any, Any]:
+        return dict(node.node.protocol.routing_table.peer_id_to_uid)
+
+    async def _dial(self, hivemind: _Hivemind, node: _Node) -> None:
+        """Connect to all nodes that are known, unless they are. So two DHTs become one when any two members meet."""
+        there = {peer.to_base58() for peer in self._neighbours(node)} | {node.p2p.peer_id.to_base58()}
+        wanted = [maddr for maddr in sorted({*self._place.seeds, *self._known.maddrs}) if maddr.rpartition("/")[2] not in there]
+        await asyncio.gather(*(self._meet(hivemind, node, maddr) for maddr in wanted[:MOST_DIALLED]))
+
+    async def _meet(self, hivemind: _Hivemind, node: _Node, maddr: str) -> None:
+        with suppress(*hivemind.failures):
+            there, _, name = maddr.rpartition("/p2p/")
+            peer = hivemind.PeerID.from_base58(name)
+            await asyncio.wait_for(node.p2p._client.connect(peer, [hivemind.Multiaddr(there)]), CALL_S)
+            await asyncio.wait_for(node.node.protocol.call_ping(peer), 2 * CALL_S)
+
+    async def _announce(self, node: _Node) -> None:
+        known = self._known
+        if not known.addresses:
+            return
+        expires = time.time() + TTL_S
+        value = Announcement(
+            addresses=known.addresses, maddr=node.maddr, stamp=known.stamp, leader=known.leader, expires=expires
+        ).as_value()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(node.node.store(key_of(self._run_id), value, expires, subkey=self._peer_id), 4 * CALL_S)
+
+    async def _look(self, hivemind: _Hivemind, records: SignedRecords, node: _Node) -> Found:
+        """Ask the nodes that should know, each for itself: what one of them sends cannot spoil what others say."""
+        key = hivemind.DHTID.generate(key_of(self._run_id))
+        nearest: Mapping[Any, Any] = {}
+        with suppress(TimeoutError):
+            nearest = (await asyncio.wait_for(node.node.find_nearest_nodes([key], exclude_self=True), 4 * CALL_S))[key]
+        asked = [self._ask(hivemind, node, peer, key) for peer in list(nearest.values())[:MOST_ASKED]]
+        answers = [_items_here(node.node.protocol.storage.get(key)), *await asyncio.gather(*asked)]
+        items = [item for answer in answers for item in answer]
+        return await asyncio.to_thread(records.found, items, hivemind.DHTRecord)
+
+    async def _ask(self, hivemind: _Hivemind, node: _Node, peer: Any, key: Any) -> list[tuple[bytes, bytes, float]]:
+        protocol = node.node.protocol
+        request = hivemind.FindRequest(keys=[key.to_bytes()], peer=protocol.node_info)
+        with suppress(*hivemind.failures):
+            response = await protocol.get_stub(peer).rpc_find(request, timeout=CALL_S)
+            return _items(response.results[0].value) if len(response.results) == 1 else []
+        return []
+
+
+# -- hivemind --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Hivemind:
+    """What is used of it."""
+
+    DHTNode: Any
+    DHTID: Any
+    DHTRecord: Any
+    P2P: Any
+    P2PDaemonError: type[Exception]
+    PeerID: Any
+    Multiaddr: Any
+    FindRequest: Any
+    failures: tuple[type[Exception], ...]  # of a call to another node
+
+
+def _hivemind() -> _Hivemind:
+    """Import it, and take its own log handler and names of levels away."""
+    from google.protobuf.message import DecodeError
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+    from hivemind.proto.dht_pb2 import FindRequest
+    from hivemind.utils.multiaddr import Multiaddr
+
+    logging.addLevelName(logging.WARNING, "WARNING")
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL + 1)
+    failures = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError, ValueError, DecodeError)
+    return _Hivemind(DHTNode, DHTID, DHTRecord, P2P, P2PDaemonError, PeerID, Multiaddr, FindRequest, failures)
+
+
+def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What ends a task of hivemind's that nobody waits for: a node that answers garbage, or p2pd that is gone."""
+    _log.debug("%s: %s", context.get("message"), context.get("exception"))
+
+
+async def _drop(p2p: Any) -> None:
+    """Leave a node, and end its p2pd. Its shutdown would wait for a p2pd that does not answer, and there is nothing to save."""
+    p2p._terminate()
+    if p2p._child is not None:
+        if p2p._child.returncode is None:
+            with suppress(ProcessLookupError):
+                p2p._child.kill()
+        await p2p._child.wait()
+
+
+def _items_here(stored: Any) -> list[tuple[bytes, bytes, float]]:
+    if stored is None or not hasattr(stored.value, "data"):
+        return []
+    return [(msgpack.packb(subkey), each.value, each.expiration_time) for subkey, each in stored.value.data.items()]
+
+
+def _items(answer: bytes) -> list[tuple[bytes, bytes, float]]:
+    """Return (subkey, value, expiration) of what a node sent, as far as that is what it should be. Raises ValueError."""
+    if len(answer) > _MOST_ANSWER:
+        return []
+    packed = msgpack.unpackb(answer)
+    inner = msgpack.unpackb(packed.data) if isinstance(packed, msgpack.ExtType) and packed.code == _DICTIONARY else None
+    if not isinstance(inner, list) or len(inner) != 3 or not isinstance(inner[2], list):
+        return []
+    items = [each for each in inner[2] if isinstance(each, list) and len(each) == 3]
+    return [
+        (msgpack.packb(subkey), value, expires)
+        for subkey, value, expires in items
+        if isinstance(subkey, str) and type(value) is bytes and type(expires) is float and len(value) <= MOST_BYTES
+    ][:MOST_MEMBERS]
+
+
+# -- where a node is -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _sockets(folder: Path) -> Iterator[Path]:
+    """Give a folder with a short name, of this user alone, for the sockets of p2pd: their names have at most 107 bytes."""
+    name = sha256(bytes(folder.resolve())).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"edit-dht-{os.getuid()}-{name}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{path}: is not a folder of this user alone; remove it")
+    try:
+        _clear(path)  # a host that was killed left some
+        yield path
+    finally:
+        _clear(path)
+        path.rmdir()
+
+
+def _clear(path: Path) -> None:
+    for each in path.iterdir():
+        each.unlink(missing_ok=True)
+
+
+def _identity(folder: Path, hivemind: _Hivemind) -> Path:
+    """Return the file with the node's key, which is made once: its id stays. Raises StorageError."""
+    path = folder / "libp2p.key"
+    if not path.exists():
+        write_atomic_with(path, lambda file: hivemind.P2P.generate_identity(str(file)), mode=0o600)
+    return path
+
+
+def _port(folder: Path, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
+    """Return the port of last time if it is free, else one that the system chooses. Raises OSError, StorageError."""
+    file = folder / "dht-port"
+    try:
+        kept = int(file.read_bytes())
+    except (OSError, ValueError):
+        kept = 0
+    for port in (kept if 0 < kept < 1 << 16 else 0, 0):
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((str(address), port))
+            bound = int(probe.getsockname()[1])
+            if bound != kept:
+                write_atomic(file, str(bound).encode())
+            return bound
+    raise ConfigError(f"{address}: nothing can listen there")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address of a host that is listened at. Raises OSError for a name that is not known."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _advertised(host: str) -> str:
+    """Return the first part of a multiaddress."""
+    try:
+        return f"/ip{ipaddress.ip_address(host).version}/{host}"
+    except ValueError:
+        return f"/dns/{host}"

@@ -1,0 +1,290 @@
+"""The DHT, with real libp2p nodes on loopback: members find each other, strangers change nothing, and what dies comes back.
+
+Time is real: a node starts in about half a second, and what is awaited is an event, within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind")
+import msgpack
+
+from aggregator.swarm import discovery
+from aggregator.swarm.discovery import Discovery, Found, NodePlace
+from aggregator.swarm.signed_records import MOST_BYTES, key_of
+from edit.council import events as ev
+from edit.errors import ConfigError
+from tests.support.council.announced import Run, record_with, said, signed
+from tests.support.council.hosts import hosts
+from tests.support.daemons import p2pds
+from tests.support.loops import on_a_loop, run_held, until
+
+pytestmark = [  # of hivemind: it uses what is deprecated, and leaves connections of a p2pd that is gone to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*unclosed <StreamWriter:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class Member:
+    """A member's DHT, and what it was told."""
+
+    def __init__(self, run: Run, peer_id: str, path: Path, seeds: tuple[str, ...], advertise: str) -> None:
+        path.mkdir(exist_ok=True)
+        self.peer_id, self.path, self.maddr, self.found = peer_id, path, "", dict[str, tuple[str, ...]]()
+        self.nodes = 0
+        self.addresses = (f"127.0.0.1:{1000 + ord(peer_id)}",) if advertise else ()
+        place = NodePlace(path, "127.0.0.1", advertise, 0, seeds)
+        self.discovery = Discovery(run.run_id, peer_id, place, run.credentials(peer_id))
+        self.discovery.tell(None, self.addresses, "")
+        self.discovery.start(self._find, self._reach)
+
+    def _find(self, found: Found) -> None:
+        self.found = {peer_id: each.addresses for peer_id, each in found.items()}
+
+    def _reach(self, maddr: str) -> None:
+        self.maddr, self.nodes = maddr, self.nodes + 1
+
+    @property
+    def p2pd(self) -> int:
+        """The process that listens for this member: by the file of its key."""
+        (found,) = p2pds(self.path)
+        return found
+
+
+class Members:
+    """A run's members by peer_id."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.run, self.running = path, Run(path / "run"), dict[str, Member]()
+
+    async def start(self, peer_id: str, *, seeds: str = "", advertise: str = "127.0.0.1") -> Member:
+        """Start one that knows the nodes of these, and wait until its own is there."""
+        maddrs = tuple(self.running[each].maddr for each in seeds)
+        member = self.running[peer_id] = Member(self.run, peer_id, self.path / peer_id, maddrs, advertise)
+        await until(lambda: member.nodes)
+        return member
+
+    def addresses(self, peer_ids: str) -> dict[str, tuple[str, ...]]:
+        return {peer_id: self.running[peer_id].addresses for peer_id in peer_ids}
+
+
+@asynccontextmanager
+async def members(path: Path) -> AsyncIterator[Members]:
+    made = Members(path)
+    try:
+        yield made
+    finally:
+        await asyncio.gather(*(member.discovery.close() for member in made.running.values()))
+        assert not p2pds(path), "p2pd is left over"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Say and look more often than in earnest; collect what hivemind leaves before another test begins."""
+    monkeypatch.setattr(discovery, "REFRESH_S", 0.2)
+    monkeypatch.setattr(discovery, "EMPTY_S", 0.2)
+    yield
+    gc.collect()
+
+
+@on_a_loop
+async def test_members_find_each_other_and_one_that_nobody_reaches_finds_them(tmp_path: Path) -> None:
+    async with members(tmp_path) as swarm:
+        await swarm.start("a")
+        b = await swarm.start("b", seeds="a")
+        c = await swarm.start("c", seeds="a", advertise="")
+        await until(lambda: c.found == swarm.addresses("ab"))
+        await until(lambda: b.found == swarm.addresses("a") and swarm.running["a"].found == swarm.addresses("b"))
+        assert c.maddr == "" and b.maddr.startswith("/ip4/127.0.0.1/tcp/")
+
+
+@on_a_loop
+async def test_two_dhts_become_one_when_the_record_names_a_node_of_the_other(tmp_path: Path) -> None:
+    async with members(tmp_path) as swarm:
+        for peer_id, seeds in (("a", ""), ("b", "a"), ("c", ""), ("d", "c")):
+            await swarm.start(peer_id, seeds=seeds)
+        found = dict(swarm.running.items())
+        await until(lambda: all(found[one].found == swarm.addresses(other) for one, other in ("ab", "ba", "cd", "dc")))
+        record = record_with(swarm.run.run_id, {"a": found["a"].maddr, "d": found["d"].maddr})
+        found["a"].discovery.tell(record, found["a"].addresses, "a")
+        await until(lambda: all(found[one].found == swarm.addresses("abcd".replace(one, "")) for one in "abcd"))
+
+
+@on_a_loop
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "CALL_S", 1.0)
+    monkeypatch.setattr(discovery, "WATCH_S", 0.1)
+    async with members(tmp_path) as swarm:
+        a, b = await swarm.start("a"), await swarm.start("b", seeds="a")
+        await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
+        was, killed = a.maddr, a.p2pd
+        os.kill(killed, number)
+        await until(lambda: a.nodes == 2)
+        assert a.maddr == was and a.p2pd != killed
+        a.found = b.found = {}
+        await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
+
+
+async def _stranger(maddr: str) -> Any:
+    """A node of hivemind's as it comes, which checks nothing."""
+    from hivemind.dht.node import DHTNode
+
+    return await DHTNode.create(initial_peers=[maddr], nat_port_map=False, auto_nat=False, use_relay=False)
+
+
+@on_a_loop
+async def test_a_hostile_node_changes_nothing_and_hides_nobody(tmp_path: Path) -> None:
+    async with members(tmp_path) as swarm:
+        a, b = await swarm.start("a"), await swarm.start("b", seeds="a")
+        await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
+        stranger = await _stranger(a.maddr)
+        try:
+            await _attack(swarm.run, stranger)
+            c = await swarm.start("c", seeds="ab")
+            await until(lambda: c.found == swarm.addresses("ab"))
+            for member in swarm.running.values():
+                member.found = {}
+            await until(lambda: all(m.found == swarm.addresses("abc".replace(p, "")) for p, m in swarm.running.items()))
+            swarm.running["a"].discovery.tell(record_with(swarm.run.run_id, {"c": c.maddr}, evicted="b"), a.addresses, "a")
+            await until(lambda: a.found == swarm.addresses("c"))
+        finally:
+            await stranger.shutdown()
+
+
+async def _attack(run: Run, stranger: Any) -> None:
+    """Ask all nodes to store, and answer those that ask."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+
+    key, later = DHTID.generate(key_of(run.run_id)), time.time() + 100.0
+    found = (await stranger.get(key_of(run.run_id), latest=True)).value
+    assert {*found} == {"a", "b"}, "it reads what is there, which is no secret"
+    other, c = Run(run.path / "other", run.run_id), run.credentials("c")
+    by_other, by_c = other.records(other.credentials("b"), key=key.to_bytes()), run.records(c, key=key.to_bytes())
+    peers = list(stranger.protocol.routing_table.peer_id_to_uid)
+    there, _ = (await stranger.protocol.call_find(peers[0], [key]))[key]
+    local = there.value.data  # as it is stored, with the signatures
+    newest = max(local, key=lambda peer_id: local[peer_id].expiration_time)
+    alone = DictionaryDHTValue()
+    alone.store(newest, local[newest].value, local[newest].expiration_time)
+    values = [
+        signed(by_other, "b", later, key=key.to_bytes()).value,
+        signed(by_c, "b", later, key=key.to_bytes()).value,
+        msgpack.packb(said(later)),
+        b"\xc1garbage",
+        b"\x91" * 5000,
+        b"\xc4" * (MOST_BYTES + 1),
+        local["b"].value,  # a replay: it expires later than b said
+    ]
+    for peer in peers:
+        for in_cache in (False, True):
+            for value in values:
+                stored = await stranger.protocol.call_store(peer, [key], [value], [later], ["b"], in_cache=[in_cache])
+                assert stored == [False]
+            whole = await stranger.protocol.call_store(peer, [key], [msgpack.packb("x")], [later], in_cache=[in_cache])
+            assert whole == [False]
+            elsewhere = await stranger.protocol.call_store(peer, [DHTID.generate("x")], [b"x"], [later], in_cache=[in_cache])
+            assert elsewhere == [False], "a member's node keeps nothing but the run's members"
+            await stranger.protocol.call_store(peer, [key], [alone], [local[newest].expiration_time], in_cache=[in_cache])
+    lies = DictionaryDHTValue()
+    for value, subkey in zip(values, ("b", "c", "d", "e", "f", "g", "h"), strict=True):
+        lies.store(subkey, value, later)
+    lies.maxsize = "none"
+    stranger.protocol.storage.data.clear()
+    stranger.protocol.storage.store(key, lies, float("inf"))
+
+
+def test_a_host_that_knows_a_node_of_the_dht_joins_and_who_is_evicted_is_not_dialled(tmp_path: Path) -> None:
+    """No address was told to it. Where its own node is, the record says."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+
+            def dht(peer_id: str, *seeds: str) -> Callable[[tuple[bytes, bytes, bytes]], Discovery]:
+                place = NodePlace(swarm.path / peer_id, "127.0.0.1", "127.0.0.1", 0, seeds)
+                return lambda credentials: Discovery(swarm.run_id, peer_id, place, credentials)
+
+            swarm.found()
+            a = await swarm.start("a", discovery=dht("a"))
+            await swarm.until(lambda: swarm.leader == "a" and swarm.record.members["a"].maddr, passes=1.0)
+            for peer_id in "bc":
+                await swarm.start(peer_id, discovery=dht(peer_id, swarm.record.members["a"].maddr))
+            await swarm.until(lambda: swarm.settled("abc"), passes=1.0)
+            await swarm.until(lambda: all(swarm.record.members[peer_id].maddr for peer_id in "abc"), passes=1.0)
+            a.tell(ev.Evict("c", "it lies"))
+            await swarm.until(lambda: "c" in swarm.record.evicted and not a.links.connected & {"c"}, passes=1.0)
+            await swarm.until(lambda: {*a._found} == {"b"})
+            assert "c" not in a.links._addresses
+        assert not p2pds(tmp_path)
+
+    run_held(body())
+
+
+@on_a_loop
+async def test_it_says_one_line_and_hivemind_none(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        async with members(tmp_path) as swarm:
+            a = await swarm.start("a")
+            await swarm.start("b", seeds="a")
+            logging.getLogger("hivemind.dht.node").critical("not heard")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the DHT: this member's node is {swarm.running[peer_id].maddr}" for peer_id in "ab"
+    ]
+    assert a.maddr and logging.getLevelName(logging.WARNING) == "WARNING"
+    assert capfd.readouterr() == ("", "")
+
+
+@on_a_loop
+async def test_a_port_that_is_taken_is_said_once_and_another_node_made_when_it_is_free(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path / "run")
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    there, found = Discovery(run.run_id, "a", NodePlace(tmp_path, "127.0.0.1", "localhost", port), run.credentials("a")), []
+    with caplog.at_level(logging.INFO):
+        there.start(lambda found: None, found.append)
+        try:
+            await until(lambda: caplog.messages)
+            server.close()
+            await until(lambda: found)
+        finally:
+            await there.close()
+    assert "trying again" in caplog.messages[0] and len(caplog.messages) == 2, caplog.messages
+    assert found[0].startswith(f"/dns/localhost/tcp/{port}/p2p/")
+
+
+@on_a_loop
+async def test_it_ends_at_once_however_far_it_is(tmp_path: Path) -> None:
+    """Before it was started, while hivemind is imported, while p2pd starts."""
+    run = Run(tmp_path / "run")
+    for pause_s in (None, 0.0, 0.05, 0.2):
+        there = Discovery(run.run_id, "a", NodePlace(tmp_path, "127.0.0.1", "127.0.0.1"), run.credentials("a"))
+        if pause_s is not None:
+            there.start(lambda found: None, lambda maddr: None)
+            await asyncio.sleep(pause_s)
+        await there.close()
+        assert not p2pds(tmp_path)
+
+
+def test_keys_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
+    from aggregator.swarm.host_folder import HostFolder
+
+    with pytest.raises(ConfigError, match=r"peer.key: cannot be read \(No such file"):
+        Discovery.of(HostFolder(run_id="r", peer_id="a", parts=1), tmp_path)
