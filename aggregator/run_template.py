@@ -65,6 +65,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 #damping = 0.0                  # That exponent with rounds.merging = "arrivals".
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
+#algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, which no command runs yet.
 optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov.
 lr = 0.7                        # Outer learning rate; long runs: 0.8 with momentum 0.85 (EDiT), 0.7 with 0.9 (DiLoCo).
 momentum = 0.6                  # Outer momentum, for nesterov and delayed_nesterov.
@@ -75,6 +76,13 @@ momentum = 0.6                  # Outer momentum, for nesterov and delayed_neste
 #c = 0.0                        # Share of the momentum that delayed_nesterov applies in between.
 #direction = "mean"             # How contributions are averaged: mean, or rda (directions and lengths separately).
 #correct = "none"               # heloco shrinks or turns what goes against the momentum.
+
+[gossip]                        # An outer step of two peers, with outer.algorithm = "gossip" (NoLoCo).
+#lr = 0.7                       # How far both follow the mean of their contributions.
+#momentum = 0.5                 # Momentum of each peer's own outer parameters.
+#mixing = 0.7                   # How fast the outer parameters of a pair approach their mean; below 2 (1 - momentum^2).
+#codec = "bf16"                 # In which a peer sends its outer parameters: bf16 or fp32.
+#settle_every = 0               # Outer steps after which all peers' outer parameters become their mean; 0: only at the end.
 
 [codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1. docs/codecs.md compares them.
 up = "int8"                     # For contributions.

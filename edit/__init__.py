@@ -30,6 +30,7 @@ from edit.config.run import (
     CodecConfig,
     CodecSpec,
     FragmentCodec,
+    GossipConfig,
     InnerConfig,
     MembershipConfig,
     ModelConfig,
@@ -72,7 +73,7 @@ if typing.TYPE_CHECKING:
     from edit.codecs import codec, codec_names, decode
     from edit.codecs.error_feedback import ErrorFeedback
     from edit.fragments.digest import digest
-    from edit.local import LocalCollective, LocalRun
+    from edit.local import LocalCollective, LocalGossip, LocalRun
     from edit.merging.outer_state import OuterState
     from edit.worker.worker import EditWorker, WorkerConfig
 
@@ -99,8 +100,10 @@ __all__ = [
     "FragmentCodec",
     "FragmentCommit",
     "FragmentSpec",
+    "GossipConfig",
     "InnerConfig",
     "LocalCollective",
+    "LocalGossip",
     "LocalProtocolError",
     "LocalRun",
     "MembershipConfig",
@@ -138,6 +141,7 @@ _LAZY = {
     "decode": "edit.codecs",
     "ErrorFeedback": "edit.codecs.error_feedback",
     "LocalCollective": "edit.local",
+    "LocalGossip": "edit.local",
     "LocalRun": "edit.local",
     "digest": "edit.fragments.digest",
     "OuterState": "edit.merging.outer_state",

@@ -1,4 +1,5 @@
 """A run inside one process: `LocalRun` is the coordinator and the outer state, `LocalCollective` is one peer's side of it.
+With gossip there is neither, and `LocalGossip` brings the peers' states together in pairs.
 
 For tests and first experiments: the same `RoundMachine`, the same OuterState and the same answers as over gRPC. Each rank of a
 simulated sharded replica has a LocalCollective of its own, of the same peer. Single-threaded: interleave the loops of peers and
@@ -10,15 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from edit.codecs import codec
 from edit.config.run import RunConfig
+from edit.config.validation import require
 from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
+from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle
 from edit.merging.injection import Injection, check_content, check_order, check_run
 from edit.merging.merge import Measured, ShardPayload, measure
 from edit.merging.mergers import Admission, admission, screen
@@ -34,13 +38,15 @@ from edit.records import (
     FragmentCommit,
     NeedsSnapshot,
     Outcome,
+    PeerVerdict,
     Snapshot,
+    Verdict,
 )
 from edit.rounds import events
 from edit.rounds.events import Phase
 from edit.rounds.machine import RoundMachine
 
-__all__ = ["LocalCollective", "LocalRun"]
+__all__ = ["LocalCollective", "LocalGossip", "LocalRun"]
 
 NOW = 0.0  # the machine's clock stands still: no peer is ever overdue, and an open round waits for every peer that joins
 
@@ -208,8 +214,8 @@ class LocalRun:
         step = self.state.outer_step
         return [events.MemberReady(peer_id, step) for peer_id in self._named if peer_id in self._present]
 
-    def snapshot(self) -> Snapshot:
-        """theta at the last commit."""
+    def snapshot(self, peer_id: str = "") -> Snapshot:
+        """theta at the last commit, the same for every peer."""
         return Snapshot(self.state.outer_step, self.state.digest, tuple(self.state.theta))
 
     def leave(self, peer_id: str) -> None:
@@ -391,10 +397,255 @@ class LocalRun:
         self._lost.pop(peer_id, None)
 
 
-class LocalCollective:
-    """The side of one peer, or of one rank of a peer, of a `LocalRun`; a `Collective`."""
+class LocalGossip:
+    """A run with `outer.algorithm = "gossip"`: every named peer has a `GossipState`, and meets one other at each outer step.
 
-    def __init__(self, run: LocalRun, peer_id: str) -> None:
+    A peer's step is committed once its partner's contribution to the same outer step is complete; without a partner at once.
+    Pairs are drawn from those who are present when the first contribution to an outer step is complete. Peers need not be at
+    the same outer step, except where all settle: after each `gossip.settle_every` outer steps and at the end of the run. There
+    each takes the common model as a snapshot. The run is finished after `config.sync.outer_steps`.
+
+    Args:
+        config: the run's settings. The last `kept_updates` commits of each peer are kept.
+        peers: the names of all peers.
+        theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
+    """
+
+    def __init__(self, config: RunConfig, peers: Sequence[str], theta: Sequence[Tensor] | None = None) -> None:
+        if not peers or len(set(peers)) != len(peers):
+            raise LocalProtocolError(f"LocalGossip needs distinct peers, not {list(peers)}")
+        rule = "must be gossip in a LocalGossip; a LocalRun is for the other"
+        require(config.outer.algorithm == "gossip", "outer.algorithm", config.outer.algorithm, rule)
+        self._config = config
+        self._named = tuple(peers)
+        self._present = set(peers)
+        self._theta = theta
+        self._states: dict[str, GossipState] = {}
+        self._held: dict[str, _Contribution] = {}
+        self._commits: dict[str, deque[Commit]] = {peer_id: deque(maxlen=config.kept_updates) for peer_id in peers}
+        self._drawn: dict[int, dict[str, str | None]] = {}  # by outer step, as `pairs`
+        self._settled = 0  # the outer step at which all settled last
+        self._resync: set[str] = set()  # who has not taken that yet
+        # Swaps of fragments that were taken together, and those that were not although both were there.
+        self.swapped = 0
+        self.refused = 0
+        # Contributions whose partner went away or did not come.
+        self.unpaired = 0
+
+    @property
+    def states(self) -> dict[str, GossipState]:
+        """The state of each peer that has joined, by peer_id."""
+        return dict(self._states)
+
+    @property
+    def losses(self) -> int:
+        """0: a contribution is never lost, for a peer without a partner goes alone."""
+        return 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all who are present have taken the last outer step, and have settled."""
+        return self._settled == self._config.sync.outer_steps
+
+    def collective(self, peer_id: str) -> LocalCollective:
+        """Return the side of one rank of one of the peers named at construction."""
+        if peer_id not in self._named:
+            raise LocalProtocolError(f"peer {peer_id} is not one of {', '.join(self._named)}")
+        return LocalCollective(self, peer_id)
+
+    def join(self, peer_id: str, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot:
+        """See `Collective.join`. One that comes later, or back, begins where the furthest peer is that is present."""
+        if self._states:
+            some = next(iter(self._states.values()))
+            if difference := some.schema.first_difference(schema):
+                raise RefusedError(f"peer {peer_id} has another model: {difference}")
+        elif self._theta is None:
+            self._theta = [fragment.clone() for fragment in found()]
+        assert self._theta is not None
+        others = [self._states[name] for name in sorted(self._present & self._states.keys() - {peer_id})]
+        donor = max(others, key=lambda state: state.outer_step, default=None)
+        state = self._states.get(peer_id)
+        if state is None:
+            state = self._states[peer_id] = GossipState(peer_id, schema, self._config, self._theta)
+        if donor is not None and donor.outer_step > state.outer_step:
+            state.join(donor)
+            self._commits[peer_id].clear()
+        self._present.add(peer_id)
+        self._held.pop(peer_id, None)
+        self._advance()
+        return self.snapshot(peer_id)
+
+    def snapshot(self, peer_id: str) -> Snapshot:
+        """This peer's outer parameters, as they are now."""
+        state = self._states[peer_id]
+        self._resync.discard(peer_id)
+        return Snapshot(state.outer_step, state.digest, tuple(part.clone() for part in state.theta))
+
+    def leave(self, peer_id: str) -> None:
+        """Go on without this peer. Whoever is drawn with it goes alone."""
+        self._present.discard(peer_id)
+        self._held.pop(peer_id, None)
+        self._advance()
+
+    def close(self, peer_id: str) -> None:
+        """Let this peer go alone, as at a deadline. Raises LocalProtocolError where its contribution is not complete."""
+        if not self._is_complete(peer_id):
+            raise LocalProtocolError(f"peer {peer_id} has no complete contribution to go on alone with")
+        partner = self._partner(peer_id)
+        self._alone(peer_id, partner, "did not answer")
+        self._advance()
+
+    def contribute(self, peer_id: str, contribution: Contribution) -> bool:
+        """Take in one fragment or one rank's part of it. False: dropped, being of a peer that left or has yet to settle.
+
+        Raises LocalProtocolError for a fragment that is not due, another outer step or what does not fit the schema.
+        """
+        state, fragment_id = self._states[peer_id], contribution.fragment_id
+        if contribution.outer_step != state.outer_step or fragment_id not in state.due:
+            raise LocalProtocolError(
+                f"peer {peer_id} contributed fragment {fragment_id} for outer step {contribution.outer_step}; "
+                f"it is at outer step {state.outer_step}, fragments {list(state.due)} are due"
+            )
+        shard = Shard(state.schema.fragments[fragment_id], contribution.boxes)
+        if contribution.payload.numel != shard.numel:
+            found = f"{contribution.payload.numel} elements for {shard.numel}"
+            raise LocalProtocolError(f"peer {peer_id}, fragment {shard.fragment.name}: {found}")
+        if peer_id not in self._present or peer_id in self._resync or self._waits_to_settle(state):
+            return False
+        held = self._held.setdefault(peer_id, _Contribution(0, state.outer_step))
+        if held.is_redone(contribution):
+            held = self._held[peer_id] = _Contribution(0, state.outer_step)
+        held.take_in(peer_id, contribution, shard)
+        self._advance()
+        return True
+
+    def outcome(self, peer_id: str, outer_step: int, *, block: bool, since: int) -> Outcome | None:
+        """See `Collective.outcome`. Raises LocalProtocolError where a single thread would wait for ever."""
+        state = self._states[peer_id]
+        if outer_step > state.outer_step:
+            raise LocalProtocolError(f"peer {peer_id} asks about outer step {outer_step}, it is at {state.outer_step}")
+        if not self._waits_to_settle(state):
+            if outer_step < state.outer_step:
+                kept = next((one for one in self._commits[peer_id] if one.outer_step == outer_step + 1), None)
+                reason = f"the update from outer step {outer_step} is no longer kept"
+                return NeedsSnapshot(reason) if kept is None else Committed(kept)
+            if peer_id in self._resync:
+                return NeedsSnapshot("all peers have settled on one model")
+            if state.outer_step == self._config.sync.outer_steps:
+                return Finished(state.outer_step)
+        if block:
+            if self._waits_to_settle(state):
+                behind = [name for name in self._named if name in self._present and self._outer_step(name) < state.outer_step]
+            else:
+                behind = [self._partner(peer_id) or peer_id] if self._is_complete(peer_id) else [peer_id]
+            raise LocalProtocolError(
+                f"peer {peer_id} waits at outer step {outer_step}, but {', '.join(behind)} must contribute first: interleave "
+                "the peers' loops step by step, or call LocalGossip.leave() or close()"
+            )
+        return None
+
+    # -- swaps -------------------------------------------------------------------------------------------------------------
+
+    def _is_complete(self, peer_id: str) -> bool:
+        """Whether all of this peer's contribution is in and waits for its partner."""
+        held, state = self._held.get(peer_id), self._states.get(peer_id)
+        if held is None or state is None:
+            return False
+        return all(i in held.fragments and held.fragments[i].complete for i in state.due)
+
+    def _partner(self, peer_id: str) -> str | None:
+        outer_step = self._states[peer_id].outer_step
+        if outer_step not in self._drawn:
+            least = min(state.outer_step for name, state in self._states.items() if name in self._present)
+            self._drawn = {step: drawn for step, drawn in self._drawn.items() if step >= least}
+            self._drawn[outer_step] = pairs(self._config.seed, outer_step, self._present)
+        return self._drawn[outer_step].get(peer_id)
+
+    def _advance(self) -> None:
+        """Take every step that can be taken, and settle where all are there."""
+        for peer_id in self._named:
+            if not self._is_complete(peer_id):
+                continue
+            partner = self._partner(peer_id)
+            if partner is None:
+                self._alone(peer_id, None, "drawn without a partner")
+            elif partner not in self._present or self._outer_step(partner) > self._outer_step(peer_id):
+                self._alone(peer_id, partner, "has left" if partner not in self._present else "went on alone")
+            elif self._is_complete(partner) and self._outer_step(partner) == self._outer_step(peer_id):
+                self._swap(peer_id, partner)
+        self._settle()
+
+    def _outer_step(self, peer_id: str) -> int:
+        return self._states[peer_id].outer_step if peer_id in self._states else 0
+
+    def _offers(self, peer_id: str) -> dict[int, Offer]:
+        state, held = self._states[peer_id], self._held.pop(peer_id)
+        return {i: Offer(held.fragments[i].measured(peer_id, 0), state.offered(i)) for i in state.due}
+
+    def _alone(self, peer_id: str, partner: str | None, reason: str) -> None:
+        state, offers = self._states[peer_id], self._offers(peer_id)
+        staged = [state.stage(i, offer) for i, offer in offers.items()]
+        if partner is not None:
+            self.unpaired += 1
+            missing = PeerVerdict(peer_id=partner, verdict=Verdict.UNPAIRED, norm=0.0, weight=0.0)
+            staged = [one.beside(missing) for one in staged]
+            reason = f"alone: {partner} {reason}"
+        self._commits[peer_id].append(state.commit(staged, reason))
+
+    def _swap(self, one: str, other: str) -> None:
+        offers = {peer_id: self._offers(peer_id) for peer_id in (one, other)}
+        partners = {one: other, other: one}
+        judged: dict[str, dict[int, Judged]] = {}
+        for peer_id, partner in partners.items():
+            state, theirs = self._states[peer_id], offers[partner]
+            judged[peer_id] = {i: state.judge(i, own, theirs[i]) for i, own in offers[peer_id].items()}
+        together = {i for i in offers[one] if judged[one][i].good and judged[other][i].good}
+        self.swapped += len(together)
+        self.refused += len(offers[one]) - len(together)
+        for peer_id, partner in partners.items():
+            state = self._states[peer_id]
+            staged = [
+                state.stage(i, own, offers[partner][i] if i in together else None, judged[peer_id][i])
+                for i, own in offers[peer_id].items()
+            ]
+            self._commits[peer_id].append(state.commit(staged, f"paired with {partner}"))
+
+    # -- settling ----------------------------------------------------------------------------------------------------------
+
+    def _settles_at(self, outer_step: int) -> bool:
+        every = self._config.gossip.settle_every
+        return outer_step > 0 and (outer_step == self._config.sync.outer_steps or (every > 0 and outer_step % every == 0))
+
+    def _waits_to_settle(self, state: GossipState) -> bool:
+        return self._settles_at(state.outer_step) and state.outer_step > self._settled
+
+    def _settle(self) -> None:
+        states = {name: self._states[name] for name in self._named if name in self._present and name in self._states}
+        steps = {state.outer_step for state in states.values()}
+        if len(steps) != 1 or states.keys() != self._present or not self._waits_to_settle(next(iter(states.values()))):
+            return
+        schema = next(iter(states.values())).schema
+        theta = settle(schema, self._config, {name: state.theta for name, state in states.items()})
+        for state in states.values():
+            state.take(theta)
+        self._settled, self._resync = steps.pop(), set(states)
+
+
+class _Run(Protocol):
+    """What `LocalCollective` uses of a run."""
+
+    @property
+    def losses(self) -> int: ...
+    def join(self, peer_id: str, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot: ...
+    def contribute(self, peer_id: str, contribution: Contribution) -> bool: ...
+    def outcome(self, peer_id: str, outer_step: int, *, block: bool, since: int) -> Outcome | None: ...
+    def snapshot(self, peer_id: str) -> Snapshot: ...
+
+
+class LocalCollective:
+    """The side of one peer, or of one rank of a peer, of a `LocalRun` or a `LocalGossip`; a `Collective`."""
+
+    def __init__(self, run: _Run, peer_id: str) -> None:
         self._run = run
         self._peer_id = peer_id
         self._shards: tuple[Shard, ...] | None = None
@@ -430,7 +681,7 @@ class LocalCollective:
 
     def snapshot(self) -> Snapshot:
         """theta at the last commit, of this rank's shards."""
-        return self._cut_snapshot(self._run.snapshot())
+        return self._cut_snapshot(self._run.snapshot(self._peer_id))
 
     def _cut_snapshot(self, snapshot: Snapshot) -> Snapshot:
         if self._shards is None:

@@ -83,6 +83,7 @@ class Verdict(Enum):
     NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
     ANOMALOUS = "anomalous"  # norm more than delta standard deviations above what its peer usually sends
     IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
+    UNPAIRED = "unpaired"  # gossip: no swap with this partner; it did not answer, or found fault itself
     REJECTED = "rejected"  # not admitted by a policy of the run (`edit.merging.mergers.Admission`)
 
 

@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 __all__ = [
     "Edit",
     "EditByLevels",
+    "Gossip",
     "Inner",
     "delayed_nesterov",
     "diloco",
     "e3m0",
     "feedback",
+    "gossip_pairs",
     "heloco",
     "integers",
     "nesterov",
@@ -278,6 +281,77 @@ class EditByLevels:
         delta = self.delta * (1 + 1 / len(alike) ** 2) if key[1] == "relative" else self.delta
         sigma = max(math.sqrt((own + median(errors)) / 2), 0.05)
         return levels[key] - forecast > delta * sigma * (1 + (self.delta**2 + 1) / (4 * f))
+
+
+def gossip_pairs(seed: int, outer_step: int, peers: Sequence[str]) -> list[list[str]]:
+    """Return who meets whom: neighbours in the order of BLAKE3(seed, outer step, name), as two numbers of 8 bytes and UTF-8."""
+    order = [(blake3(b"".join([seed.to_bytes(8, "little"), outer_step.to_bytes(8, "little"), p.encode()])).hexdigest(), p)
+             for p in peers]  # fmt: skip
+    names = [name for _, name in sorted(order)]
+    return [names[i : i + 2] for i in range(0, len(names), 2)]
+
+
+@dataclass
+class Gossip:
+    """NoLoCo with groups of two (arXiv 2506.10911, equations 1 to 3, the second term's sign so that it descends).
+
+    phi, delta, lr, momentum, mixing are the paper's phi, delta, beta, alpha, gamma. lossy: what a codec leaves of what a peer
+    sends, of phi and of theta - phi. edit: by peer, its judge of all it meets, without softmax and clip; None: no verdicts.
+    """
+
+    phi: dict[str, Tensor]
+    seed: int
+    lr: float = 0.7
+    momentum: float = 0.5
+    mixing: float = 0.7
+    lossy: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    edit: Mapping[str, Edit] | None = None
+    delta: dict[str, Tensor] = field(default_factory=dict)
+    outer_step: int = 0
+
+    def round(self, local: Mapping[str, Tensor]) -> None:
+        """Take one outer step from every peer's local parameters; replaces phi and delta."""
+        gradients = {peer: self.phi[peer] - local[peer] for peer in local}
+        shown = {peer: self.lossy(self.phi[peer]) for peer in local}
+        good = {peer: self._judge(peer, gradients) for peer in local}
+        after = {}
+        for pair in gossip_pairs(self.seed, self.outer_step, list(local)):
+            met = len(pair) == 2 and all(good[i][j] for i in pair for j in pair)
+            for i in pair:
+                if not met and not good[i][i]:
+                    continue
+                group = sorted(pair) if met else [i]
+                mean = torch.zeros_like(self.phi[i])
+                for j in group:
+                    mean = mean + gradients[j] * (1 / len(group))
+                delta = self.momentum * self.delta.get(i, torch.zeros_like(mean)) - self.lr * mean
+                if met:
+                    (other,) = set(pair) - {i}
+                    delta = delta + self.mixing * ((shown[other] - shown[i]) / 2)  # mean(phi) - phi_i of two
+                after[i] = self.phi[i] + delta, delta
+        for i, (phi, delta) in after.items():
+            self.phi[i], self.delta[i] = phi, delta
+        self.outer_step += 1
+
+    def settle(self) -> Tensor:
+        """Return one model from all: a round from the first peer's phi with the mean of phi_first - phi_i, rate 1."""
+        base, mean = self.phi[min(self.phi)], torch.zeros(())
+        for peer in sorted(self.phi):
+            mean = mean + (base - self.phi[peer]) * (1 / len(self.phi))
+        self.phi = dict.fromkeys(self.phi, base - mean)
+        return base - mean
+
+    def _judge(self, me: str, gradients: Mapping[str, Tensor]) -> dict[str, bool]:
+        """By peer whether `me` finds its pseudo-gradient good, of itself and the one it meets; learns of them."""
+        pair = next(pair for pair in gossip_pairs(self.seed, self.outer_step, list(gradients)) if me in pair)
+        norms = {peer: float(gradients[peer].double().square().sum().sqrt()) for peer in pair}
+        if self.edit is None:
+            return {peer: math.isfinite(norm) for peer, norm in norms.items()}
+        good = {peer: not self.edit[me]._bad(peer, norm) for peer, norm in norms.items()}
+        for peer in pair:
+            if good[peer]:
+                self.edit[me]._observe(peer, norms[peer])
+        return good
 
 
 def streaming(

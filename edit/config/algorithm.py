@@ -8,6 +8,7 @@ from edit.config.codec import LOCAL, SPARSE, CodecConfig
 from edit.config.validation import one_of, positive, require, within
 
 __all__ = [
+    "GossipConfig",
     "OuterConfig",
     "PenaltyConfig",
     "RoundsConfig",
@@ -166,6 +167,10 @@ class OuterConfig:
     (docs/outer-settings.md).
     """
 
+    # `mean`: all contributions become one pseudo-gradient, which moves the outer parameters that all peers share. `gossip`:
+    # every peer has outer parameters of its own, and takes each outer step with one other peer; the section [gossip] has its
+    # settings, this one no others. Only for a run within one process (`edit.local.LocalGossip`) so far.
+    algorithm: str = "mean"
     # sgd | nesterov | adam | yogi | delayed_nesterov; the last is meant for rounds.merging = "arrivals".
     optimizer: str = "nesterov"
     # nu.
@@ -186,6 +191,7 @@ class OuterConfig:
     correct: str = "none"
 
     def __post_init__(self) -> None:
+        one_of("outer.algorithm", self.algorithm, ("mean", "gossip"))
         one_of("outer.optimizer", self.optimizer, ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov"))
         positive("outer.lr", self.lr)
         within("outer.momentum", self.momentum, 0, 0.9999)
@@ -199,6 +205,36 @@ class OuterConfig:
         if self.correct == "heloco":
             rule = 'must be one of nesterov, delayed_nesterov with outer.correct = "heloco", which compares with the momentum'
             require(self.optimizer in ("nesterov", "delayed_nesterov"), "outer.optimizer", self.optimizer, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GossipConfig:
+    """The section [gossip]: an outer step of two peers, with outer.algorithm = "gossip" (NoLoCo, arXiv 2506.10911).
+
+    The defaults of lr and momentum are the paper's (section 4; it exchanges every 50 inner steps), that of mixing its authors'
+    code's.
+    """
+
+    # beta: how far the outer parameters follow the pair's mean pseudo-gradient.
+    lr: float = 0.7
+    # alpha.
+    momentum: float = 0.5
+    # gamma: how fast the outer parameters of a pair approach their mean.
+    mixing: float = 0.7
+    # In which a peer sends its outer parameters: `bf16` or `fp32`. (They have no base in common that a smaller one would need.)
+    codec: str = "bf16"
+    # Outer steps after which all peers' outer parameters become their mean. 0: only at the end of the run.
+    settle_every: int = 0
+
+    def __post_init__(self) -> None:
+        positive("gossip.lr", self.lr)
+        within("gossip.momentum", self.momentum, 0, 0.9999)
+        positive("gossip.mixing", self.mixing)
+        most = 2 * (1 - self.momentum * self.momentum)
+        rule = f"must be below 2 (1 - gossip.momentum^2) = {most:g}, or the peers drift apart without bound"
+        require(self.mixing < most, "gossip.mixing", self.mixing, rule)
+        one_of("gossip.codec", self.codec, ("bf16", "fp32"))
+        within("gossip.settle_every", self.settle_every, 0, 1 << 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +293,20 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
     something took.
     """
     sparse = " or ".join(SPARSE)
+    if outer.algorithm == "gossip":
+        with_gossip = 'with outer.algorithm = "gossip"'
+        rule = f"must be rounds {with_gossip}: there is nobody whom all contributions arrive at"
+        require(rounds.merging == "rounds", "rounds.merging", rounds.merging, rule)
+        rule = f"must be 0 {with_gossip}: two peers swap at the same outer step, or not at all"
+        require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, rule)
+        rule = f"must not be eager {with_gossip}: a step follows the partner's parameters, which cannot be estimated"
+        require(sync.mode != "eager", "sync.mode", sync.mode, rule)
+        rule = f"cannot be kept {with_gossip}: a peer whose partner is away goes on alone"
+        require(not sync.strict, "sync.strict", sync.strict, rule)
+        rule = f"must be false {with_gossip}: nobody compares the speed of all peers"
+        require(not sync.dylu, "sync.dylu", sync.dylu, rule)
+        rule = f"must be 0 {with_gossip}: nobody counts the tokens of all peers"
+        require(sync.tokens == 0, "sync.tokens", sync.tokens, rule)
     if sync.mode == "eager":
         with_eager = 'with sync.mode = "eager"'
         optimizers = ("sgd", "nesterov")

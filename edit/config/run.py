@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edit.config.algorithm import (
+    GossipConfig,
     OuterConfig,
     PenaltyConfig,
     RoundsConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "CodecConfig",
     "CodecSpec",
     "FragmentCodec",
+    "GossipConfig",
     "InnerConfig",
     "MembershipConfig",
     "ModelConfig",
@@ -215,6 +217,7 @@ class RunConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
+    gossip: GossipConfig = field(default_factory=GossipConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
@@ -234,6 +237,11 @@ class RunConfig:
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
+            rule = 'must be empty with outer.algorithm = "gossip": there is no aggregator'
+            require(self.outer.algorithm == "mean", "aggregators.addresses", self.aggregators.addresses, rule)
+        groups, settle = self.sync.groups, self.gossip.settle_every
+        rule = f"must be a multiple of sync.groups ({groups}), so that each group has moved as often"
+        require(settle % groups == 0, "gossip.settle_every", settle, rule)
 
     @property
     def kept_updates(self) -> int:
@@ -257,7 +265,10 @@ class RunConfig:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: is not UTF-8 text") from error
         try:
-            return cls.from_mapping(tomllib.loads(text))
+            config = cls.from_mapping(tomllib.loads(text))
+            rule = "no command runs it yet; edit.local.LocalGossip does, within one process"
+            require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
+            return config
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: is not TOML: {error}") from error
         except RecursionError:
@@ -308,12 +319,20 @@ def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]
     yield sync.mode in ("blocking", "forward"), "sync", {"delay"}, f'sync.mode = "{sync.mode}"'
     yield sync.mode != "delayed", "sync", {"mix"}, f'sync.mode = "{sync.mode}"'
     yield sync.mode != "delayed" or sync.mix != "lerp", "sync", {"alpha"}, 'sync.mix other than "lerp"'
+    of_gossip = {f.name for f in dataclasses.fields(GossipConfig)}
+    yield outer.algorithm == "mean", "gossip", of_gossip, 'outer.algorithm = "mean"'
+    of_outer = {f.name for f in dataclasses.fields(OuterConfig)} - {"algorithm"}
+    alone = outer.algorithm == "gossip"
+    yield alone, "outer", of_outer, 'outer.algorithm = "gossip" (the section [gossip] has)'
+    of_downlink = {"down", "down_decay", "down_residual", "record"}
+    yield alone, "codec", of_downlink, 'outer.algorithm = "gossip": no update is sent'
     of_optimizer = f'outer.optimizer = "{outer.optimizer}"'
     yield outer.optimizer not in ("nesterov", "delayed_nesterov"), "outer", {"momentum"}, of_optimizer
     yield outer.optimizer not in ("adam", "yogi"), "outer", {"beta1", "beta2", "eps"}, of_optimizer
     yield outer.optimizer != "delayed_nesterov", "outer", {"period", "c"}, of_optimizer
     of_rounds = {"start_peers", "quorum", "floor_s", "ceiling_s", "spread", "wait", "grace_s"}
     yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
+    yield alone, "rounds", of_rounds, 'outer.algorithm = "gossip": there is no round of all peers'
     for direction, choice in (("up", config.codec.uplink), ("down", config.codec.downlink)):
         lossless = f'codec.{direction} = "fp32", which leaves nothing out'
         yield choice.names == {"fp32"}, "codec", {f"{direction}_decay"}, lossless

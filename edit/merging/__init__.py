@@ -11,4 +11,5 @@ functions and values: sans-IO, no clock, no randomness. Must not know rounds, ca
     outer_optimizers  the step from the merged pseudo-gradient: SGD, Nesterov, delayed Nesterov, Adam, Yogi
     injection         what a regional aggregator brings down from the run above
     outer_state       reduce -> record -> commit
+    gossip            in place of all that: each peer's own outer parameters, and an outer step of two peers (NoLoCo)
 """

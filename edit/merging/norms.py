@@ -20,7 +20,7 @@ from edit.codecs.blockwise import row_sums
 from edit.kernels import fast
 from edit.records import EncodedTensor
 
-__all__ = ["dot", "norm", "norm_of_encoded", "whole_norm"]
+__all__ = ["difference_norm", "dot", "norm", "norm_of_encoded", "whole_norm"]
 
 
 def norm(flat: Tensor) -> float:
@@ -39,6 +39,17 @@ def norm_of_encoded(encoded: EncodedTensor) -> float:
     """Return the `norm` of what is decoded, of which at most PIECE elements are held. Raises as `Codec.decode`."""
     lanes = _lanes(encoded.numel)
     codec(encoded.codec).add_squares(encoded, lanes)
+    return math.sqrt(_sum(lanes))
+
+
+def difference_norm(a: EncodedTensor, b: EncodedTensor) -> float:
+    """Return the `norm` of decode(a) - decode(b), of which at most PIECE elements are held. Raises as `Codec.decode`."""
+    lanes = _lanes(a.numel)
+    scratch = torch.empty_like(lanes)
+    both = zip(codec(a.codec).decode_pieces(a), codec(b.codec).decode_pieces(b), strict=True)
+    for part, (one, other) in zip(parts(a.numel), both, strict=True):
+        apart = torch.sub(one, other, out=scratch[: part.stop - part.start])
+        add_squares(apart, lanes, apart)
     return math.sqrt(_sum(lanes))
 
 

@@ -28,6 +28,7 @@ from edit.codecs.error_feedback import codec_of
 from edit.codecs.residuals import Residual, owing
 from edit.config.codec import CodecChoice
 from edit.config.run import RunConfig
+from edit.config.validation import require
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.fragments.groups import fragments_due
@@ -113,7 +114,7 @@ class OuterState:
     theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. slots: the outer optimizer's state of
     each, likewise; None: as before its first step. config: its sections penalty, outer,
     codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
-    schema, ConfigError when there are more groups than fragments.
+    schema, ConfigError when there are more groups than fragments, and with outer.algorithm = "gossip".
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class OuterState:
             raise LocalProtocolError("theta does not fit the schema's fragments")
         if any(part.dtype != torch.float32 or part.device.type != "cpu" for part in theta):
             raise LocalProtocolError("theta must be fp32 on the CPU")
+        rule = "these are the outer parameters that all peers share; with gossip there are none (edit.merging.gossip)"
+        require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
         fragments_due(0, len(schema.fragments), config.sync.groups, config.sync.pattern)
         self.schema = schema
         self.config = config

@@ -199,6 +199,29 @@ ARRIVALS = {"merging": "arrivals", "max_staleness": 8}
             "sync.tokens = 9: must be 0 with aggregators.addresses",
         ),
         *(
+            ({"outer": {"algorithm": "gossip"}, **written}, message)
+            for written, message in (
+                ({"rounds": ARRIVALS}, "rounds.merging = 'arrivals': must be rounds with outer.algorithm = \"gossip\": there"),
+                ({"rounds": {"max_staleness": 1}}, 'rounds.max_staleness = 1: must be 0 with outer.algorithm = "gossip": two'),
+                (
+                    {"sync": {"mode": "eager"}},
+                    "sync.mode = 'eager': must not be eager with outer.algorithm = \"gossip\": a step",
+                ),
+                ({"sync": {"strict": True}}, 'sync.strict = True: cannot be kept with outer.algorithm = "gossip": a peer'),
+                ({"sync": {"dylu": True}}, 'sync.dylu = True: must be false with outer.algorithm = "gossip": nobody compares'),
+                ({"sync": {"tokens": 9}}, 'sync.tokens = 9: must be 0 with outer.algorithm = "gossip": nobody counts'),
+                (
+                    {"aggregators": {"addresses": ["b:1"]}},
+                    "aggregators.addresses = ('b:1',): must be empty with outer.algorithm = \"gossip\": there is no aggregator",
+                ),
+                ({"gossip": {"momentum": 0.9}}, "gossip.mixing = 0.7: must be below 2 (1 - gossip.momentum^2) = 0.38, or"),
+                (
+                    {"gossip": {"settle_every": 3}, "sync": {"every": 8, "groups": 2}},
+                    "gossip.settle_every = 3: must be a multiple of sync.groups (2)",
+                ),
+            )
+        ),
+        *(
             ({"sync": {"strict": True, **sync}, "rounds": rounds}, "sync.strict = True: cannot be kept with ")
             for sync, rounds in (
                 ({"schedule": "time"}, {}),
@@ -270,6 +293,22 @@ def test_contradicting_bounds_name_both_settings() -> None:
         (
             {"outer": {"optimizer": "adam", "momentum": 0.5}},
             'outer.momentum has no effect with outer.optimizer = "adam"; remove it',
+        ),
+        (
+            {"gossip": {"mixing": 0.5}},
+            'gossip.mixing has no effect with outer.algorithm = "mean"; remove it',
+        ),
+        *(
+            (
+                {"outer": {"algorithm": "gossip", **outer}, **written},
+                f'{key} has no effect with outer.algorithm = "gossip"{why}',
+            )
+            for outer, written, key, why in (
+                ({"lr": 0.5}, {}, "outer.lr", " (the section [gossip] has); remove it"),
+                ({"optimizer": "nesterov"}, {}, "outer.optimizer", " (the section [gossip] has); remove it"),
+                ({}, {"codec": {"down": "int8"}}, "codec.down", ": no update is sent; remove it"),
+                ({}, {"rounds": {"quorum": 2}}, "rounds.quorum", ": there is no round of all peers; remove it"),
+            )
         ),
         (
             {"outer": {"beta1": 0.5}},
