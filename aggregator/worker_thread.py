@@ -33,13 +33,17 @@ class Background:
         self._worker, self._told = worker, failed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
+        self._stopped = False
 
     async def in_worker(self, call: Callable[..., _T], *arguments: object) -> _T:
         """Run the call in the worker thread; return its result or raise its exception."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine as a background task on the event loop."""
+        """Run the coroutine as a background task on the event loop; after `stop` never."""
+        if self._stopped:
+            coroutine.close()
+            return
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -66,7 +70,8 @@ class Background:
             ) from error
 
     async def stop(self) -> None:
-        """Cancel the background tasks that still run."""
+        """Cancel the background tasks that still run. No other begins."""
+        self._stopped = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -32,10 +32,15 @@ from edit.merging.outer_state import OuterState
 from editpb import control_pb2_grpc
 from editpb.transport.chunk_frames import data_handlers, handlers_of
 
-__all__ = ["ROUNDS_PER_GRANT", "Engine"]
+__all__ = ["Engine", "first_round_id"]
 
 ROUNDS_PER_GRANT = 1_000_000  # ids of rounds of one grant
 _CONTROL = ("Attend", "Status")
+
+
+def first_round_id(grant: int) -> int:
+    """Return the id of the first round under a grant: later grants have greater ones."""
+    return grant * ROUNDS_PER_GRANT + 1
 
 
 class Engine:
@@ -82,7 +87,7 @@ class Engine:
             feed=feed,
             clock=clock,
         )
-        self.run = Run(run_id, config, resources, first_round_id=grant * ROUNDS_PER_GRANT + 1, outer=outer)
+        self.run = Run(run_id, config, resources, first_round_id=first_round_id(grant), outer=outer)
         authorizer = Authorizer(run_id, members, clock.unix)
         feed.subscribe(authorizer.on_event)
         feed.subscribe(self._on_event)

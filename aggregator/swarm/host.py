@@ -12,6 +12,7 @@ gets them as all others, and what there is no use for is not sent. At most one o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.storage.store import Store
-from aggregator.swarm.engine import Engine
+from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
 from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
@@ -46,13 +47,13 @@ from edit.errors import (
     EvictedError,
     RefusedError,
     RemoteProtocolError,
-    StaleError,
+    TransportError,
 )
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from editpb import council_pb2 as pb
-from editpb.council_messages import Offering
+from editpb.council_messages import Offering, PartOwner, owners_to_pb
 from editpb.identity import admitted
 from editpb.limits import check_digest
 from editpb.transport.abort_on_error import abort_on_error
@@ -74,6 +75,7 @@ MOST_STATES = 2  # states that others read here at a time: each is a copy. Other
 MOST_KEPT = 8  # updates that others read from the journals here at a time, likewise
 _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
+_OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class Host:
         self._states, self._kept = _Places(MOST_STATES), _Places(MOST_KEPT)
         self._council: Council | None = None
         self._links: Links | None = None
+        self._closing = False
+        self._news = asyncio.Event()  # of a committed record; each one has another
         self._voters = (tuple[str, ...](), 0)  # and how many members, as the log has said
         self.listen = ""  # HOST:PORT, once bound
 
@@ -214,6 +218,8 @@ class Host:
 
     async def close(self) -> None:
         """Stop at once: what others do not know yet is on disk."""
+        self._closing = True
+        self._news.set()
         await self._background.stop()
         if self._discovery is not None:
             await self._discovery.close()
@@ -362,6 +368,8 @@ class Host:
 
     def _follow(self, record: Record) -> None:
         """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         if (record.voters, len(record.members)) != self._voters:
             self._voters = record.voters, len(record.members)
             _log.info("%d vote, of %d members: %s", len(record.voters), len(record.members), ", ".join(record.voters))
@@ -546,15 +554,31 @@ class Host:
             async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot)):
                 yield message
 
+    async def owners(self) -> AsyncGenerator[pb.Owners, None]:
+        """Yield who serves each part: now, whenever that changed, and each second."""
+        while not self._closing:
+            news, record, told = self._news, self.council.committed, pb.Owners()
+            if record is not None:
+                addresses = {peer_id: member.addresses for peer_id, member in record.members.items()}
+                told = owners_to_pb(
+                    [PartOwner(part.owner, first_round_id(part.grant), addresses.get(part.owner, ())) for part in record.parts]
+                )
+            yield told
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_OWNERS_S):
+                    await news.wait()
+
     def handler(self, method: str, metadata: Any) -> Any:
-        """Return what serves a call of a peer that trains. Raises StaleError: it names the owner; RemoteProtocolError."""
+        """Return what serves a call of a peer that trains.
+
+        Raises TransportError, which names the owner: the call may be tried again, there; RemoteProtocolError.
+        """
         number = part_of(metadata, len(self.parts))
         engine, record = self.parts[number].engine, self.council.committed
         if engine is None or not engine.run.founded:  # it is about to start
             owner = record.parts[number].owner if record is not None else ""
-            if owner in ("", self.peer_id):
-                raise StaleError(f"part {number} is not served yet")
-            raise _AnothersError(owner, f"part {number} is {owner}'s")
+            another = owner not in ("", self.peer_id)
+            raise _AnothersError(owner, f"part {number} is {owner}'s" if another else f"part {number} is not served yet")
         return engine.handlers.get(method)
 
 
@@ -590,6 +614,14 @@ class _CouncilService:
             update_id = check_digest("id", request.id.hex())
             await send(context.write, self._host.offer(reader, number, request.outer_step, update_id))
 
+    async def WatchOwners(self, request: pb.OwnersRequest, context: Context) -> None:
+        """See the service."""
+        async with abort_on_error(context):
+            self._host.caller(context)
+            async for owners in self._host.owners():
+                self._host.caller(context)  # it may have been evicted
+                await context.write(owners)
+
     async def FetchState(self, request: pb.StateRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
@@ -614,8 +646,8 @@ class _ToEngines(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
 
 
-class _AnothersError(StaleError):
-    """Another host owns the part."""
+class _AnothersError(TransportError):
+    """Another host owns the part, or this one will soon. owner: its peer_id; '': nobody knows."""
 
     def __init__(self, owner: str, text: str) -> None:
         super().__init__(text)
@@ -626,7 +658,7 @@ def _refuser(error: EditError) -> Any:
     async def refuse(messages: Any, context: Context) -> None:
         async with abort_on_error(context):
             if isinstance(error, _AnothersError):
-                context.set_trailing_metadata(metadata_of_owner(error.owner))
+                context.set_trailing_metadata(metadata_of_owner(error.owner) if error.owner else ())
             raise error
 
     return refuse

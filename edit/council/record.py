@@ -22,10 +22,13 @@ from edit.plain_text import parse_json
 
 __all__ = [
     "FORMAT",
+    "MOST_ADDRESSES",
     "MOST_COUNT",
     "MOST_EVICTED",
     "MOST_LEASE_S",
     "MOST_MEMBERS",
+    "MOST_PARTS",
+    "MOST_TEXT",
     "MOST_VOTERS",
     "Member",
     "Part",

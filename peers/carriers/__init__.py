@@ -24,8 +24,8 @@ Threads
     peer-io, under the lock       `Session`, `Uplink`, the links of `HubCollective`: `IoThread.change` runs the mutation on the
                                   loop's thread for any thread, then wakes the main thread's wait. The main thread reads
                                   them with `IoThread.read` or inside `wait`; a read changes nothing.
-    peer-io, no lock              `Report`, `Attendance`, `Channels`, `DataCalls`, `Downlink`, `SnapshotServer`: the main thread
-                                  posts to them and never looks, but for two counters (`Traffic`), `Channels.endpoint` and
+    peer-io, no lock              `Report`, `Attendance`, `Channels`, `OwnerWatch`, `DataCalls`, `Downlink`, `SnapshotServer`: the
+                                  main thread posts to them and never looks, but for two counters (`Traffic`), `Channels.endpoint` and
                                   `DataCalls.origin`, each replaced in one step.
     main, no lock                 the prefetched snapshot's future of `HubCollective`.
     signal handler                one flag, `IoThread.interrupt`, which ends the main thread's waits with Interrupted.
@@ -35,6 +35,7 @@ Threads
     IoThread._changed             threading.Condition, the only lock; notified after each change; awaited by `wait`
     IoThread._tasks               the background tasks; one that fails ends every later wait with its exception
     Attendance._nudge             asyncio.Event: a heartbeat is due now; awaited by the stream's sender
+    Channels._news                asyncio.Event: in a swarm, an owner was found; awaited by what waits to be tried again
     Attendance._leaving, _left    asyncio.Event: goodbye was called; the control connection has ended
     _Download._news               asyncio.Event, pulsed at each fragment that arrived; awaited by who waits for an update
     _Attempt.queue                deque of contributions to send, at most two in flight at a time

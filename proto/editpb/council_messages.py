@@ -7,15 +7,15 @@ those of the values themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from edit.council.events import Accepted, Append, Ask, Ended, Hello, Leave, Message, News, Release, Vote
-from edit.council.record import MOST_COUNT, MOST_PARTS, Member, PartState, Record, Stamp, Update
+from edit.council.record import MOST_ADDRESSES, MOST_COUNT, MOST_PARTS, MOST_TEXT, Member, PartState, Record, Stamp, Update
 from edit.plain_text import parse_json
 from editpb import council_pb2 as pb
-from editpb.limits import at_most, fail, within
+from editpb.limits import MAX_COUNT, at_most, check_id, check_text, fail, within
 from editpb.messages import PROTOCOL
 
 __all__ = [
@@ -23,12 +23,15 @@ __all__ = [
     "Introduction",
     "OfferHeader",
     "Offering",
+    "PartOwner",
     "StateHeader",
     "Word",
     "message_from_pb",
     "message_to_pb",
     "offer_header_from_pb",
     "offer_header_to_pb",
+    "owners_from_pb",
+    "owners_to_pb",
     "state_header_from_pb",
     "state_header_to_pb",
 ]
@@ -73,6 +76,15 @@ class StateHeader:
     tokens: int
     description_bytes: int
     tensor_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartOwner:
+    """Who serves a part to peers that train."""
+
+    peer_id: str
+    first_round_id: int  # of its rounds: an owner that was given the part later has a greater one
+    addresses: tuple[str, ...] = ()  # HOST:PORT
 
 
 def message_to_pb(word: Word) -> pb.CouncilMessage:
@@ -148,6 +160,27 @@ def state_header_from_pb(message: pb.StateHeader) -> StateHeader:
     at_most("tensors of a state", message.tensor_bytes, MOST_TENSORS)
     tokens = within("tokens", message.tokens, 0, MOST_COUNT)
     return StateHeader(_digest_from(message.name), tokens, message.description_bytes, tuple(message.tensor_bytes))
+
+
+def owners_to_pb(parts: Sequence[PartOwner]) -> pb.Owners:
+    """Encode the owners of all parts."""
+    owners = [pb.Owners.Owner(peer_id=one.peer_id, first_round_id=one.first_round_id, addresses=one.addresses) for one in parts]
+    return pb.Owners(parts=owners)
+
+
+def owners_from_pb(message: pb.Owners) -> tuple[PartOwner, ...]:
+    """Decode the owners of all parts. Raises RemoteProtocolError."""
+    at_most("parts", message.parts, MOST_PARTS)
+    return tuple(map(_owner_from, message.parts))
+
+
+def _owner_from(owner: pb.Owners.Owner) -> PartOwner:
+    at_most("addresses", owner.addresses, MOST_ADDRESSES)
+    return PartOwner(
+        peer_id=check_id("peer_id", owner.peer_id),
+        first_round_id=within("first_round_id", owner.first_round_id, 1, MAX_COUNT),
+        addresses=tuple(check_text("addresses", address, MOST_TEXT) for address in owner.addresses),
+    )
 
 
 @contextmanager

@@ -225,3 +225,22 @@ class StatePart(_message.Message):
     header: StateHeader
     chunk: _data_pb2.FragmentChunk
     def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ...) -> None: ...
+
+class OwnersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Owners(_message.Message):
+    __slots__ = ("parts",)
+    class Owner(_message.Message):
+        __slots__ = ("peer_id", "first_round_id", "addresses")
+        PEER_ID_FIELD_NUMBER: _ClassVar[int]
+        FIRST_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+        ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+        peer_id: str
+        first_round_id: int
+        addresses: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, peer_id: _Optional[str] = ..., first_round_id: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[Owners.Owner]
+    def __init__(self, parts: _Optional[_Iterable[_Union[Owners.Owner, _Mapping]]] = ...) -> None: ...

@@ -50,6 +50,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.StateRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.StatePart.FromString,
                 _registered_method=True)
+        self.WatchOwners = channel.unary_stream(
+                '/editpb.Council/WatchOwners',
+                request_serializer=editpb_dot_council__pb2.OwnersRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.Owners.FromString,
+                _registered_method=True)
 
 
 class CouncilServicer(object):
@@ -75,6 +80,13 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchOwners(self, request, context):
+        """For any peer of the run, also one that is no member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CouncilServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.FetchState,
                     request_deserializer=editpb_dot_council__pb2.StateRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.StatePart.SerializeToString,
+            ),
+            'WatchOwners': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchOwners,
+                    request_deserializer=editpb_dot_council__pb2.OwnersRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.Owners.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Council(object):
             '/editpb.Council/FetchState',
             editpb_dot_council__pb2.StateRequest.SerializeToString,
             editpb_dot_council__pb2.StatePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchOwners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/editpb.Council/WatchOwners',
+            editpb_dot_council__pb2.OwnersRequest.SerializeToString,
+            editpb_dot_council__pb2.Owners.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import signal
 import subprocess
 import sys
@@ -279,6 +280,37 @@ def test_a_peer_trains_on_while_the_owners_of_its_parts_are_killed(tmp_path: Pat
             one, *others = [replica.snapshot() for replica in members.states(part)]
             assert (one.metadata["outer_step"], one.metadata["digest"]) == (taken[part], digests[part])
             assert all(same(one, other) for other in others)
+
+
+@pytest.mark.parametrize("asked", ["the owner", "another"])
+def test_a_peer_leaves_an_owner_that_is_stopped_before_its_connection_tells(
+    asked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asked: the host that it hears of owners from. What it contributed meanwhile is the hub's outer step."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    replica = Replica(model)
+    theta = [fragment.clone() for fragment in replica.founding()]
+    hub = trained_at_a_hub(copy.deepcopy(model), until=4)
+    caplog.set_level(logging.INFO, "peers")
+    with swarm(tmp_path, schema=replica.schema, theta=theta, members="abc") as members:
+        members.grow()
+        key, certificate = members.certificate("peer")
+        credentials = grpc.ssl_channel_credentials((members.folder.path / "ca.pem").read_bytes(), key, certificate)
+        hosts = {peer_id: members.address(peer_id) for peer_id in ("abc" if asked == "the owner" else "bca")}
+        identity = Identity(members.run_id, "peer", "peer")
+        with IoThread() as io, connect_swarm(io, hosts, 1, credentials, identity) as (connection, config, _):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with EditWorker(model, optimizer, connection, WorkerConfig(sync=config.sync, codec=config.codec)) as worker:
+                train(model, optimizer, worker, until=1)
+                members.processes["a"].process.send_signal(signal.SIGSTOP)
+                train(model, optimizer, worker, until=4)
+                assert (worker.outer_step, worker.digest) == (4, hub.digest)
+        members.processes["a"].process.send_signal(signal.SIGCONT)
+        for peer_id in members.members:
+            members.until(peer_id, "part 0 is at outer step 4")
+        members.end()
+    stopped = next(line for line in caplog.messages if line.startswith(f"{hosts['a']}: ") and "trying again" in line)
+    assert "it is at" in stopped, "the news, and not the connection, ended it"
 
 
 def trained_at_a_hub(model: nn.Module, *, until: int) -> EditWorker:

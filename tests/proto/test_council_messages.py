@@ -18,12 +18,15 @@ from editpb.council_messages import (
     Introduction,
     OfferHeader,
     Offering,
+    PartOwner,
     StateHeader,
     Word,
     message_from_pb,
     message_to_pb,
     offer_header_from_pb,
     offer_header_to_pb,
+    owners_from_pb,
+    owners_to_pb,
     state_header_from_pb,
     state_header_to_pb,
 )
@@ -121,3 +124,14 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
         message_from_pb(message)
     except RemoteProtocolError as error:
         assert "\n" not in str(error)
+
+
+def test_owners_survive_the_wire_and_are_bounded() -> None:
+    owners = (PartOwner("a", 1, ("h:1", "[::1]:2")), PartOwner("b", 2**62))
+    assert owners_from_pb(owners_to_pb(owners)) == owners
+    wrong = [PartOwner("a b", 1), PartOwner("a", 0), PartOwner("a", 1 << 63), PartOwner("a", 1, ("h:1",) * 17)]
+    for owner in (*wrong, PartOwner("a", 1, ("h" * 257,)), PartOwner("a", 1, ("\n",))):
+        with pytest.raises(RemoteProtocolError):
+            owners_from_pb(owners_to_pb([owner]))
+    with pytest.raises(RemoteProtocolError):
+        owners_from_pb(owners_to_pb([PartOwner("a", 1)] * (MOST_PARTS + 1)))

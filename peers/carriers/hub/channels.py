@@ -6,12 +6,15 @@ Control and data never share a connection. `enrolment_channel` is the one channe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import grpc
 
+from edit.errors import TransportError
 from editpb.transport.channel_options import channel_options
 
 __all__ = ["Channels", "enrolment_channel"]
@@ -44,8 +47,12 @@ class Channels:
         self._endpoints = tuple(endpoints)
         self._turn = 0
         self.rtt_s = 0.0  # the least time in which a small question was answered here, in seconds; 0: none was
-        self._data: dict[bool, tuple[_Wanted, grpc.aio.Channel]] = {}  # the data plane's, and the one beside it; and what for
-        self._open: set[grpc.aio.Channel] = set()  # also the data channels to earlier endpoints: calls may still use them
+        self._data: dict[
+            tuple[bool, _Wanted], grpc.aio.Channel
+        ] = {}  # the data plane's, and those beside them; to each endpoint
+        self._open: set[grpc.aio.Channel] = set()
+        self._here: set[asyncio.Timeout] = set()  # see `while_here`
+        self._news = asyncio.Event()  # see `pause`; each piece of news has another
 
     def to(self, endpoints: Sequence[str]) -> Channels:
         """Return the channels to another aggregator, with the same credentials, also once they are renewed."""
@@ -67,6 +74,42 @@ class Channels:
         self._turn += 1
         self.rtt_s = 0.0
 
+    def welcomed(self, first_round_id: int) -> None:
+        """Take note that the control connection has begun. first_round_id: see Welcome."""
+
+    @contextlib.asynccontextmanager
+    async def while_here(self) -> AsyncIterator[None]:
+        """Raise TransportError in what this surrounds as soon as the aggregator is known to be elsewhere."""
+        try:
+            async with asyncio.timeout(None) as bound:
+                self._here.add(bound)
+                try:
+                    yield
+                finally:
+                    self._here.discard(bound)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise TransportError(f"it is at {self.endpoint} now") from None
+
+    async def pause(self, seconds: float) -> None:
+        """Wait; no longer than until the aggregator was found again, or is known to be elsewhere."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+    def _moved(self) -> None:
+        """End whatever is `while_here`, and all pauses."""
+        for bound in self._here:
+            bound.reschedule(asyncio.get_running_loop().time())
+        self._here.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        """End all pauses."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
     def answered(self, seconds: float) -> None:
         """Take note that a small question was answered after so long: a round trip, and more where the other side was busy."""
         self.rtt_s = min(self.rtt_s, seconds) if self.rtt_s else seconds
@@ -84,11 +127,10 @@ class Channels:
         return self._kept(beside=True)
 
     def _kept(self, *, beside: bool) -> grpc.aio.Channel:
-        wanted = self.endpoint, self._held.credentials
-        known = self._data.get(beside)
-        if known is None or known[0] != wanted:
-            known = self._data[beside] = wanted, self._channel(self.endpoint)
-        return known[1]
+        wanted = beside, (self.endpoint, self._held.credentials)
+        if wanted not in self._data:
+            self._data[wanted] = self._channel(self.endpoint)
+        return self._data[wanted]
 
     def bound(self, stub: _Stub) -> _Stub:
         """Return the stub, whose calls say what these channels are for."""
@@ -104,7 +146,7 @@ class Channels:
     async def release(self, channel: grpc.aio.Channel) -> None:
         """Close one channel."""
         self._open.discard(channel)
-        self._data = {beside: known for beside, known in self._data.items() if known[1] is not channel}
+        self._data = {wanted: known for wanted, known in self._data.items() if known is not channel}
         await channel.close()
 
     async def close(self) -> None:

@@ -142,14 +142,16 @@ class Attendance:
         """Attend until an Expel or a Goodbye."""
         try:
             while not self._leaving.is_set():
+                endpoint = self._channels.endpoint
                 reason = await self._attempt()
                 delay = self._session.reconnect_delay()
                 answered = not self._hello.schema_hash and self._session.welcome is not None
                 if delay is None or answered or self._leaving.is_set():
                     return
-                self._say_once(f"{self._channels.endpoint}: {reason}; trying again")
-                self._channels.rotate()
-                await _first(self._leaving.wait(), within_s=delay)
+                self._say_once(f"{endpoint}: {reason}; trying again")
+                if self._channels.endpoint == endpoint:
+                    self._channels.rotate()
+                    await _first(self._leaving.wait(), self._channels.pause(delay), within_s=delay)
         finally:
             self._left.set()
 
@@ -167,7 +169,8 @@ class Attendance:
         self._tell(self._session.connecting)
         channel = self._channels.control()
         try:
-            await self._converse(self._channels.bound(control_pb2_grpc.ControlStub(channel)).Attend())
+            async with self._channels.while_here():
+                await self._converse(self._channels.bound(control_pb2_grpc.ControlStub(channel)).Attend())
         except grpc.aio.AioRpcError as error:
             self._channels.refused(error)
             return self._refused(error)
@@ -235,7 +238,9 @@ class Attendance:
         self._config = self._parser.parse(welcome.config_json)
         if isinstance(self._config, RunConfig):
             self._session.configure(self._config.membership.heartbeat_s, self._config.rounds.max_staleness)
-        return self._session.welcomed(welcome)
+        if (wrong := self._session.welcomed(welcome)) is None:
+            self._channels.welcomed(welcome.first_round_id)
+        return wrong
 
     def _refused(self, error: grpc.aio.AioRpcError) -> str:
         """Return the reason of a failed stream. A refusal for good ends the session.

@@ -150,7 +150,8 @@ class DataCalls:
                     raise TransportError(f"the stream ended after {held.received_bytes} of {total} bytes")
                 piece.arrived(clock.split_s if piece.last else clock.seconds())  # the last answer waits for what is measured
 
-        await _retrying(f"round {header.round_id}, fragment {header.fragment_id}", attempt, wanted, lambda: held.received_bytes)
+        what = f"round {header.round_id}, fragment {header.fragment_id}"
+        await _retrying(self._channels, what, attempt, wanted, lambda: held.received_bytes)
 
     async def update(self, assembly: UpdateAssembly, wanted: Wanted, arrived: Callable[[], None]) -> None:
         """Complete `assembly`. arrived: called when its manifest is in, and each time one of its fragments is.
@@ -182,7 +183,7 @@ class DataCalls:
                 await read_in_ranges(assembly, self._pace_down, ask, moving.read, take)
             assembly.finish()
 
-        await _retrying(f"update {assembly.outer_step}", attempt, wanted, lambda: assembly.received)
+        await _retrying(self._channels, f"update {assembly.outer_step}", attempt, wanted, lambda: assembly.received)
 
     async def _read_ahead(
         self,
@@ -219,7 +220,7 @@ class DataCalls:
                 raise RemoteProtocolError("a snapshot's digest is not that of its fragments")
             return manifest
 
-        return await _retrying("snapshot", attempt, wanted)
+        return await _retrying(self._channels, "snapshot", attempt, wanted)
 
     async def snapshot(self, manifest: SnapshotManifest, shards: Sequence[Shard], wanted: Wanted) -> Snapshot:
         """Return the outer parameters of `manifest`, of each fragment this rank's shard.
@@ -271,7 +272,7 @@ class DataCalls:
                 assembly.clear_unfinished()
                 raise
 
-        await _retrying("snapshot", attempt, wanted, lambda: assembly.received)
+        await _retrying(self._channels, "snapshot", attempt, wanted, lambda: assembly.received)
 
     async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
         """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""
@@ -307,7 +308,7 @@ class DataCalls:
                 if not piece.last:
                     piece.arrived(clock.seconds())
 
-        await _retrying("founding", attempt, wanted, lambda: reached)
+        await _retrying(self._channels, "founding", attempt, wanted, lambda: reached)
 
     async def _remind(self, manifest: SnapshotManifest) -> None:
         """Ask the aggregator for the empty end of a fragment now and then, while donors are read.
@@ -424,17 +425,19 @@ class _Stopwatch:
 
 
 async def _retrying(
-    what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wanted, reached: Callable[[], int] = lambda: 0
+    channels: Channels, what: str, attempt: Callable[[], Awaitable[_T]], wanted: Wanted, reached: Callable[[], int] = lambda: 0
 ) -> _T:
     """Try until an attempt succeeds, with growing delays; raise the last error when no other try may help.
 
+    A try at a place where the aggregator is no longer is given up, and the next one made at once.
     reached: bytes so far; a try that has brought some begins the count of tries anew.
     """
     failures, damaged = 0, 0
     while True:
         before = reached()
         try:
-            return await attempt()
+            async with channels.while_here():
+                return await attempt()
         except grpc.aio.AioRpcError as error:
             blame: EditError = from_rpc(error)
         except (TransportError, RemoteProtocolError) as error:
@@ -447,4 +450,4 @@ async def _retrying(
         if failures >= TRIES or not wanted():
             raise blame
         _log.log(logging.INFO if failures == 1 else logging.DEBUG, "%s: %s; trying again", what, blame)
-        await asyncio.sleep(min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 10)))
+        await channels.pause(min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 10)))

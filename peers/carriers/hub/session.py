@@ -50,6 +50,7 @@ from editpb.messages import Expel, RunPhase, View, Welcome
 __all__ = ["HAS_PARAMETERS", "MOST_PASSED_OVER", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
+QUICK_TRIES = 20  # after the first delay each, where another host takes the aggregator's place within seconds
 MOST_PASSED_OVER = 20  # Welcomes in a row of hosts that served earlier than one that was heard; one of them may have lied
 
 
@@ -207,11 +208,13 @@ class Session:
     def reconnect_delay(self) -> float | None:
         """Return the seconds to wait before the next attempt to connect; None: do not connect again.
 
-        0.2 s doubling to 5 s, jittered over the upper half so that many peers do not come back at once.
+        0.2 s doubling to 5 s, jittered over the upper half so that many peers do not come back at once. In a swarm it begins to
+        grow after four seconds.
         """
         if self._link is Link.EXPELLED:
             return None
-        ceiling = min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._attempts, 10))
+        attempts = max(0, self._attempts - QUICK_TRIES) if self.follows else self._attempts
+        ceiling = min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(attempts, 10))
         return max(FIRST_DELAY_S, ceiling * (1 + self._random()) / 2)
 
     def cut_off(self, now: float) -> bool:

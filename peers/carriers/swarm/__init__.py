@@ -3,5 +3,6 @@
 Owns: which host is asked for a part. Must not know: rounds, the council, what a host does.
 
     channels.py  the channels of one part: to the host that owns it, as far as is known
+    owners.py    is told by a host who owns each part, and tells the channels
     connect.py   a peer's connection to all parts
 """

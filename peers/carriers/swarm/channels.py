@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import grpc
 
+from edit.council.record import MOST_MEMBERS
+from editpb.council_messages import PartOwner
 from editpb.identity import Identity
 from editpb.transport.parts import in_part, owner_in
 from peers.carriers.hub.channels import Channels
@@ -28,10 +30,17 @@ class PartChannels(Channels):
     moves = True
 
     def __init__(self, run_id: str, hosts: Mapping[str, str], part: int, credentials: grpc.ChannelCredentials) -> None:
-        super().__init__(tuple(hosts.values()), credentials)
-        self._peers, self._part, self._owner = tuple(hosts), part, ""
-        names = (Identity(run_id, "peer", peer_id).server_name for peer_id in hosts)
-        self._names = dict(zip(hosts.values(), names, strict=True))  # by address
+        super().__init__((), credentials)
+        self._run_id, self._part, self._named = run_id, part, ""
+        self._given, self._hosts = frozenset(hosts), dict(hosts)
+        self._served_from = 0  # the first round of the owner that was heard last
+        self._told: PartOwner | None = None  # the news that was acted on last
+        self._endpoints = tuple(self._hosts.values())
+
+    @property
+    def hosts(self) -> Mapping[str, str]:
+        """HOST:PORT of each host that is known, by peer_id."""
+        return self._hosts
 
     def bound(self, stub: _Stub) -> _Stub:
         """See `Channels`."""
@@ -39,14 +48,34 @@ class PartChannels(Channels):
 
     def refused(self, error: grpc.aio.AioRpcError) -> None:
         """See `Channels`."""
-        self._owner = owner_in(error.trailing_metadata())
+        self._named = owner_in(error.trailing_metadata())
 
     def rotate(self) -> None:
         """See `Channels`."""
-        owner, self._owner = self._owner, ""
+        named, self._named = self._named, ""
         super().rotate()
-        if owner in self._peers:
-            self._turn = self._peers.index(owner)
+        if named in self._hosts:
+            self._turn = list(self._hosts).index(named)
+        self._moved()
+
+    def welcomed(self, first_round_id: int) -> None:
+        """See `Channels`. What waits to be tried again is tried now."""
+        self._served_from = first_round_id
+        self._wake()
+
+    def owned_by(self, owner: PartOwner) -> None:
+        """Take the news of who owns the part, and go there unless that is old. Who said so may lie: then that host refuses."""
+        if owner.first_round_id <= self._served_from or owner == self._told:
+            return
+        self._told = owner
+        known = owner.peer_id in self._hosts
+        if owner.addresses and owner.peer_id not in self._given and (known or len(self._hosts) < MOST_MEMBERS):
+            self._hosts[owner.peer_id] = owner.addresses[0]
+            self._endpoints = tuple(self._hosts.values())
+        if owner.peer_id in self._hosts:
+            self.rtt_s, self._turn = 0.0, list(self._hosts).index(owner.peer_id)
+            self._moved()
 
     def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
-        return super()._channel(address, server_name or self._names[address])
+        peer_id = next((peer_id for peer_id, known in self._hosts.items() if known == address), "")
+        return super()._channel(address, server_name or Identity(self._run_id, "peer", peer_id).server_name)

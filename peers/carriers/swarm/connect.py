@@ -16,6 +16,7 @@ from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import leaving
 from peers.carriers.swarm.channels import PartChannels
+from peers.carriers.swarm.owners import OwnerWatch
 
 __all__ = ["connect_swarm"]
 
@@ -39,7 +40,7 @@ def connect_swarm(
 
     Args:
         io: the I/O thread.
-        hosts: HOST:PORT of the hosts that are known, by peer_id.
+        hosts: HOST:PORT of the hosts that are known, by peer_id; this peer's own first.
         parts: that the model is cut into.
         credentials: of this peer.
         ended, failed: what the goodbye says.
@@ -47,5 +48,10 @@ def connect_swarm(
     channels = [PartChannels(identity.run_id, hosts, part, credentials) for part in range(parts)]
     parser = ConfigParser()
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
+    watch = OwnerWatch(identity.run_id, channels)
     with leaving(AllAggregators(io, channels, identity, ranks, parser), ended, failed) as connection:
-        yield connection, read[0][0], min(outer_step for _, outer_step in read)
+        io.spawn(watch.run())
+        try:
+            yield connection, read[0][0], min(outer_step for _, outer_step in read)
+        finally:
+            io.post(watch.stop)
