@@ -133,7 +133,7 @@ class RegionalPeer:
         settings = WorkerConfig.of(
             dataclasses.replace(upper, sync=dataclasses.replace(upper.sync, mode="blocking", strict=False))
         )  # it never trains ahead of itself
-        self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE)
+        self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE, leave="local")
         self._fresh = False  # nothing of the run above is below yet, and it has another model than that
         self._since = self._contributed = below.outer_step
         self._seen = (-1, "")

@@ -26,7 +26,7 @@ def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Modu
     torch.manual_seed(len(name))  # peers may start differently: entering gives them the run's parameters
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))) as worker:  # edit
+    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))):  # edit
         for step in range(STEPS):
             inputs, targets = data(low, high, BATCH, seed=step)
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -34,9 +34,7 @@ def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Modu
             loss.backward()
             optimizer.step()
             yield model
-        worker.synchronize()  # edit
-        with worker.outer_parameters():  # edit
-            yield model
+    yield model  # it holds the outer parameters now
 
 
 def main() -> None:

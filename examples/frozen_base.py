@@ -33,7 +33,7 @@ def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Modu
     """One peer's whole training, a step per `next()`; at the end yields the model with the outer parameters in it."""
     model = network()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))) as worker:  # edit
+    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))):  # edit
         for step in range(STEPS):
             inputs, targets = data(low, high, BATCH, seed=step)
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -41,9 +41,7 @@ def train(name: str, low: float, high: float, run: LocalRun) -> Iterator[nn.Modu
             loss.backward()
             optimizer.step()
             yield model
-        worker.synchronize()  # edit
-        with worker.outer_parameters():  # edit
-            yield model
+    yield model  # it holds the outer parameters now
 
 
 def main() -> None:

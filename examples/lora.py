@@ -36,16 +36,14 @@ def train(name: str, step: int, run: LocalRun) -> Iterator[PeftModel]:
     """One peer's whole training, a step per `next()`; at the end yields the model with the outer adapters in it."""
     model = adapted()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))) as worker:  # edit
+    with EditWorker(model, optimizer, run.collective(name), WorkerConfig(sync=SyncConfig(every=10))):  # edit
         for seed in range(STEPS):
             tokens = sequences(step, 16, seed)
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             yield model
-        worker.synchronize()  # edit
-        with worker.outer_parameters():  # edit
-            yield model
+    yield model  # it holds the outer parameters now
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def train(home: str, rank: int, ranks: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with (
         peers.connect(home) as (collective, run),  # edit
-        edit.EditWorker(model, optimizer, collective, edit.WorkerConfig.of(run)) as worker,  # edit
+        edit.EditWorker(model, optimizer, collective, edit.WorkerConfig.of(run)),  # edit
     ):
         for step in range(200):
             inputs, targets = (rows[rank::ranks] for rows in data(collective.peer_id, step))
@@ -72,12 +72,11 @@ def train(home: str, rank: int, ranks: int) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        worker.synchronize()
-        with worker.outer_parameters(), torch.no_grad():  # edit
-            inputs, targets = data("all", -1)
-            loss = nn.functional.mse_loss(model(inputs), targets)
-        if rank == 0:
-            print(f"{collective.peer_id}, {ranks} rank(s): loss on the whole curve {loss:.4f}", flush=True)
+    with torch.no_grad():  # the model holds the outer parameters now
+        inputs, targets = data("all", -1)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+    if rank == 0:
+        print(f"{collective.peer_id}, {ranks} rank(s): loss on the whole curve {loss:.4f}", flush=True)
 
 
 @contextmanager

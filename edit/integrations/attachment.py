@@ -5,14 +5,14 @@ The worker from the framework's first step to its last; which optimizer is hooke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from edit.collective import Collective, CompositeCollective
-from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from edit.worker.worker import EditWorker, WorkerConfig
 
@@ -29,20 +29,24 @@ class Attachment:
         optimizer: a torch optimizer, however the framework has wrapped it. The innermost one is hooked, so that a step which
             the wrapper leaves out (gradient accumulation, an overflow) does not count.
         collective: the run.
-        config: as of `EditWorker`.
+        config, leave: as of `EditWorker`.
 
-    Raises ConfigError when what is wrapped is no torch optimizer, and as `EditWorker.__enter__`.
+    Raises ConfigError when what is wrapped is no torch optimizer, and as `EditWorker`.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: object, collective: Collective | CompositeCollective, config: WorkerConfig
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        collective: Collective | CompositeCollective,
+        config: WorkerConfig,
+        leave: Literal["outer", "local"],
     ) -> None:
-        self._model = model
         self._config = config
         self._inside, self._shown = ExitStack(), ExitStack()
         self._showing = False
         self._ranks = Ranks.world()
-        self.worker = self._inside.enter_context(EditWorker(model, _innermost(optimizer), collective, config, self._ranks))
+        self.worker = self._inside.enter_context(EditWorker(model, optimizer, collective, config, self._ranks, leave=leave))
 
     def before_forward(self) -> None:
         """Take an outcome that is there, as the worker does by itself before a forward of the whole model.
@@ -77,23 +81,10 @@ class Attachment:
         self._showing = False
         self._shown.close()
 
-    def leave(self, *, keep_outer: bool) -> None:
-        """Wait for the last outcome and leave the run. Raises the EditError of the collective.
-
-        Args:
-            keep_outer: True leaves the outer parameters in the model, False the local ones.
-        """
+    def leave(self) -> None:
+        """Wait for the last outcome and leave the run. Raises the EditError of the collective."""
         self.hide_outer()
-        kept = None
-        if keep_outer:
-            self.worker.synchronize()
-            with self.worker.outer_parameters():
-                kept = [parameter.detach().clone() for parameter in self._exchanged()]
         self._inside.close()
-        if kept is not None:
-            with torch.no_grad():
-                for parameter, outer in zip(self._exchanged(), kept, strict=True):
-                    parameter.copy_(outer)
 
     def abandon(self, error: BaseException) -> None:
         """Leave the run as after `error`: remove the hooks, and wait for no outcome."""
@@ -103,15 +94,3 @@ class Attachment:
     def _take_fresh_outcome(self) -> None:
         if self.worker.pending and self.worker.round_inner_steps == 0:
             self.worker.synchronize()
-
-    def _exchanged(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-
-
-def _innermost(optimizer: object) -> Optimizer:
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):
-        inner = inner.optimizer  # type: ignore[attr-defined]
-    if not isinstance(inner, Optimizer):
-        raise ConfigError(f"EditCallback hooks a torch optimizer; this training steps a {type(optimizer).__name__}")
-    return inner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -26,12 +26,15 @@ class EditCallback(Callback):
     Args:
         collective: the run, for example of `peers.connect`.
         config: `WorkerConfig.of(run)`.
-        evaluate_outer: validation, checkpoints saved during training, and the module after it hold the outer parameters, which
-            all peers share; otherwise this peer's local ones.
+        evaluate_outer: validation and checkpoints saved during training hold the outer parameters, which all peers share;
+            otherwise this peer's local ones.
+        leave: what the module holds after training: "outer" or "local".
         tokens: returns how many tokens a batch has. None: the size of its `input_ids`, or 0.
 
-    Raises ConfigError when training begins: several optimizers, or an earlier training that did not end. The run's own errors
-    (`edit.errors`) come out of `fit`.
+    With several optimizers the last one's step ends an inner step.
+
+    Raises ConfigError when training begins and an earlier one did not end. The run's own errors (`edit.errors`) come out of
+    `fit`.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class EditCallback(Callback):
         config: WorkerConfig,
         *,
         evaluate_outer: bool = False,
+        leave: Literal["outer", "local"] = "outer",
         tokens: Callable[[Any], int] | None = None,
     ) -> None:
         self._collective = collective
         self._config = config
         self._evaluate_outer = evaluate_outer
+        self._leave: Literal["outer", "local"] = leave
         self._tokens = tokens or _input_ids
         self._attached: Attachment | None = None
 
@@ -57,9 +62,7 @@ class EditCallback(Callback):
         """Join the run with the module and its real optimizer."""
         if self._attached is not None:
             raise ConfigError("EditCallback: its training did not end; make a new callback for each")
-        if len(trainer.optimizers) != 1:
-            raise ConfigError(f"EditCallback: the module has {len(trainer.optimizers)} optimizers; exactly one can be hooked")
-        self._attached = Attachment(pl_module, trainer.optimizers[0], self._collective, self._config)
+        self._attached = Attachment(pl_module, trainer.optimizers, self._collective, self._config, self._leave)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take an outcome that is there, because a training_step calls parts of the module and never the module itself."""
@@ -99,7 +102,7 @@ class EditCallback(Callback):
         """Wait for the last outcome and leave the run."""
         if self._attached is not None:
             attached, self._attached = self._attached, None
-            attached.leave(keep_outer=self._evaluate_outer)
+            attached.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the hooks away; no outcome is waited for."""

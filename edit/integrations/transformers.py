@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,26 @@ class EditCallback(TrainerCallback):
     Args:
         collective: the run, for example of `peers.connect`.
         config: `WorkerConfig.of(run)`.
-        evaluate_outer: evaluations and checkpoints during training, and the model after it, hold the outer parameters, which
-            all peers share; otherwise this peer's local ones.
+        evaluate_outer: evaluations and checkpoints during training hold the outer parameters, which all peers share; otherwise
+            this peer's local ones.
+        leave: what the model holds after training: "outer" or "local".
 
     Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`, several
     GPUs in one process), or an earlier training that did not end. The run's own errors (`edit.errors`) come out of `train`.
     """
 
     def __init__(
-        self, collective: Collective | CompositeCollective, config: WorkerConfig, *, evaluate_outer: bool = False
+        self,
+        collective: Collective | CompositeCollective,
+        config: WorkerConfig,
+        *,
+        evaluate_outer: bool = False,
+        leave: Literal["outer", "local"] = "outer",
     ) -> None:
         self._collective = collective
         self._config = config
         self._evaluate_outer = evaluate_outer
+        self._leave: Literal["outer", "local"] = leave
         self._attached: Attachment | None = None
         self._counter: RemovableHandle | None = None
         self._tokens = 0
@@ -63,7 +70,7 @@ class EditCallback(TrainerCallback):
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
         model = kwargs["model"]
-        self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config)
+        self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config, self._leave)
         self._counter = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
         return control
 
@@ -96,7 +103,7 @@ class EditCallback(TrainerCallback):
         if self._counter is not None:
             self._counter.remove()
         attached, self._attached = self._present(), None
-        attached.leave(keep_outer=self._evaluate_outer)
+        attached.leave()
 
     def _show_outer(self, control: TrainerControl) -> None:
         if self._evaluate_outer and (control.should_evaluate or control.should_save):

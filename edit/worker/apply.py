@@ -67,7 +67,12 @@ class ShareExchange:
     """
 
     def __init__(
-        self, replica: Replica, collective: Collective, optimizer: Optimizer, config: WorkerConfig, clock: Callable[[], float]
+        self,
+        replica: Replica,
+        collective: Collective,
+        optimizers: Sequence[Optimizer],
+        config: WorkerConfig,
+        clock: Callable[[], float],
     ) -> None:
         sync = config.sync
         self.replica = replica
@@ -82,7 +87,7 @@ class ShareExchange:
         self._maker = ContributionMaker(replica, self.feedback, collective, config, self.estimator)
         self._updates = Updates(replica, collective, self.exchange.due, strict=sync.strict)
         self._collective = collective
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._clock = clock
         self._answered: Committed | None = None  # the commit that the last question was answered with, until it is applied
         self._partial: _PartialCommit | None = None
@@ -259,7 +264,8 @@ class ShareExchange:
             return self._maker.commit_residual(self.sent, i)
         self.feedback.rollback(i)
         if verdict is Verdict.NONFINITE:
-            scrub(self._optimizer, self.replica.parameters(i))
+            for optimizer in self._optimizers:
+                scrub(optimizer, self.replica.parameters(i))
         return ()
 
     def _kept(self, i: int, verdict: Verdict | None, pending: Pending | None) -> Tensor | float | None:

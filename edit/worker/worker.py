@@ -17,10 +17,10 @@ each, for its share of the fragments. Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from edit import kernels
 from edit.collective import Collective, CompositeCollective, shares_of
-from edit.errors import LocalProtocolError
+from edit.config.run import RunConfig
+from edit.config.validation import one_of
+from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.records import Commit
@@ -45,11 +47,15 @@ from edit.worker.aggregator_shares import (
     separate_states,
 )
 from edit.worker.apply import ShareExchange
+from edit.worker.batches import agreed, epochs
 from edit.worker.checkpoint import Checkpoint, goes_forward, skeleton
 from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook
+from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated
 
 __all__ = ["EditWorker", "WorkerConfig"]
+
+_Batch = TypeVar("_Batch")
 
 
 class EditWorker:
@@ -57,42 +63,61 @@ class EditWorker:
 
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
-    hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. After leaving, the
-    model holds the local parameters. Frozen parameters are not exchanged, buffers as the configuration says; to unfreeze one
-    after entering is a ConfigError at the next contribution. A compiled model takes the outcome before its next optimizer step.
+    hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
+    are not exchanged, buffers as the configuration says; to unfreeze one after entering is a ConfigError at the next
+    contribution. A compiled model takes the outcome before its next optimizer step.
 
-    A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A second torch optimizer of the model
-    is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next contribution.
+    A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
+    was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
+    contribution.
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
-    rank makes the same calls. ranks: of this replica; None: all of torch.distributed's when the model is sharded, else alone.
-    clock: monotonic seconds in float64, read only where the run's schedule is by time, at rank 0; None: the system's.
-    collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
+    rank makes the same calls.
 
-    Raises EvictedError out of the loop's own forward or step when the operator evicted this peer, RefusedError on entering
-    when the model does not fit the run, ConfigError when the ranks do not fit together.
+    Args:
+        model: also as accelerate's `prepare`, Fabric's `setup`, DistributedDataParallel or torch.compile have wrapped it.
+        optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
+            `step()` ends an inner step.
+        collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
+        config: `WorkerConfig.of(run)`.
+        ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
+            alone.
+        clock: monotonic seconds in float64, read only where the run's schedule is by time, at rank 0; None: the system's.
+        leave: what the model holds after leaving, and as soon as `finished` is True after an optimizer step: "outer", the outer
+            parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
+            local ones.
+
+    Raises ConfigError for a wrapper that hides the parameters, and when the ranks do not fit together; RefusedError on entering
+    when the model does not fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         collective: Collective | CompositeCollective,
         config: WorkerConfig,
         ranks: Ranks | None = None,
         clock: Callable[[], float] | None = None,
+        *,
+        leave: Literal["outer", "local"] = "outer",
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
+        one_of("leave", leave, ("outer", "local"))
+        _check_config(config)
+        self._model = innermost_model(model)
+        self._optimizers = innermost_optimizers(optimizer)
         self._collectives = shares_of(collective)
         self._config = config
-        self._ranks = ranks if ranks is not None else Ranks.world() if is_sharded(model) else ALONE
+        self._leaves_outer = leave == "outer"
+        together = is_sharded(self._model) or is_replicated(model)
+        self._ranks = ranks if ranks is not None else Ranks.world() if together else ALONE
         self._clock = clock if clock is not None else time.monotonic
         self._exchanges: tuple[ShareExchange, ...] = ()  # one for each aggregator; none before entering
         self._checkpoints: tuple[Checkpoint, ...] = ()
         self._hooks: list[RemovableHandle] = []
         self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
         self._swapped = False
+        self._ended = False  # whether the run had finished and the outer parameters were loaded
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
 
     def __enter__(self) -> Self:
@@ -102,7 +127,7 @@ class EditWorker:
         with _outside_autograd():
             replicas = self._new_replicas()
             self._exchanges = tuple(
-                ShareExchange(replica, collective, self._optimizer, self._config, self._clock)
+                ShareExchange(replica, collective, self._optimizers, self._config, self._clock)
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             checkpoints, self._checkpoints = self._checkpoints, ()
@@ -114,8 +139,8 @@ class EditWorker:
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
         self._hooks = [
             register_optimizer_step_pre_hook(Hook(self._before_any_step)),
-            self._optimizer.register_step_pre_hook(Hook(self._before_step)),
-            self._optimizer.register_step_post_hook(Hook(self._after_step)),
+            *(optimizer.register_step_pre_hook(Hook(self._before_step)) for optimizer in self._optimizers),
+            self._optimizers[-1].register_step_post_hook(Hook(self._after_step)),
             *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
         ]
         return self
@@ -126,6 +151,8 @@ class EditWorker:
                 with _outside_autograd():
                     for each in self._exchanges:
                         each.leave()
+                    if self._leaves_outer:
+                        self._load_outer()
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -201,6 +228,39 @@ class EditWorker:
     def last_reason(self) -> str:
         """Why the last attempt ended as it did: the commit's reason, or why a round was lost or a snapshot taken."""
         return self._furthest.exchange.last_reason if self._exchanges else ""
+
+    def until_finished(self, data: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the batches of `data` until the run has finished; take its last outcome before another batch is trained on.
+
+        After the loop the model holds what `leave` says. In a replica of several ranks all of them end after the same step.
+
+        data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it or of its sampler is called), unless it
+            is an iterator: the loop then ends with it. Raises ConfigError when it has no batch, EvictedError.
+        """
+        for batch in agreed(epochs(data), self._ranks, one_pass=isinstance(data, Iterator)):
+            self._take_awaited()
+            if self._over:
+                break
+            yield batch
+        with _outside_autograd():
+            if self._over:
+                self._end()
+
+    def _take_awaited(self) -> None:
+        """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
+        sync = self._config.sync
+        with _outside_autograd():
+            for each in self._entered:
+                pending = each.exchange.pending
+                if pending is not None and pending.outer_step + 1 >= sync.outer_steps:
+                    each.synchronize()
+                elif sync.mode == "blocking":
+                    each.run(each.exchange.take())
+
+    @property
+    def _over(self) -> bool:
+        last = self._config.sync.outer_steps
+        return all(each.exchange.finished or each.replica.outer_step >= last for each in self._entered)
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens behind the next contribution (they weigh it when the run says `weighting = "tokens"`).
@@ -305,7 +365,7 @@ class EditWorker:
 
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called for every optimizer in this process: another one of the same parameters is about to change them."""
-        if optimizer is self._optimizer or not any(
+        if any(optimizer is own for own in self._optimizers) or not any(
             id(parameter) in self._exchanged for group in optimizer.param_groups for parameter in group["params"]
         ):
             return
@@ -323,13 +383,27 @@ class EditWorker:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with _outside_autograd():
             ready = [each.run(each.exchange.stepped()) for each in self._exchanges]
-            if not all(ready):
-                return
-            if not self.finished:
-                self._exchanges[0].replica.refuse_unfrozen()
-            contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
-            if any(contributed):
-                self._reset_finished()
+            if all(ready):
+                self._contribute_if_due()
+            if self.finished:
+                self._end()
+
+    def _contribute_if_due(self) -> None:
+        if not self.finished:
+            self._exchanges[0].replica.refuse_unfrozen()
+        contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
+        if any(contributed):
+            self._reset_finished()
+
+    def _end(self) -> None:
+        """Training in this run is over: the model holds what `leave` says, whatever follows until `with` is left."""
+        if self._leaves_outer and not self._ended:
+            self._ended = True
+            self._load_outer()
+
+    def _load_outer(self) -> None:
+        for each in self._exchanges:
+            each.replica.reload(lambda _: None)
 
     def _reset_finished(self) -> None:
         """Move the share of a finished run back to theta: its parameters are still trained along with the others'."""
@@ -349,6 +423,13 @@ class EditWorker:
     def _require_local(self, call: str) -> None:
         if self._swapped:
             raise LocalProtocolError(f"{call} inside outer_parameters(): the model holds the outer parameters there")
+
+
+def _check_config(config: object) -> None:
+    if isinstance(config, RunConfig):
+        raise ConfigError("config: must be a WorkerConfig, not a RunConfig: write WorkerConfig.of(run)")
+    if not isinstance(config, WorkerConfig):
+        raise ConfigError(f"config: must be a WorkerConfig, not a {type(config).__name__}: write WorkerConfig.of(run)")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from edit import ConfigError, EvictedError
+from edit import EvictedError
 from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
 from tests.support.settings import worker_config
 
@@ -31,11 +31,10 @@ pytestmark = [
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """As users write it: training_step calls a part of the module, never the module."""
 
-    def __init__(self, optimizers: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.optimizer_count = optimizers
         self.validated: list[dict[str, Tensor]] = []
         self.started: list[dict[str, Tensor]] = []
 
@@ -47,8 +46,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         self.validated.append(parameters(self))
 
     def configure_optimizers(self) -> Any:
-        made = [torch.optim.AdamW(self.parameters(), lr=0.02) for _ in range(self.optimizer_count)]
-        return made[0] if len(made) == 1 else made
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
 class Manual(Module):
@@ -158,7 +156,13 @@ def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(tmp_pat
     assert [same(model, common) for model, common in zip(module.validated, seen, strict=True)] == [outer] * 4
     saved = torch.load(tmp_path / "kept" / "step=6.ckpt", weights_only=True)["state_dict"]
     assert same(saved, seen[1]) == outer
-    assert same(parameters(module), theta(run)) == outer
+    assert same(parameters(module), theta(run)), "whatever was looked at, training ends with them"
+
+
+def test_training_can_end_with_the_peers_own_parameters(tmp_path: Path) -> None:
+    run, module = run_of(lr=0.5), Module()
+    fit(tmp_path, module, [EditCallback(run.collective("me"), CONFIG, leave="local")], max_steps=14)
+    assert not same(parameters(module), theta(run))
 
 
 def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:
@@ -193,10 +197,27 @@ def test_an_eviction_comes_out_of_fit_and_leaves_no_hooks(tmp_path: Path) -> Non
     assert not module._forward_pre_hooks
 
 
-def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+def test_the_last_of_several_optimizers_ends_an_inner_step(tmp_path: Path) -> None:
     class Two(Manual):
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+            first, *others = self.parameters()
+            return [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
 
-    with pytest.raises(ConfigError, match="2 optimizers"):
-        fit(tmp_path, Two(), [EditCallback(run_of().collective("me"), CONFIG)])
+        def training_step(self, batch: Any, index: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.network(batch["inputs"]), batch["targets"]))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    run, module = run_of(lr=0.5), Two()
+    callback, counted = EditCallback(run.collective("me"), CONFIG), list[int]()
+
+    class Looker(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert callback.worker is not None
+            counted.append(callback.worker.inner_steps)
+
+    fit(tmp_path, module, [callback, Looker()], max_steps=12)  # Lightning counts the steps of both
+    assert counted == [1, 2, 3, 4, 5, 6]
+    assert run.state.outer_step > 0 and same(parameters(module), theta(run))

@@ -84,7 +84,7 @@ def test_an_exchange_does_not_move_a_lone_peer_that_sends_little_of_its_progress
         for ours, expected in zip(Replica(model).local(), alone(5 * EVERY), strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
         theta = run.state.theta
-    far = max(float((a - b).abs().max()) for a, b in zip(theta, Replica(model).local(), strict=True))
+        far = max(float((a - b).abs().max()) for a, b in zip(theta, Replica(model).local(), strict=True))
     assert far > (1e-3 if up != "int8" else 0), "theta has not all of it yet"
 
 
