@@ -48,7 +48,7 @@ __all__ = ["Run"]
 
 _log = logging.getLogger(__name__)
 
-_PAUSED = "paused by the operator; `edit-coordinator resume` lets it go on"
+_PAUSED = "paused by the operator; `resume` lets it go on"
 _KEPT_ROUNDS = 200  # that `status` can show
 _TICK_S = 0.25  # how often leases and deadlines are looked at
 
@@ -261,7 +261,8 @@ class Run:
         """Return why no round comes, or ''."""
         if self._rounds is not None:  # before, peers are still to come
             joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
-            if reason := impossible(self.config.rounds, self._rounds.published.outer_step, joined):
+            reason = impossible(self.config.rounds, self._rounds.published.outer_step, joined)
+            if reason and self.members.knows_all:  # elsewhere the status says what is waited for
                 return reason
             if reason := self._rounds.machine.held_back:
                 return reason

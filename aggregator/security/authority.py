@@ -41,7 +41,7 @@ from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
 from editpb.validity import Validity
 
-__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped"]
+__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer"]
 
 INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
@@ -90,18 +90,7 @@ class Authority:
     @classmethod
     def load(cls, path: Path, run_id: str) -> Authority:
         """Open the folder. Raises ConfigError that names the file, StorageError."""
-        try:
-            key = serialization.load_pem_private_key(read_private(path / "ca.key"), None)
-            certificate = x509.load_pem_x509_certificate((path / "ca.pem").read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename}: cannot be read ({error.strerror}); only the run's operator may do this"
-            ) from error
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}: ca.key or ca.pem is damaged; restore both from a copy") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise ConfigError(f"{path}: ca.key and ca.pem do not belong together; restore both from a copy")
-        return cls(path, run_id, Issuer(key, certificate), Members(path / "members.json"))
+        return cls(path, run_id, load_issuer(path), Members(path / "members.json"))
 
     @property
     def ca_der(self) -> bytes:
@@ -324,6 +313,22 @@ def _still_good(path: Path, name: str, names: set[x509.GeneralName], now: float,
     validity = Validity.of(certificate)
     fits = key is not None and key.public_key() == certificate.public_key() and set(present) == names
     return fits and now < validity.ends and not (validity.ends < latest and validity.renewal_due(now))
+
+
+def load_issuer(path: Path) -> Issuer:
+    """Open the authority's key and certificate in a folder. Raises ConfigError that names the file."""
+    try:
+        key = serialization.load_pem_private_key(read_private(path / "ca.key"), None)
+        certificate = x509.load_pem_x509_certificate((path / "ca.pem").read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: cannot be read ({error.strerror}); only the run's operator may do this"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: ca.key or ca.pem is damaged; restore both from a copy") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise ConfigError(f"{path}: ca.key and ca.pem do not belong together; restore both from a copy")
+    return Issuer(key, certificate)
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class Members:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{path}: is damaged; restore it from a copy ({error})") from error
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether everybody who was enrolled is known here."""
+        return self._enrols
+
     def all(self) -> tuple[MemberRecord, ...]:
         """Return everybody, by peer_id."""
         return tuple(self._records[peer_id] for peer_id in sorted(self._records))

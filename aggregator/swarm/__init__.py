@@ -18,4 +18,7 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     discovery.py      hivemind's DHT
     host_folder.py    what its process is started with
     process.py        that process: `python -m aggregator.swarm FOLDER`
+    standing.py       what hosts say of themselves, and what several say together, in words
+    operate.py        what an operator does from a member's folder: status, orders, leaving, recovery
+    commands.py       `python -m aggregator.swarm VERB FOLDER`
 """

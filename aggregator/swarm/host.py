@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
+from cryptography import x509
 
+from aggregator.control.status import run_status
 from aggregator.resources import Clock
 from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
@@ -35,31 +39,47 @@ from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.replication import Fetching, PartReplica, carry_out
+from aggregator.swarm.standing import (
+    MOST_NOTICES,
+    MOST_WORDS,
+    EngineStanding,
+    PartStanding,
+    PeerStanding,
+    Standing,
+    lasting,
+    state_of,
+)
 from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, state_parts
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.machine import Council, Timing
-from edit.council.record import Member, Part, Record, Saved, Update, name_of, peer_of
+from edit.council.machine import Council, Role, Timing
+from edit.council.record import MOST_TEXT, Member, Part, Phase, Record, Saved, Update, name_of, peer_of
 from edit.errors import (
+    BusyError,
     ConfigError,
     EditError,
     EvictedError,
     RefusedError,
     RemoteProtocolError,
+    StaleError,
     TransportError,
 )
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
+from editpb import control_pb2 as cpb
+from editpb import control_pb2_grpc
 from editpb import council_pb2 as pb
+from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, owners_to_pb
 from editpb.identity import admitted
-from editpb.limits import check_digest
+from editpb.limits import check_digest, one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
-from editpb.transport.chunk_frames import add_council_servicer
+from editpb.transport.chunk_frames import add_council_servicer, handlers_of
 from editpb.transport.parts import metadata_of_owner, part_of
+from editpb.validity import Notice, Validity
 
 if TYPE_CHECKING:
     from aggregator.swarm.discovery import Discovery, Found
@@ -73,9 +93,14 @@ _T = TypeVar("_T")
 MOST_UNTAKEN = 256  # messages that wait for the council
 MOST_STATES = 2  # states that others read here at a time: each is a copy. Others wait, no longer than they like
 MOST_KEPT = 8  # updates that others read from the journals here at a time, likewise
+ORDERS = ("Evict", "Pause", "Resume", "Drain")  # calls of control.proto
+MOST_ORDERS = 16  # of operators that wait to be agreed on
+ORDER_S = 10.0  # an order that is not agreed on for so long is answered; it may be later
+LEAVE_S = 3.0  # how long a member that leaves waits to be voted out
 _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
 _OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +185,13 @@ class Host:
         self._links: Links | None = None
         self._closing = False
         self._news = asyncio.Event()  # of a committed record; each one has another
-        self._voters = (tuple[str, ...](), 0)  # and how many members, as the log has said
+        self._voters = (tuple[str, ...](), frozenset[str]())  # and the members, as the log has said
+        self._orders: list[tuple[ev.Event, asyncio.Future[None]]] = []  # of operators, until they are agreed on
+        self._notices: deque[tuple[float, str]] = deque(maxlen=MOST_NOTICES)  # and when
+        self._shut_out: dict[str, str] = {}  # who says that this member was evicted, and why
+        self._ended: EditError | None = None  # why this host ends, though nothing failed
+        self._leaving = False
+        self._stop = asyncio.Event()
         self.listen = ""  # HOST:PORT, once bound
 
     # -- life --------------------------------------------------------------------------------------------------------------
@@ -171,7 +202,8 @@ class Host:
         options = server_options(max_connections=_MAX_CALLS)
         self._server = grpc.aio.server(interceptors=[limit], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         add_council_servicer(_CouncilService(self), self._server)
-        self._server.add_generic_rpc_handlers((_ToEngines(self),))
+        orders = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, _OrderService(self))
+        self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
         saved = await self._begun()
         addresses = (f"{self._place.advertise}:{port}",) if self._place.advertise else ()
@@ -213,13 +245,60 @@ class Host:
         return self._saved
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises LocalProtocolError as soon as something has failed that ends this host."""
+        """Wait until `stop` is set. Raises LocalProtocolError as soon as something has failed that ends this host, and
+        EvictedError as soon as it was evicted.
+        """
+        self._stop = stop
         await self._background.watch(stop)
+        if self._ended is not None:
+            raise self._ended
+
+    async def leave(self) -> str:
+        """Hand the parts over and be voted out, if there are others; end `watch`. Return in words what came of it.
+
+        It takes LEAVE_S at most. A run that is finished has nothing to hand over: then it waits as long for peers that still
+        take the last outer step here.
+        """
+        self._leaving = True
+        begun = self._clock.monotonic()
+        record = self.council.committed or self.council.record
+        if record is None or not record.knows(name_of(self.peer_id, self.incarnation)):
+            outcome = "was not a member"
+        elif len(record.members) == 1:
+            outcome = "is the only member; the same command goes on"
+        else:
+            finished = record.phase is Phase.FINISHED
+            if not finished:
+                self.tell(ev.LeaveAsked())
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await (self._until_nobody_attends() if finished else self._until_left())
+                outcome = "stops; the run is finished" if finished else "has left; the same command joins again"
+            except TimeoutError:
+                outcome = f"is not voted out after {LEAVE_S:g} s: the others go on without it, or all stop"
+        _log.info("%s %s (%.1f s)", self.peer_id, outcome, self._clock.monotonic() - begun)
+        self._stop.set()
+        return outcome
+
+    async def _until_left(self) -> None:
+        me = name_of(self.peer_id, self.incarnation)
+        while not self._closing and ((record := self.council.committed) is None or record.knows(me) or self._owns(record)):
+            await self._news.wait()
+
+    def _owns(self, record: Record) -> bool:
+        return any(part.owner == self.peer_id for part in record.parts)
+
+    async def _until_nobody_attends(self) -> None:
+        others = [part.engine.run.attendances for part in self.parts if part.engine is not None]
+        while any(one.of(peer_id) for one in others for peer_id in one.members() if peer_id != self.peer_id):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
         """Stop at once: what others do not know yet is on disk."""
         self._closing = True
         self._news.set()
+        for _, told in self._orders:
+            told.cancel()
         await self._background.stop()
         if self._discovery is not None:
             await self._discovery.close()
@@ -245,6 +324,11 @@ class Host:
         return self._background.failure
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self._leaving
+
+    @property
     def incarnation(self) -> int:
         """Which of its lives this member is in, once it has started."""
         assert self._saved is not None
@@ -261,6 +345,59 @@ class Host:
         """The streams to other hosts."""
         assert self._links is not None, "it has not started"
         return self._links
+
+    def standing(self) -> Standing:
+        """Return how things stand, as far as it is known here."""
+        council, record = self.council, self.council.committed or self.council.record
+        peers = {*(record.members if record is not None else ()), *map(peer_of, record.electors if record is not None else ())}
+        now = self._clock.monotonic()
+        return Standing(
+            run_id=self.run_id,
+            peer_id=self.peer_id,
+            role=council.role.value,
+            leader=council.leader,
+            term=council.term,
+            committed=council.committed is not None,
+            record=record,
+            parts=tuple(self._part_standing(part, record) for part in self.parts),
+            peers=tuple(self._peer_standing(each, record, now) for each in sorted(peers - {self.peer_id})),
+            notices=tuple(f"{lasting(now - at)} ago: {text}" for at, text in self._notices),
+            leaving=self._leaving,
+        )
+
+    def _part_standing(self, part: _HostedPart, record: Record | None) -> PartStanding:
+        states, work = self.council.states, self.council.work
+        outer_step, digest = 0, ""
+        if part.number < len(states):
+            state = states[part.number]
+            outer_step, digest = state.outer_step, state.digest
+            if record is not None:
+                outer_step, digest = state_of(state, record.parts[part.number])
+        doing = ""
+        if part.number < len(work) and isinstance(fetch := work[part.number], ev.Fetch):
+            what = f"outer step {fetch.outer_step}" if digest and not fetch.snapshot else "a snapshot"
+            doing = f"part {part.number} is fetched from {fetch.source}: {what}"
+        engine = None
+        if part.engine is not None and part.engine.run.founded:
+            found = run_status(part.engine.run)
+            waiting, reason = one_line(found.waiting_for, MOST_WORDS), one_line(found.reason, MOST_WORDS)
+            engine = EngineStanding(
+                grant=part.engine.grant, phase=found.phase, round_id=found.round_id, waiting_for=waiting, reason=reason
+            )
+        return PartStanding(outer_step=outer_step, digest=digest, work=doing, engine=engine)
+
+    def _peer_standing(self, peer_id: str, record: Record | None, now: float) -> PeerStanding:
+        known, parts = self.council.known(peer_id, now), record.parts if record is not None else ()
+        refusal = self.links.refusals.get(peer_id)
+        return PeerStanding(
+            peer_id=peer_id,
+            connected=peer_id in self.links.connected,
+            since_s=self.links.since_s(peer_id),
+            why=one_line(str(refusal), MOST_WORDS) if refusal is not None else "",
+            live=known.live if known is not None else None,
+            silent_s=known.silent_s if known is not None and known.silent_s < math.inf else None,
+            states=tuple(map(state_of, known.states, parts)) if known is not None else (),
+        )
 
     def tell(self, event: ev.Event) -> None:
         """Give an event to the council, after those that wait."""
@@ -281,15 +418,32 @@ class Host:
 
     def connected(self, peer_id: str) -> None:
         """See `Listener`."""
+        self._shut_out.pop(peer_id, None)
         self.tell(ev.Connected(peer_id))
 
     def disconnected(self, peer_id: str) -> None:
         """See `Listener`."""
         self.tell(ev.Disconnected(peer_id))
 
+    def refused(self, peer_id: str, error: EditError) -> None:
+        """See `Listener`. More than half of the other voters must say that this member was evicted: one may lie."""
+        if not isinstance(error, EvictedError):
+            return
+        self._shut_out[peer_id] = str(error)
+        record = self.council.record
+        others = {*map(peer_of, record.voters)} - {self.peer_id} if record is not None else set()
+        if 2 * len(self._shut_out.keys() & others) > len(others):
+            self._end(error)
+
     def failed(self, error: BaseException) -> None:
         """See `Listener`."""
         self._background.fail(error)
+
+    def _end(self, reason: EditError) -> None:
+        """End this host, though nothing failed."""
+        if self._ended is None:
+            self._ended = reason
+            self._stop.set()
 
     async def _take_events(self) -> None:
         while True:
@@ -340,6 +494,7 @@ class Host:
             case ev.Refused(reason):
                 self._refused(event, reason)
             case ev.Noticed(text):
+                self._notices.append((self._clock.monotonic(), one_line(text, MOST_WORDS // 2)))
                 _log.info("%s", text)
 
     def _check(self, record: Record | None) -> None:
@@ -351,7 +506,7 @@ class Host:
         members = record.members if record is not None else {}
         known = {peer_id: member.addresses for peer_id, member in members.items() if member.reachable}
         sources = known, self._found, self._seeds
-        peers = {*known, *self._found, *self._seeds} - ({*record.evicted} if record is not None else set())
+        peers = {*known, *self._found, *self._seeds} - (_shut_out(record) if record is not None else set())
         self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})
         if self._discovery is not None:
             self._discovery.tell(record, self._member.addresses, self.council.leader)
@@ -370,18 +525,27 @@ class Host:
         """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""
         news, self._news = self._news, asyncio.Event()
         news.set()
-        if (record.voters, len(record.members)) != self._voters:
-            self._voters = record.voters, len(record.members)
+        before, self._voters = self._voters, (record.voters, frozenset(record.members))
+        if self._voters != before:
             _log.info("%d vote, of %d members: %s", len(record.voters), len(record.members), ", ".join(record.voters))
+            for peer_id in sorted(before[1] - self._voters[1] - record.evicted.keys()):
+                _log.info("%s has left", peer_id)
         engines = [part.engine for part in self.parts if part.engine is not None and part.engine.run.founded]
         for peer_id, reason in record.evicted.items():
-            self.links.drop(peer_id, EvictedError(reason))
             if not self._members.evicted(peer_id):
+                _log.info("%s is evicted: %s", peer_id, reason)
                 self._members.evict(peer_id, reason)
                 for engine in engines:
                     engine.run.evict(peer_id, reason)
+        for peer_id in _shut_out(record):
+            self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
+        if self.peer_id in record.evicted and name_of(self.peer_id, self.incarnation) not in record.voters:
+            self._end(EvictedError(record.evicted[self.peer_id]))
         for engine in engines:
             engine.follow(record.phase)
+        for order, told in self._orders:
+            if _is_done(order, record) and not told.done():
+                told.set_result(None)
 
     def _refused(self, event: ev.Event, reason: str) -> None:
         match event:
@@ -391,7 +555,9 @@ class Host:
                 part = self.parts[update.part]
                 part.jobs.put_nowait(partial(self._refuse, part, update, reason))
             case _:
-                _log.warning("%s", reason)
+                for order, told in self._orders:
+                    if order is event and not told.done():
+                        told.set_exception(RefusedError(reason))
 
     # -- updates of owners -------------------------------------------------------------------------------------------------
 
@@ -525,10 +691,57 @@ class Host:
     def caller(self, context: Context) -> str:
         """Return which peer of the run calls. Raises RefusedError, EvictedError."""
         peer_id = admitted(context.auth_context(), self.run_id, ("peer",)).peer_id
-        record = self.council.record
-        if record is not None and peer_id in record.evicted:
-            raise EvictedError(record.evicted[peer_id])
+        self.check_evicted(peer_id)
         return peer_id
+
+    def check_evicted(self, peer_id: str) -> None:
+        """Raise EvictedError for a peer that was evicted. A voter still counts until it is voted out, which may need it."""
+        record = self.council.record
+        if record is not None and peer_id in _shut_out(record):
+            raise EvictedError(record.evicted[peer_id])
+
+    def authority(self, context: Context, *roles: str) -> None:
+        """Check that somebody calls whom the run's authority made its operator, or an observer. Raises RefusedError."""
+        identity = admitted(context.auth_context(), self.run_id, roles)
+        validity = Validity.of(x509.load_pem_x509_certificate(next(iter(context.auth_context()["x509_pem_cert"]))))
+        if validity.notice(now := self._clock.unix()) in (Notice.EXPIRED, Notice.NOT_YET):
+            raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}")
+
+    def inquirer(self, context: Context) -> None:
+        """Check that the caller may know how things stand. Raises RefusedError, EvictedError.
+
+        The run's operator and observers, as at a coordinator; and its peers: each may be a member, own parts and fetch all
+        states, and so know as much. One that has left, or is of an earlier lineage, asks before it comes back.
+        """
+        identity = admitted(context.auth_context(), self.run_id, ("operator", "observer", "peer"))
+        if identity.role == "peer":
+            self.check_evicted(identity.peer_id)
+        else:
+            self.authority(context, identity.role)
+
+    async def order(self, order: ev.Evict | ev.SetPhase) -> None:
+        """Have all agree on an operator's order, and return once they have. The caller has checked who gives it.
+
+        Raises StaleError when this host does not lead, RefusedError, TransportError when no quorum agrees in time.
+        """
+        if self.council.role is not Role.LEADER:
+            raise StaleError(f"ask the leader, {self.council.leader}" if self.council.leader else "there is no leader now")
+        if len(self._orders) >= MOST_ORDERS:
+            raise BusyError("too many orders wait to be agreed on")
+        if (record := self.council.committed) is not None and _is_done(order, record):
+            return
+        entry = order, asyncio.get_running_loop().create_future()
+        self._orders.append(entry)
+        try:
+            self.tell(order)
+            async with asyncio.timeout(ORDER_S):
+                await entry[1]
+        except TimeoutError:
+            raise TransportError(
+                f"no quorum agreed on it within {ORDER_S:g} s; it may yet come about, look at status"
+            ) from None
+        finally:
+            self._orders.remove(entry)
 
     def member(self, context: Context) -> str:
         """Return which member calls. Raises RefusedError, EvictedError."""
@@ -542,16 +755,19 @@ class Host:
         part = self.parts[number]
         if part.own is not None and part.own[0].update.id == update_id:
             async for message in offer_parts(part.own[0]):
+                self.check_evicted(reader)
                 yield message
             return
         async with self._kept.place(reader):
             async for message in offer_parts(await part.do(part.replica.kept, outer_step, update_id)):
+                self.check_evicted(reader)
                 yield message
 
     async def state(self, reader: str, number: int) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
         async with self._states.place(reader):
             async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot)):
+                self.check_evicted(reader)
                 yield message
 
     async def owners(self) -> AsyncGenerator[pb.Owners, None]:
@@ -629,21 +845,96 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             await send(context.write, self._host.state(reader, number))
 
+    async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
+        """See the service."""
+        async with abort_on_error(context):
+            self._host.inquirer(context)
+            return pb.StandingReply(standing=self._host.standing().encode())
+        raise AssertionError("unreachable: abort raises")
 
-class _ToEngines(grpc.GenericRpcHandler):
-    """The calls of peers that train go to the engine of the part that they name."""
+    async def LeaveSwarm(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
+        """See the service."""
+        async with abort_on_error(context):
+            if self._host.caller(context) != self._host.peer_id:
+                raise RefusedError(f"only {self._host.peer_id} itself leaves here; an operator evicts")
+            return pb.LeaveReply(outcome=await self._host.leave())
+        raise AssertionError("unreachable: abort raises")
+
+
+class _OrderService:
+    """The operator's calls of control.proto, for the whole swarm. Only the leader takes them."""
+
+    Attend = Status = None  # the engines'
 
     def __init__(self, host: Host) -> None:
         self._host = host
+
+    async def _give(self, context: Context, order: ev.Evict | ev.SetPhase) -> None:
+        self._host.authority(context, "operator")
+        _log.info("the operator's order, from %s: %s", context.peer(), _order_words(order))
+        await self._host.order(order)
+
+    async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
+        """Shut a member out for good."""
+        async with abort_on_error(context):
+            peer_id, reason = evict_request_from_pb(request)
+            await self._give(context, ev.Evict(peer_id, one_line(reason, MOST_TEXT) or "evicted by the operator"))
+        return cpb.EvictReply()
+
+    async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
+        """Open no rounds until Resume."""
+        async with abort_on_error(context):
+            await self._give(context, ev.SetPhase(Phase.PAUSED))
+        return cpb.PauseReply()
+
+    async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
+        """Open rounds again, after Pause or Drain."""
+        async with abort_on_error(context):
+            await self._give(context, ev.SetPhase(Phase.RUNNING))
+        return cpb.ResumeReply()
+
+    async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
+        """Finish the run with the open rounds."""
+        async with abort_on_error(context):
+            await self._give(context, ev.SetPhase(Phase.DRAINING))
+        return cpb.DrainReply()
+
+
+class _ToEngines(grpc.GenericRpcHandler):
+    """The calls of peers that train go to the engine of the part that they name; an operator's orders are the swarm's."""
+
+    def __init__(self, host: Host, orders: Mapping[str, Any]) -> None:
+        self._host = host
+        self._orders = {f"/editpb.Control/{method}": orders[method] for method in ORDERS}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """Return the engine's handler, or one that says why there is none; None for an unknown method."""
         if not handler_call_details.method.startswith(("/editpb.Control/", "/editpb.Data/")):
             return None
+        if (order := self._orders.get(handler_call_details.method)) is not None:
+            return order
         try:
             return self._host.handler(handler_call_details.method, handler_call_details.invocation_metadata)
         except EditError as error:
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
+
+
+def _shut_out(record: Record) -> frozenset[str]:
+    """Return the evicted whom nobody needs any more. A voter, also one that is being voted out, may be needed for a quorum."""
+    return frozenset(record.evicted.keys() - {peer_of(name) for name in record.electors})
+
+
+def _is_done(order: ev.Event, record: Record) -> bool:
+    match order:
+        case ev.Evict(peer_id):
+            return peer_id in record.evicted
+        case ev.SetPhase(phase):
+            return record.phase is phase or (phase is Phase.DRAINING and record.phase is Phase.FINISHED)
+    return False
+
+
+def _order_words(order: ev.Evict | ev.SetPhase) -> str:
+    return f"evict {order.peer_id}: {order.reason}" if isinstance(order, ev.Evict) else f"be {order.phase.value}"
 
 
 class _AnothersError(TransportError):

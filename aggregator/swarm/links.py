@@ -2,8 +2,8 @@
 
 One stream of council messages for each pair, which either side opens; while both do at once, there are two for a while. Whom a
 host reaches it dials until there is a stream: at once, then after REDIAL_S. What is to be sent waits in a queue of MOST_WAITING
-messages, the oldest of which is dropped: whatever matters is said again. What comes is taken one message after the other, so a
-sender waits for a host that is slow.
+messages, the oldest of which is dropped: whatever matters is said again. A stream that is not read for STALL_S ends. What comes
+is taken one message after the other, so a sender waits for a host that is slow.
 
 The sender of a message is the peer of its certificate, in the life that it said at first.
 """
@@ -35,6 +35,7 @@ __all__ = ["Links", "Listener"]
 _log = logging.getLogger(__name__)
 MOST_WAITING = 64  # messages to one member
 INTRODUCE_S = 10.0  # within which a stream's first message comes
+STALL_S = 15.0  # a stream whose reader takes no message for so long ends, as a connection without keepalive does
 REDIAL_S = 2.0
 FIRST_REDIAL_S = 0.2
 Addresses = Mapping[str, Sequence[str]]  # HOST:PORT of each peer that accepts connections
@@ -54,6 +55,10 @@ class Listener(Protocol):
 
     def disconnected(self, peer_id: str) -> None:
         """Take note of the end of the last one."""
+        ...
+
+    def refused(self, peer_id: str, error: EditError) -> None:
+        """Take note of why a peer could not be reached, or ended the last stream to it. It is dialled again."""
         ...
 
     def failed(self, error: BaseException) -> None:
@@ -79,10 +84,15 @@ class _Stream:
             self.over.set_result(reason)
 
     async def write(self, write: Write) -> None:
-        """Send what is to be sent, for ever."""
+        """Send what is to be sent, until the reader takes nothing for STALL_S: raises TransportError."""
         while True:
             while self._waiting:
-                await write(message_to_pb(self._waiting.popleft()))
+                message = message_to_pb(self._waiting.popleft())
+                try:
+                    async with asyncio.timeout(STALL_S):
+                        await write(message)
+                except TimeoutError:
+                    raise TransportError(f"{self.peer_id} has read nothing for {STALL_S:.0f} s") from None
             self._news.clear()
             await self._news.wait()
 
@@ -105,6 +115,9 @@ class Links:
         self._data: dict[str, tuple[str, grpc.aio.Channel]] = {}  # to whom bytes were fetched from, and its address
         self._addresses: Addresses = {}
         self._reached: dict[str, str] = {}  # where each peer was reached last
+        self._begun = asyncio.get_running_loop().time()
+        self._since: dict[str, float] = {}  # when a peer was connected, or lost, last; of those that ever were
+        self._refusals: dict[str, EditError] = {}  # why a peer could not be reached the last time
 
     # -- what the host does ------------------------------------------------------------------------------------------------
 
@@ -112,6 +125,15 @@ class Links:
     def connected(self) -> frozenset[str]:
         """The peers that there is a stream to."""
         return frozenset(self._streams)
+
+    def since_s(self, peer_id: str) -> float:
+        """Return for how long a peer has been connected, or not connected, in seconds."""
+        return asyncio.get_running_loop().time() - self._since.get(peer_id, self._begun)
+
+    @property
+    def refusals(self) -> Mapping[str, EditError]:
+        """Why the peers could not be reached that are not connected, and were tried."""
+        return self._refusals
 
     def send(self, peer_id: str, word: Word) -> None:
         """Send this if there is a stream; else drop it."""
@@ -174,6 +196,9 @@ class Links:
                 try:
                     await self._dial(peer_id, address)
                 except EditError as error:
+                    if peer_id not in self._streams:
+                        self._refusals[peer_id] = error
+                        self._listener.refused(peer_id, error)
                     pause_s = REDIAL_S if str(error) == complaint else FIRST_REDIAL_S
                     if str(error) != complaint:
                         complaint = str(error)
@@ -240,6 +265,8 @@ class Links:
             other.end(StaleError(f"{stream.peer_id} opened another stream"))
         streams.append(stream)
         if len(streams) == 1:
+            self._since[stream.peer_id] = asyncio.get_running_loop().time()
+            self._refusals.pop(stream.peer_id, None)
             self._listener.connected(stream.peer_id)
         try:
             yield
@@ -247,6 +274,7 @@ class Links:
             streams.remove(stream)
             if not streams:
                 del self._streams[stream.peer_id]
+                self._since[stream.peer_id] = asyncio.get_running_loop().time()
                 self._listener.disconnected(stream.peer_id)
 
     async def _listen(self, stream: _Stream, messages: AsyncIterator[pb.CouncilMessage]) -> None:

@@ -1,6 +1,7 @@
 """A host as a process: `python -m aggregator.swarm FOLDER`. No command starts it yet.
 
-It ends at SIGINT and SIGTERM, and, where its standard input is a pipe, when that is closed: whoever started it is gone.
+At SIGINT and SIGTERM it leaves the swarm, which takes 3 s at most, and ends; at a second one it ends at once. Where its
+standard input is a pipe it leaves, too, when that is closed: whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
     limit_heaps()
     map_large_blocks()
     raise_file_limit()
-    stop = asyncio.Event()
-    _stop_at_the_end(stop)
+    stop, now = asyncio.Event(), asyncio.Event()
+    _stop_at_the_end(stop, now)
     _log.info(kernels.load())
     client, server = credentials(path)
     discovery = None
@@ -65,15 +66,28 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
     try:
         await host.start()
         await host.watch(stop)
-        _log.info("stopping; the same command goes on")
+        if not host.is_leaving:
+            await _leave(host, now)
     finally:
         await host.close()
 
 
-def _stop_at_the_end(stop: asyncio.Event) -> None:
+async def _leave(host: Host, now: asyncio.Event) -> None:
+    """Let the host leave, until `now` is set, or something fails."""
+    _log.info("leaving; once more ends it at once")
+    leaving = asyncio.ensure_future(host.leave())
+    leaving.add_done_callback(lambda _: now.set())
+    try:
+        await host.watch(now)
+    finally:
+        leaving.cancel()
+
+
+def _stop_at_the_end(stop: asyncio.Event, now: asyncio.Event) -> None:
+    """Set `stop` at the first signal, or the end of the standard input, and `now` at each further signal."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: (now if stop.is_set() else stop).set())
 
     def read() -> None:
         if not os.read(0, 4096):

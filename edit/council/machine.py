@@ -48,7 +48,8 @@ Versions
 Members and voters
  9. Hello makes a peer a member, without a vote. A member that has all parts becomes a voter, as long as there are fewer than
     7. A life that is over (a larger incarnation came) and a voter that was silent for forget_s vote no more. Evict and Leave
-    remove a member. A smaller incarnation is refused.
+    remove a member. Who leaves is gathered for a heartbeat, and when all that are live leave, nobody is removed: the swarm
+    ends as it is, and all come back to it. A smaller incarnation is refused.
 10. The list of voters changes in two versions: the first has both lists (rule 2), the second only the new. It changes only
     when nothing is on its way, and when a live quorum of the new list holds what the record names of all parts (I2).
 
@@ -112,6 +113,7 @@ from blake3 import blake3
 
 from edit.council.events import (
     Accepted,
+    Adopt,
     Append,
     Applied,
     Ask,
@@ -124,6 +126,7 @@ from edit.council.events import (
     Event,
     Evict,
     Failed,
+    Fetch,
     Held,
     Hello,
     Here,
@@ -164,7 +167,7 @@ from edit.council.record import (
     peer_of,
 )
 
-__all__ = ["Council", "Role", "Timing"]
+__all__ = ["Council", "Known", "Role", "Timing"]
 
 FAR = 2**20  # terms that a message may be ahead
 ROUND_TRIPS = 8  # a lease is at least so many median round trips
@@ -194,6 +197,15 @@ class Role(Enum):
     TRIAL = "trial"
     CANDIDATE = "candidate"
     LEADER = "leader"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a leader knows of a member, for `status`."""
+
+    live: bool
+    silent_s: float  # since it said something; inf: never
+    states: tuple[PartState, ...]  # what it says it has on disk; empty: nothing was said
 
 
 @dataclass(slots=True)
@@ -239,6 +251,7 @@ class Council:
         self._electors, self._round_trip_s, self._measured_lease_s, self._lease_s = frozenset[str](), 0.0, 0.0, 0.0
         self._note_record()
         self._connected = set[str]()
+        self._foreign: dict[str, int] = {}  # of which other lineage a peer is, as was noticed
         self._parts = Parts(self._me, states, self._connected, self._effects.append, self._tell_leader, self._say_states)
 
         self.role = Role.FOLLOWER
@@ -258,6 +271,7 @@ class Council:
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
         self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
+        self._leavers: dict[str, float] = {}  # who asked to leave, and when at first
         self._former = frozenset[str]()  # who had a part in the version before: told once when this one is committed
         self._beat_at = math.inf
 
@@ -301,6 +315,19 @@ class Council:
     def lease_s(self) -> float:
         """The lease in force (rule 8)."""
         return self._lease_s
+
+    @property
+    def work(self) -> tuple[Adopt | Fetch | None, ...]:
+        """What is under way here of each part."""
+        return self._parts.work
+
+    def known(self, peer_id: str, now: float) -> Known | None:
+        """Return what this leader knows of a member; None at others."""
+        if self.role is not Role.LEADER:
+            return None
+        heard = self._heard_of(peer_id)
+        live = peer_id == self._peer_id or (not heard.broken and heard.at + self._lease_s > now)
+        return Known(live, 0.0 if peer_id == self._peer_id else max(0.0, now - heard.at), heard.states)
 
     def why_refused(self, sender: str, update: Update) -> str:
         """Return why an update that an owner begins to send would not be held, or '' (rule 12)."""
@@ -370,6 +397,9 @@ class Council:
         elif record is None:
             if isinstance(message, (Append, News)):
                 self._take_first(sender, message)
+        elif isinstance(message, News) and message.record.lineage > record.lineage:
+            if message.record.run_id == record.run_id and record.knows(sender):
+                self._notice_recovery(peer_of(sender), message.record.lineage)
         elif isinstance(message, News):
             if self._is_newer(message.record) and self._may_learn(sender, message.record):
                 self._follow_term(message.record.term)
@@ -388,6 +418,16 @@ class Council:
                     self._serve_member(sender, message)
                 case _:
                     pass
+
+    def _notice_recovery(self, peer_id: str, lineage: int) -> None:
+        """Say that the swarm went on without this member. Once: a member that lies changes nothing here."""
+        if self._foreign.get(peer_id) != lineage:
+            self._foreign[peer_id] = lineage
+            assert self.record is not None
+            text = (
+                f"{peer_id} says that the swarm was recovered: it is of lineage {lineage}, this member of {self.record.lineage}"
+            )
+            self._effects.append(Noticed(f"{text}, and must join anew"))
 
     def _may_learn(self, sender: str, record: Record) -> bool:
         """Rule 5: whom to believe, when the voters may have changed while this member was away."""
@@ -460,7 +500,7 @@ class Council:
         replaced = self._replaced()
         self.role, self._leader, self._led_term, self._draft = Role.LEADER, self._peer_id, self.term, None
         self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
-        self._moved, self._ended, self._former = {}, {}, frozenset()
+        self._moved, self._ended, self._leavers, self._former = {}, {}, {}, frozenset()
         self._publish(record)
 
     def _replaced(self) -> str:
@@ -656,7 +696,7 @@ class Council:
         """Return what should be agreed on, with the present stamp: nothing else is on its way."""
         record = self._draft or self.record
         assert record is not None
-        record = self._with_steps(record)
+        record = self._without_leavers(self._with_steps(record))
         live = {peer_of(name) for name in record.voters if name in record.names and self._is_live(peer_of(name))}
         fit = [
             {
@@ -675,6 +715,14 @@ class Council:
         if self._ended and self._ended == {i: part.grant for i, part in enumerate(changed.parts)}:
             self._ended, changed = {}, replace(changed, phase=Phase.FINISHED)
         return changed
+
+    def _without_leavers(self, record: Record) -> Record:
+        """Rule 9: they are gathered for a heartbeat. When all that are live leave, the swarm ends as it is."""
+        self._leavers = {peer_id: at for peer_id, at in self._leavers.items() if peer_id in record.members}
+        if not self._leavers or self._leavers.keys() >= {p for p in record.members if self._is_live(p)}:
+            return record
+        due = {peer_id for peer_id, at in self._leavers.items() if self._now >= at + self._timing.heartbeat_s}
+        return replace(record, members={p: m for p, m in record.members.items() if p not in due}) if due else record
 
     def _with_voters(self, record: Record) -> Record:
         """Rules 9 and 10."""
@@ -720,8 +768,7 @@ class Council:
         record, peer_id = self._draft or self.record, peer_of(sender)
         assert record is not None
         if isinstance(message, Leave):
-            if len(record.members) > 1:
-                self._draft = replace(record, members=_without(record.members, peer_id))
+            self._leavers.setdefault(peer_id, self._now)
             return
         if message.part >= len(record.parts) or message.grant != record.parts[message.part].grant:  # I4
             return
@@ -737,13 +784,21 @@ class Council:
         record, peer_id = self._draft or self.record, peer_of(sender)
         if record is None or peer_id in record.evicted or hello.member.incarnation != incarnation_of(sender):
             return
-        if hello.stamp.lineage not in (0, record.lineage):
-            self._effects.append(Noticed(f"{peer_id} is of lineage {hello.stamp.lineage}, not {record.lineage}: it joins anew"))
+        if hello.stamp.lineage > record.lineage:
+            self._notice_recovery(peer_id, hello.stamp.lineage)
+            return
+        if 0 < hello.stamp.lineage < record.lineage:
+            self._effects.append(Send(peer_id, News(record)))  # so that it can say why nobody lets it in
+            if self._foreign.get(peer_id) != hello.stamp.lineage:
+                self._foreign[peer_id] = hello.stamp.lineage
+                text = f"{peer_id} is of lineage {hello.stamp.lineage}, not {record.lineage}: it joins anew"
+                self._effects.append(Noticed(text))
             return
         if self.record is not None and self.record.knows(sender) and NOBODY < hello.stamp < self.record.stamp:
             self._effects.append(Send(peer_id, News(self.record)))
         if self.role is not Role.LEADER:
             return
+        self._leavers.pop(peer_id, None)
         known = record.members.get(peer_id)
         if known is not None and hello.member.incarnation < known.incarnation:
             self._effects.append(Noticed(f"{peer_id} came with an older folder than before"))
@@ -755,11 +810,21 @@ class Council:
         if self.role is not Role.LEADER or record is None:
             self._effects.append(Refused(f"ask the leader, {self.leader}" if self.leader else "there is no leader now"))
         elif isinstance(order, SetPhase):
+            if record.phase is Phase.FINISHED and order.phase is not Phase.RUNNING:
+                if order.phase is Phase.PAUSED:
+                    self._effects.append(Refused("the run is finished"))
+                return
             again = order.phase is Phase.RUNNING and record.phase in (Phase.DRAINING, Phase.FINISHED)
             parts = tuple(replace(part, grant=part.grant + again) for part in record.parts)  # engines that ended begin again
             self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts)
-        elif order.peer_id not in record.members or len(record.members) == 1 or len(record.evicted) == MOST_EVICTED:
-            self._effects.append(Refused(f"{order.peer_id} is not a member, or the only one, or too many were evicted"))
+        elif order.peer_id in record.evicted:
+            pass  # for the first reason
+        elif order.peer_id not in record.members:
+            self._effects.append(Refused(f"{order.peer_id} is not a member"))
+        elif len(record.members) == 1:
+            self._effects.append(Refused(f"{order.peer_id} is the only member"))
+        elif len(record.evicted) == MOST_EVICTED:
+            self._effects.append(Refused(f"{MOST_EVICTED} were evicted already; begin a new run"))
         else:
             evicted = {**record.evicted, order.peer_id: order.reason}
             self._draft = replace(record, members=_without(record.members, order.peer_id), evicted=evicted)

@@ -78,6 +78,11 @@ class Parts:
         return tuple(part.state for part in self._parts)
 
     @property
+    def work(self) -> tuple[Adopt | Fetch | None, ...]:
+        """What is under way of each part."""
+        return tuple(part.moving for part in self._parts)
+
+    @property
     def next_wakeup(self) -> float:
         """When `advance` says something again; inf: never."""
         return self._again_at
@@ -148,6 +153,7 @@ class Parts:
             raise LocalProtocolError(f"part {event.part} was applied, but nobody asked for that")
         mine.moving, mine.sources = None, 0
         mine.state = PartState(event.outer_step, event.digest)
+        self._say_states()  # so that it may vote, and own the part, at once
         self._follow(event.part, self._committed_part(event.part))
 
     def failed(self, event: Failed) -> None:

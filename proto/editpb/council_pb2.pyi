@@ -244,3 +244,23 @@ class Owners(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[Owners.Owner]
     def __init__(self, parts: _Optional[_Iterable[_Union[Owners.Owner, _Mapping]]] = ...) -> None: ...
+
+class StandingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StandingReply(_message.Message):
+    __slots__ = ("standing",)
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    standing: bytes
+    def __init__(self, standing: _Optional[bytes] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    def __init__(self, outcome: _Optional[str] = ...) -> None: ...

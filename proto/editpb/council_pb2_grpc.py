@@ -27,6 +27,7 @@ if _version_not_supported:
 
 class CouncilStub(object):
     """The fetches name the part in the call's metadata, as all calls to a part do: `edit-part: N`.
+    An operator's orders are those of Control (Evict, Pause, Resume, Drain), without a part, to the host that leads.
     """
 
     def __init__(self, channel):
@@ -55,10 +56,21 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.OwnersRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.Owners.FromString,
                 _registered_method=True)
+        self.Standing = channel.unary_unary(
+                '/editpb.Council/Standing',
+                request_serializer=editpb_dot_council__pb2.StandingRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.StandingReply.FromString,
+                _registered_method=True)
+        self.LeaveSwarm = channel.unary_unary(
+                '/editpb.Council/LeaveSwarm',
+                request_serializer=editpb_dot_council__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.LeaveReply.FromString,
+                _registered_method=True)
 
 
 class CouncilServicer(object):
     """The fetches name the part in the call's metadata, as all calls to a part do: `edit-part: N`.
+    An operator's orders are those of Control (Evict, Pause, Resume, Drain), without a part, to the host that leads.
     """
 
     def Meet(self, request_iterator, context):
@@ -87,6 +99,20 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Standing(self, request, context):
+        """For peers of the run, its operator and observers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveSwarm(self, request, context):
+        """For the member whose host this is: hand the parts over, be voted out, end. Answered when that is done, or takes too long.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CouncilServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +136,16 @@ def add_CouncilServicer_to_server(servicer, server):
                     request_deserializer=editpb_dot_council__pb2.OwnersRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.Owners.SerializeToString,
             ),
+            'Standing': grpc.unary_unary_rpc_method_handler(
+                    servicer.Standing,
+                    request_deserializer=editpb_dot_council__pb2.StandingRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.StandingReply.SerializeToString,
+            ),
+            'LeaveSwarm': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveSwarm,
+                    request_deserializer=editpb_dot_council__pb2.LeaveRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.LeaveReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'editpb.Council', rpc_method_handlers)
@@ -120,6 +156,7 @@ def add_CouncilServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Council(object):
     """The fetches name the part in the call's metadata, as all calls to a part do: `edit-part: N`.
+    An operator's orders are those of Control (Evict, Pause, Resume, Drain), without a part, to the host that leads.
     """
 
     @staticmethod
@@ -220,6 +257,60 @@ class Council(object):
             '/editpb.Council/WatchOwners',
             editpb_dot_council__pb2.OwnersRequest.SerializeToString,
             editpb_dot_council__pb2.Owners.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Standing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/Standing',
+            editpb_dot_council__pb2.StandingRequest.SerializeToString,
+            editpb_dot_council__pb2.StandingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveSwarm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/LeaveSwarm',
+            editpb_dot_council__pb2.LeaveRequest.SerializeToString,
+            editpb_dot_council__pb2.LeaveReply.FromString,
             options,
             channel_credentials,
             insecure,

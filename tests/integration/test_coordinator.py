@@ -440,7 +440,7 @@ async def operate(run: Served, order: str) -> str:
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_paused_run_is_paused_after_a_restart(tmp_path: Path, kill: bool) -> None:
-    paused = "paused: paused by the operator; `edit-coordinator resume` lets it go on"
+    paused = "paused: paused by the operator; `resume` lets it go on"
 
     async def scenario() -> None:
         folder = new_folder(tmp_path / "run")

@@ -333,6 +333,45 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: EditWorker
         optimizer.step()
 
 
+def test_a_host_that_is_told_to_stop_leaves_and_joins_again_and_one_that_is_evicted_ends_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    """By the commands, as an operator types them."""
+    with swarm(tmp_path, members="abc") as members:
+        members.grow()
+        write_atomic(tmp_path / "b" / "ca.key", (members.folder.path / "ca.key").read_bytes(), mode=0o600)
+        leaver = members.processes.pop("c")
+        leaver.process.send_signal(signal.SIGTERM)
+        assert leaver.finish() == 0 and any("c has left" in line for line in leaver.lines), leaver.lines
+        members.until("a", "c has left")
+        assert "2 of 2 here" in _verb("status", tmp_path / "a")
+        members.start("c")
+        members.until("c", "3 vote, of 3 members")
+        assert "c has left; the same command joins again" in _verb("leave", tmp_path / "c")
+        assert members.processes.pop("c").finish() == 0
+        members.start("c")
+        members.until("c", "3 vote, of 3 members")
+        assert "c is evicted" in _verb("evict", tmp_path / "b", "c", "--reason", "it lies")
+        evicted = members.processes.pop("c")
+        assert evicted.finish() == 4 and "it lies" in evicted.lines[-1], evicted.lines[-3:]
+        assert "its host was never started" not in (said := _verb("status", tmp_path / "b")) and "c is evicted: it lies" in said
+        members.start("c")
+        again = members.processes.pop("c")
+        assert again.finish() == 4 and "it lies" in again.lines[-1], again.lines[-3:]
+        members.members = "ab"
+        members.end()  # both at once: nobody is voted out
+        for peer_id in "ab":
+            saved = MemberFolder(tmp_path / peer_id).saved()
+            assert saved is not None and saved.record is not None and {*saved.record.members} == {"a", "b"}
+
+
+def _verb(*words: object) -> str:
+    command = [sys.executable, "-m", "aggregator.swarm", *map(str, words)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=WAIT_S * 2, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 def test_a_host_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """Its standard input is a pipe that is closed when that process ends, however it ends."""
     with swarm(tmp_path, members="a") as members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,15 +12,30 @@ from typing import Any
 import grpc
 import pytest
 
+from aggregator.swarm.host import MOST_ORDERS, ORDER_S
+from aggregator.swarm.links import STALL_S
+from aggregator.swarm.standing import Standing
 from edit.council import events as ev
-from edit.council.record import Member, Stamp, Update
-from edit.errors import EditError, EvictedError, GoneError, RefusedError, RemoteProtocolError
+from edit.council.record import Member, Phase, Stamp, Update
+from edit.errors import (
+    BusyError,
+    EditError,
+    EvictedError,
+    GoneError,
+    RefusedError,
+    RemoteProtocolError,
+    StaleError,
+    TransportError,
+)
+from editpb import control_pb2 as cpb
+from editpb import control_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import Introduction, Offering, Word, message_from_pb, message_to_pb
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc
 from tests.support.council.hosts import Hosts, hosts
-from tests.support.loops import run_held
+from tests.support.loops import pass_time, run_held
+from tests.support.served import LIFETIME_S
 
 
 async def refused(call: Any) -> EditError:
@@ -237,5 +253,158 @@ def test_a_member_that_opens_many_streams_has_two(tmp_path: Path) -> None:
         async with learner(swarm) as first, learner(swarm), learner(swarm):
             assert "opened another stream" in str(await refused(first.call))
             assert swarm.running["a"].links.connected >= {"m"}
+
+    scenario(tmp_path, body, "a")
+
+
+ORDERS = [
+    ("Pause", cpb.PauseRequest()),
+    ("Resume", cpb.ResumeRequest()),
+    ("Drain", cpb.DrainRequest()),
+    ("Evict", cpb.EvictRequest(peer_id="b", reason="I want its parts")),
+]
+
+
+@pytest.mark.parametrize(("method", "request_"), ORDERS, ids=[method for method, _ in ORDERS])
+def test_only_an_operator_of_the_run_gives_orders_and_only_the_leader_takes_them(
+    tmp_path: Path, method: str, request_: Any
+) -> None:
+    async def body(swarm: Hosts) -> None:
+        for named in ({"role": "peer"}, {"role": "observer"}, {"role": "operator", "run_id": "other"}):
+            async with swarm.channel("a", "b", **named) as channel:
+                error = await refused(getattr(control_pb2_grpc.ControlStub(channel), method)(request_))
+                assert isinstance(error, RefusedError), error
+        async with swarm.channel("b", "operator", role="operator") as channel:
+            error = await refused(getattr(control_pb2_grpc.ControlStub(channel), method)(request_))
+            assert isinstance(error, StaleError) and str(error) == "ask the leader, a"
+        assert not swarm.record.evicted and swarm.record.phase is Phase.RUNNING
+
+    scenario(tmp_path, body)
+
+
+def test_an_operators_certificate_that_has_expired_gives_no_orders_over_an_old_connection(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        a = swarm.running["a"]
+        async with swarm.channel("a", "operator", role="operator") as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            await stub.Pause(cpb.PauseRequest())
+            unix = a._clock.unix
+            a._clock = replace(a._clock, unix=lambda: unix() + 2 * LIFETIME_S)
+            error = await refused(stub.Resume(cpb.ResumeRequest()))
+            assert isinstance(error, RefusedError) and "expired" in str(error)
+        assert swarm.record.phase is Phase.PAUSED
+
+    scenario(tmp_path, body, "a")
+
+
+def test_orders_that_nobody_agrees_on_are_bounded(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        a = swarm.running["a"]
+        a.tell = lambda event: None  # type: ignore[method-assign]  # nothing comes of them
+        waiting = [asyncio.ensure_future(a.order(ev.SetPhase(Phase.PAUSED))) for _ in range(MOST_ORDERS)]
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError):
+            await a.order(ev.SetPhase(Phase.PAUSED))
+        pass_time(ORDER_S)
+        for each in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(each, TransportError) and "no quorum agreed" in str(each)
+        assert not a._orders
+
+    scenario(tmp_path, body, "a")
+
+
+def test_how_things_stand_is_told_to_nobody_outside(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        for named, kind in (
+            ({"role": "observer"}, None),
+            ({"role": "operator"}, None),
+            ({"role": "peer"}, None),
+            ({"role": "peer", "run_id": "other"}, RefusedError),
+            ({"role": "region"}, RefusedError),
+        ):
+            async with swarm.channel("a", "m", **named) as channel:
+                call = council_stub(channel).Standing(pb.StandingRequest())
+                if kind is None:
+                    assert Standing.decode((await call).standing).leader == "a"
+                else:
+                    assert type(await refused(call)) is kind
+        swarm.running["a"].tell(ev.Evict("b", "it lies"))
+        await swarm.until(lambda: swarm.record.evicted and not swarm.record.before and len(swarm.record.voters) == 1)
+        async with swarm.channel("a", "b") as channel:
+            assert type(await refused(council_stub(channel).Standing(pb.StandingRequest()))) is EvictedError
+
+    scenario(tmp_path, body)
+
+
+def test_nobody_makes_another_leave(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        for named in ({"role": "peer"}, {"role": "operator"}):
+            async with swarm.channel("b", "a", **named) as channel:
+                assert isinstance(await refused(council_stub(channel).LeaveSwarm(pb.LeaveRequest())), RefusedError)
+        assert not swarm.running["b"].is_leaving
+
+    scenario(tmp_path, body)
+
+
+def test_who_is_evicted_gets_no_further_byte_of_a_state(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        a = swarm.running["a"]
+        async with learner(swarm):
+            messages = a.state("m", 0)
+            await anext(messages)
+            a.tell(ev.Evict("m", "it lies"))
+            await swarm.until(lambda: "m" in swarm.record.evicted)
+            with pytest.raises(EvictedError, match="it lies"):
+                await anext(messages)
+
+    scenario(tmp_path, body, "a")
+
+
+def test_a_voter_that_is_evicted_is_heard_until_it_is_voted_out(tmp_path: Path) -> None:
+    """Its word may be needed for that: without b, a and c were the quorum."""
+
+    async def body(swarm: Hosts) -> None:
+        swarm.running["a"].tell(ev.Evict("c", "it lies"))
+        seen: list[tuple[bool, bool]] = []
+        a = swarm.running["a"]
+        drop = a.links.drop
+
+        def dropped(peer_id: str, reason: EditError) -> None:
+            record = a.council.committed
+            assert record is not None
+            seen.append((peer_id in record.evicted, peer_id in {name.partition("#")[0] for name in record.electors}))
+            drop(peer_id, reason)
+
+        a.links.drop = dropped  # type: ignore[method-assign]
+        await swarm.until(lambda: "c" in swarm.record.evicted and seen)
+        assert {*seen} == {(True, False)}
+
+    scenario(tmp_path, body, "abc")
+
+
+def test_a_reader_that_reads_nothing_loses_its_stream(tmp_path: Path) -> None:
+    """What is sent to it would be held for ever, and it would count as connected."""
+
+    async def body(swarm: Hosts) -> None:
+        links = swarm.running["a"].links
+        written: list[Any] = []
+
+        async def write(message: Any) -> None:
+            written.append(message)
+            if len(written) > 1:  # the introduction was read
+                await asyncio.Event().wait()
+
+        async def says() -> AsyncIterator[pb.CouncilMessage]:
+            yield message_to_pb(Introduction(swarm.run_id, 7))
+            await asyncio.Event().wait()
+
+        serving = asyncio.ensure_future(links.serve("m", says(), write))
+        await swarm.until(lambda: "m" in links.connected)
+        links.send("m", ev.Leave())
+        await swarm.until(lambda: len(written) == 2)
+        pass_time(STALL_S)
+        await swarm.until(serving.done)
+        assert isinstance(serving.exception(), TransportError) and "m has read nothing for 15 s" in str(serving.exception())
+        assert "m" not in links.connected
 
     scenario(tmp_path, body, "a")

@@ -19,6 +19,7 @@ from edit.council.record import Update
 from edit.errors import EditError, GoneError, RemoteProtocolError, TransportError
 from edit.lab.council.parts_on_disk import merged_round, outer_state
 from editpb import council_pb2 as pb
+from editpb import council_pb2_grpc
 from editpb.council_messages import OfferHeader, StateHeader, offer_header_to_pb, state_header_to_pb
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import add_council_servicer, council_stub, update_frames
@@ -44,7 +45,7 @@ def state_header(description: int, tensors: Sequence[int]) -> Message:
 def asked(messages: Sequence[Message | EditError | None], *, state: bool = False) -> Any:
     """Ask a host that answers with these messages. None: nothing comes any more."""
 
-    class Source:
+    class Source(council_pb2_grpc.CouncilServicer):  # type: ignore[misc]
         async def FetchOffer(self, request: object, context: Any) -> AsyncIterator[Message]:
             async with abort_on_error(context):
                 assert ("edit-part", "0") in map(tuple, context.invocation_metadata())

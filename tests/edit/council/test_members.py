@@ -164,6 +164,38 @@ def test_the_last_member_does_not_leave() -> None:
     assert {*table.record.members} == {"a"}
 
 
+def test_when_all_leave_at_once_nobody_is_voted_out_and_all_come_back() -> None:
+    """Else the swarm would hang on whoever was the last, and the others could not go on without it."""
+    table = Table("abc", owners="abc")
+    table.elect("a")
+    table.run(LEASE_S)
+    before = table.record
+    for peer_id in "abc":
+        table.handle(peer_id, ev.LeaveAsked())
+    table.run(2 * LEASE_S)
+    assert table.record.members == before.members and table.record.voters == before.voters
+    for peer_id in "abc":
+        table.kill(peer_id)
+    table.start("b")
+    table.start("c")
+    table.run(3 * LEASE_S)
+    assert len(table.leaders) == 1
+
+
+def test_two_of_three_leave_and_one_that_left_comes_back_with_its_folder() -> None:
+    table = Table("abc", owners="abc")
+    table.elect("a")
+    for peer_id in "ab":
+        table.handle(peer_id, ev.LeaveAsked())
+    table.run(4 * LEASE_S)
+    assert {*table.record.members} == {"c"} and table.leaders == ["c"]
+    for peer_id in "ab":
+        table.kill(peer_id)
+    table.start("b")
+    table.run(4 * LEASE_S)
+    assert table.record.voters == ("c#1", "b#1") and table.record.before == ()
+
+
 def test_an_evicted_member_gets_nothing_any_more_and_cannot_come_back() -> None:
     table = Table("abc", owners="abc")
     table.elect("a")
@@ -196,9 +228,14 @@ def test_orders_are_given_to_the_leader() -> None:
     table = Table("abc")
     table.elect("a")
     assert table.handle("b", ev.SetPhase(Phase.PAUSED)) == [ev.Refused("ask the leader, a")]
-    assert table.handle("a", ev.Evict("z", "who?")) == [
-        ev.Refused("z is not a member, or the only one, or too many were evicted")
-    ]
+    assert table.handle("a", ev.Evict("z", "who?")) == [ev.Refused("z is not a member")]
+    table.handle("a", ev.Evict("b", "it lied"))
+    table.handle("a", ev.Evict("b", "again"))
+    table.run(LEASE_S)
+    assert table.record.evicted == {"b": "it lied"}
+    table.handle("a", ev.Evict("c", "it too"))
+    table.run(LEASE_S)
+    assert table.handle("a", ev.Evict("a", "the last")) == [ev.Refused("a is the only member")]
 
 
 @pytest.mark.parametrize("phase", [Phase.PAUSED, Phase.DRAINING])
@@ -238,6 +275,19 @@ def test_the_run_is_finished_when_all_engines_have_ended_and_goes_on_when_it_is_
 # -- lineages --------------------------------------------------------------------------------------------------------------
 
 
+def test_a_finished_run_is_not_paused_and_draining_it_again_changes_nothing() -> None:
+    table = Table("a", owners="a")
+    table.elect("a")
+    table.run(LEASE_S / 2)
+    (part,) = table.record.parts
+    table.handle("a", ev.Ended(0, part.grant))
+    assert table.record.phase is Phase.FINISHED
+    assert table.handle("a", ev.SetPhase(Phase.PAUSED)) == [ev.Refused("the run is finished")]
+    assert table.handle("a", ev.SetPhase(Phase.DRAINING)) == []
+    table.run(LEASE_S)
+    assert table.record.phase is Phase.FINISHED
+
+
 def test_a_survivor_recovers_and_the_others_join_anew() -> None:
     table = Table("abc")
     table.elect("a")
@@ -251,7 +301,11 @@ def test_a_survivor_recovers_and_the_others_join_anew() -> None:
     table.start("b")  # of the old lineage
     table.run(3 * LEASE_S)
     assert table.leaders == ["c"] and {*table.record.members} == {"c"} and table.record.lineage == 2
-    assert any("joins anew" in notice.text for notice in table.done(ev.Noticed, "c"))
+    assert len([notice for notice in table.done(ev.Noticed, "c") if "joins anew" in notice.text]) == 1
+    told = [notice.text for notice in table.done(ev.Noticed, "b") if "recovered" in notice.text]
+    assert told == ["c says that the swarm was recovered: it is of lineage 2, this member of 1, and must join anew"], (
+        "it says why nobody lets it in, once"
+    )
     table.kill("b")
     table.wipe("b", 2)
     table.start("b")

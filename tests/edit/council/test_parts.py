@@ -32,6 +32,24 @@ def test_an_outer_step_is_committed_by_those_who_hold_it_and_adopted_by_all() ->
     assert {states[0].digest for states in table.states.values()} == {made.digest}
 
 
+def test_the_leader_hears_at_once_that_an_outer_step_was_taken() -> None:
+    """So that a member that was behind votes, and takes parts over, without waiting for a heartbeat."""
+    table = Table("abc")
+    table.elect("a")
+    table.run(LEASE_S / 2)
+    made = table.make(table.record.parts[0].owner)
+    table.deliver(lambda mail: mail[1] != "c")
+    table.works = False
+    table.run(LEASE_S / 2)
+    assert len(table.done(ev.Adopt, "c")) == 1 and table.record.parts[0].outer_step == 1
+    (said,) = table.handle("c", ev.Applied(0, 1, made.digest))
+    assert isinstance(said, ev.Send) and said.peer_id == "a"
+    assert isinstance(said.message, ev.Accepted) and said.message.states == (PartState(1, made.digest),)
+    table.deliver()
+    known = table.councils["a"].known("c", table.now)
+    assert known is not None and known.live and known.states == (PartState(1, made.digest),)
+
+
 def test_one_grant_makes_one_update_to_an_outer_step() -> None:
     table = led()
     table.cut = {"b", "c"}

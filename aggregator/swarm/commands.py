@@ -1,0 +1,150 @@
+"""The verbs of `python -m aggregator.swarm VERB FOLDER`: options, help, and what is printed. What they do is in `operate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from aggregator.swarm import operate
+from aggregator.swarm.standing import Report
+from edit.command_line import SHORT_HELP
+from edit.plain_text import json_text, printable
+
+__all__ = ["app", "print_report"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=SHORT_HELP,
+    help="Show and control a swarm, from the folder of a member. Orders need the authority's key (ca.key) in it.",
+)
+Folder = Annotated[Path, typer.Argument(help="The folder of a member's host.")]
+
+
+@app.command()
+def status(
+    folder: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    at: Annotated[str, typer.Option("--at", help="Ask the host of this member in place of the own one.")] = "",
+) -> None:
+    """Show who leads, who owns and holds which part, who is late and why; from the files where the own host does not run."""
+    told = operate.status(folder, at=at)
+    if as_json:
+        typer.echo(json_text(told.as_json(), indent=2))
+    else:
+        print_report(Console(), told)
+
+
+@app.command()
+def evict(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The peer_id of the member.")],
+    reason: Annotated[str, typer.Option(help="Shown to the member's operator, and kept.")] = "evicted by the operator",
+) -> None:
+    """Remove a member from the swarm permanently: its certificate is refused from now on."""
+    typer.echo(operate.evict(folder, name, reason))
+
+
+@app.command()
+def pause(folder: Folder) -> None:
+    """Pause the run until `resume`: abort the open rounds and open no others. Peers wait at their exchange."""
+    typer.echo(operate.pause(folder))
+
+
+@app.command()
+def resume(folder: Folder) -> None:
+    """Continue after `pause`, or after `drain` if outer steps are left."""
+    typer.echo(operate.resume(folder))
+
+
+@app.command()
+def drain(folder: Folder) -> None:
+    """End the run early: finish the open rounds, then let every peer save and exit."""
+    typer.echo(operate.drain(folder))
+
+
+@app.command()
+def leave(folder: Folder) -> None:
+    """Let the host of this folder hand its parts over, be voted out and end. The same command that started it joins again."""
+    typer.echo(operate.leave(folder))
+
+
+@app.command()
+def recover(folder: Folder, yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False) -> None:
+    """Go on from this member alone, when the majority of the voters is gone for good. The others rejoin, with snapshots."""
+
+    def confirm(plan: operate.Recovery) -> bool:
+        for line in plan.lines:
+            typer.echo(printable(line), err=True)
+        return yes or typer.confirm("Recover from this member?", default=False, err=True)
+
+    typer.echo(operate.recover(folder, confirm))
+
+
+@app.command()
+def rejoin(folder: Folder) -> None:
+    """Put aside what a member of an earlier lineage has, after another has recovered, so that its host joins anew."""
+    typer.echo(operate.rejoin(folder))
+
+
+_STYLES = {"leads": "green", "here": "green", "late": "yellow", "away": "red"}
+
+
+def print_report(console: Console, told: Report) -> None:
+    """Print how the swarm stands, as wide as the console is."""
+    console.print(Text(printable(told.run_id), "bold") + _words(f"  {told.phase}  {_leads(told)}"), soft_wrap=True)
+    style = "red" if told.has_quorum is False else ""
+    console.print(_words(f"voters: {told.quorum}{_lost(told)}", style), soft_wrap=True)
+    console.print(_words(f"lineage {told.lineage}, term {told.term}, version {told.version}; from {told.source}", "dim"))
+    console.print(
+        _table(("part", "owner", "outer step", "digest", "held by", "round"), [_part(told, row) for row in told.parts])
+    )
+    console.print(_table(("member", "votes", "state", "owns", "why"), [_member(row) for row in told.members]))
+    for peer_id, reason in told.evicted.items():
+        console.print(_words(f"{peer_id} is evicted: {reason}"), soft_wrap=True)
+    for note in told.notes:
+        console.print(_words(note, "yellow"), soft_wrap=True)
+
+
+def _words(text: str, style: str = "") -> Text:
+    """Return what others wrote as it stands: no markup, nothing that a terminal would obey."""
+    return Text(printable(text), style)
+
+
+def _leads(told: Report) -> str:
+    return f"{told.leader} leads" if told.leader else "no leader is known"
+
+
+def _lost(told: Report) -> str:
+    return "" if told.has_quorum is not False else ": nothing is agreed on until others return; all train on alone"
+
+
+def _table(headers: tuple[str, ...], rows: list[tuple[Text, ...]]) -> Table:
+    table = Table(*headers, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _part(told: Report, row: Mapping[str, Any]) -> tuple[Text, ...]:
+    holders = "?" if row["holders"] is None else f"{len(row['holders'])} of {len(told.members)}"
+    texts = (str(row["part"]), row["owner"], str(row["outer_step"]), row["digest"][:8], holders, row["waits"])
+    return tuple(map(_words, texts))
+
+
+def _member(row: Mapping[str, Any]) -> tuple[Text, ...]:
+    owns = ", ".join(map(str, row["owns"]))
+    return (
+        _words(row["peer_id"]),
+        _words("yes" if row["voter"] else "no"),
+        _words(row["state"], _STYLES.get(row["state"], "")),
+        _words(owns),
+        _words(row["why"]),
+    )

@@ -1,0 +1,365 @@
+"""What an operator does with a swarm, from the folder of a member: one function for each verb of `python -m aggregator.swarm`.
+
+The member's own host is asked first, then whom it names. Who gives orders has the authority's key (ca.key) in the folder: each
+command makes itself an operator's certificate that is valid for a few minutes. Everything else is asked as the member itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from cryptography.hazmat.primitives import serialization
+
+from aggregator.operator_client import drain_run, evict_peer, pause_run, resume_run
+from aggregator.security.authority import load_issuer
+from aggregator.security.certificates import key_pem, new_key
+from aggregator.security.members import OPERATOR_ID
+from aggregator.storage.state_folder import lock_folder
+from aggregator.storage.store import Store
+from aggregator.swarm.host_folder import HostFolder, credentials
+from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.replication import PartReplica
+from aggregator.swarm.standing import Report, Standing, report
+from edit.config.run import RunConfig
+from edit.council.record import Record, Saved
+from edit.durable_files import rename
+from edit.errors import BusyError, ConfigError, EditError, RefusedError, StaleError, TransportError
+from editpb import control_pb2_grpc
+from editpb import council_pb2 as pb
+from editpb.council_messages import COUNCIL_BYTES
+from editpb.identity import Identity
+from editpb.transport.channel_options import channel_options
+from editpb.transport.chunk_frames import council_stub
+from editpb.transport.status import from_rpc, handshake_refusal
+
+__all__ = ["Recovery", "drain", "evict", "leave", "pause", "recover", "rejoin", "resume", "status"]
+
+_T = TypeVar("_T")
+ANSWER_S = 5.0  # for how long a host is waited for
+ORDER_S = 30.0  # for how long an order is tried, while leaders change
+MOST_ASKED = 16  # hosts at a time
+OPERATOR_LIFETIME_S = 600.0
+
+
+class _Folder:
+    """The folder of a member, and whom it knows. Raises ConfigError, StorageError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.host, self._member = path, HostFolder.load(path), MemberFolder(path)
+        self.saved: Saved | None = self._member.saved()
+        self.client, _ = credentials(path)
+
+    @property
+    def record(self) -> Record | None:
+        return self.saved.record if self.saved is not None else None
+
+    def own_address(self) -> str:
+        """HOST:PORT of the host of this folder; empty: none was ever started."""
+        host, _, port = self.host.listen.rpartition(":")
+        port = str(self._member.port() or port)
+        here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+        return f"{here}:{port}" if port != "0" else ""
+
+    def others(self, *records: Record | None) -> dict[str, str]:
+        """HOST:PORT of each other member that is known to have one, by the newest record that names it."""
+        found = {peer_id: addresses[0] for peer_id, addresses in self.host.seeds.items() if addresses}
+        for record in sorted(filter(None, (self.record, *records)), key=lambda record: record.stamp):
+            found |= {peer_id: each.addresses[0] for peer_id, each in record.members.items() if each.addresses}
+            found = {peer_id: address for peer_id, address in found.items() if peer_id not in record.evicted}
+        return {peer_id: address for peer_id, address in found.items() if peer_id != self.host.peer_id}
+
+    def operator(self) -> grpc.ChannelCredentials:
+        """Return an operator's credentials for this command. Raises ConfigError without the authority's key."""
+        if not (self.path / "ca.key").exists():
+            raise ConfigError(f"{self.path / 'ca.key'}: is missing; only who has the authority's key gives orders to the swarm")
+        issuer, key = load_issuer(self.path), new_key()
+        identity = Identity(self.host.run_id, "operator", OPERATOR_ID)
+        certificate = issuer.issue(identity, key.public_key(), lifetime_s=OPERATOR_LIFETIME_S, now=time.time())
+        pem = serialization.Encoding.PEM
+        return grpc.ssl_channel_credentials(issuer.certificate.public_bytes(pem), key_pem(key), certificate.public_bytes(pem))
+
+
+@asynccontextmanager
+async def _connected(
+    folder: _Folder, who: str, address: str, with_: grpc.ChannelCredentials
+) -> AsyncIterator[grpc.aio.Channel]:
+    """Connect to a host; raise what a failed call means, in one line."""
+    name = Identity(folder.host.run_id, "peer", who).server_name
+    options = channel_options(COUNCIL_BYTES, server_name=name)
+    async with grpc.aio.secure_channel(address, with_, options=options) as channel:
+        try:
+            yield channel
+        except grpc.aio.AioRpcError as error:
+            if (stranger := handshake_refusal(error.details() or "")) is not None:
+                raise RefusedError(f"{who} at {address}: {stranger}") from error
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise TransportError(f"nobody answers at {address}") from error
+            raise from_rpc(error) from error
+
+
+async def _ask(folder: _Folder, who: str, address: str, with_: grpc.ChannelCredentials) -> Standing:
+    """Ask one host how things stand. Raises EditError."""
+    async with _connected(folder, who, address, with_) as channel:
+        reply = await council_stub(channel).Standing(pb.StandingRequest(), timeout=ANSWER_S)
+    standing = Standing.decode(reply.standing)
+    if (standing.run_id, standing.peer_id) != (folder.host.run_id, who):
+        raise RefusedError(f"{address} answers for {standing.peer_id} of run {standing.run_id}")
+    return standing
+
+
+async def _ask_all(
+    folder: _Folder, hosts: Mapping[str, str], with_: grpc.ChannelCredentials
+) -> tuple[dict[str, Standing], dict[str, str]]:
+    """Ask several hosts; return what they say, and why others say nothing."""
+    asked = dict(sorted(hosts.items())[:MOST_ASKED])
+    found = await asyncio.gather(*(_ask(folder, who, address, with_) for who, address in asked.items()), return_exceptions=True)
+    standings: dict[str, Standing] = {}
+    silent: dict[str, str] = {}
+    for who, answer in zip(asked, found, strict=True):
+        if isinstance(answer, Standing):
+            standings[who] = answer
+        elif isinstance(answer, EditError):
+            silent[who] = str(answer)
+        else:
+            raise answer
+    return standings, silent
+
+
+def _newest(folder: _Folder, standings: Mapping[str, Standing]) -> Record | None:
+    records = [each.record for each in standings.values()] + [folder.record]
+    return max(filter(None, records), key=lambda record: record.stamp, default=None)
+
+
+def _leader(standings: Mapping[str, Standing]) -> str:
+    """Return who leads, of the latest term: who says so itself before what others have heard."""
+    said = [(each.term, each.peer_id == each.leader, each.leader) for each in standings.values() if each.leader]
+    return max(said)[2] if said else ""
+
+
+# -- status ----------------------------------------------------------------------------------------------------------------
+
+
+def status(path: Path, *, at: str = "") -> Report:
+    """Return how the swarm of this member stands. at: ask this member's host in place of the own one.
+
+    Where the own host does not answer, it is what the files say. Raises ConfigError, StorageError; with `at` TransportError,
+    RefusedError, EvictedError.
+    """
+    return asyncio.run(_status(_Folder(path), at))
+
+
+async def _status(folder: _Folder, at: str) -> Report:
+    own, others = folder.own_address(), folder.others()
+    first, address = (at, others.get(at, "")) if at and at != folder.host.peer_id else (folder.host.peer_id, own)
+    if at and not address:
+        raise ConfigError(f"{at} is not known here, or has no address; known are {', '.join(others) or 'none'}")
+    try:
+        if not address:
+            raise TransportError("its host was never started")
+        said = await _ask(folder, first, address, folder.client)
+    except TransportError as error:
+        if at:
+            raise
+        return _from_files(folder, str(error), others)
+    record = said.record
+    if record is None:
+        raise StaleError(f"{first} was not let in yet: {said.leader or 'nobody'} leads; is it connected to any member?")
+    wanted = {said.leader, *(part.owner for part in record.parts)} - {first, ""}
+    known = folder.others(record)
+    standings, silent = await _ask_all(folder, {each: known[each] for each in wanted if each in known}, folder.client)
+    standings = {first: said, **standings}
+    silent |= dict.fromkeys(wanted - known.keys() - {folder.host.peer_id}, "it has no address")
+    newest = _newest(folder, standings)
+    assert newest is not None
+    return report(newest, f"{first} at {address}", standings, silent, said.term)
+
+
+def _from_files(folder: _Folder, why: str, others: Mapping[str, str]) -> Report:
+    saved = folder.saved
+    if saved is None or saved.record is None:
+        raise ConfigError(f"{folder.path}: {why}, and this member has not been let in yet")
+    told = report(saved.record, str(folder.path / "council.json"), {}, {}, saved.term)
+    asked = ", ".join(f"{peer_id} at {address}" for peer_id, address in sorted(others.items()))
+    notes = (
+        f"{folder.host.peer_id}: {why}; this is what its files say",
+        f"others to ask (--at NAME): {asked or 'none is known'}",
+    )
+    return replace(told, notes=(*notes, *told.notes))
+
+
+# -- orders ----------------------------------------------------------------------------------------------------------------
+
+
+def evict(path: Path, peer_id: str, reason: str = "evicted by the operator") -> str:
+    """Shut a member out for good. Raises ConfigError, RefusedError, TransportError."""
+    leader = _order(path, evict_peer(peer_id, reason))
+    return f"{peer_id} is evicted, as {leader} and a quorum agreed"
+
+
+def pause(path: Path) -> str:
+    """Open no round until `resume`. Raises as `evict`."""
+    _order(path, pause_run)
+    return "paused"
+
+
+def resume(path: Path) -> str:
+    """Go on after `pause`, or after `drain` if outer steps are left. Raises as `evict`."""
+    _order(path, resume_run)
+    return "resumed"
+
+
+def drain(path: Path) -> str:
+    """End the run with the open rounds. Raises as `evict`."""
+    _order(path, drain_run)
+    return "draining; `status` shows finished when it is done"
+
+
+def _order(path: Path, call: Callable[[Any], Awaitable[None]]) -> str:
+    """Give an order to the leader; return who that is."""
+    folder = _Folder(path)
+    return asyncio.run(_order_leader(folder, folder.operator(), call))
+
+
+async def _order_leader(folder: _Folder, operator: grpc.ChannelCredentials, call: Callable[[Any], Awaitable[None]]) -> str:
+    until, pause_s = time.monotonic() + ORDER_S, 0.2
+    while True:
+        try:
+            leader, address = await _find_leader(folder, operator)
+            async with _connected(folder, leader, address, operator) as channel:
+                await call(control_pb2_grpc.ControlStub(channel))
+            return leader
+        except BusyError:
+            raise
+        except (StaleError, TransportError) as error:  # another leads by now, or none
+            if time.monotonic() >= until:
+                raise TransportError(f"the swarm takes no orders now: {error}") from error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 2.0)
+
+
+async def _find_leader(folder: _Folder, with_: grpc.ChannelCredentials) -> tuple[str, str]:
+    """Return who leads, and where it is. Raises StaleError when nobody says so."""
+    me, own = folder.host.peer_id, folder.own_address()
+    standings, silent = await _ask_all(folder, {me: own} if own else {}, with_)
+    if not _leader(standings):
+        more, others = await _ask_all(folder, folder.others(), with_)
+        standings, silent = standings | more, silent | others
+    leader = _leader(standings)
+    known = folder.others(*(each.record for each in standings.values())) | ({me: own} if own else {})
+    if leader and leader in known:
+        return leader, known[leader]
+    why = f"{leader} leads, but has no address" if leader else "no leader is heard"
+    raise StaleError("; ".join((why, *(f"{who}: {reason}" for who, reason in silent.items()))))
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------------
+
+
+def leave(path: Path) -> str:
+    """Let the host of this folder hand its parts over, be voted out and end. Raises ConfigError, TransportError."""
+    folder = _Folder(path)
+    if not (address := folder.own_address()):
+        raise ConfigError(f"{path}: no host was started here")
+
+    async def body() -> str:
+        async with _connected(folder, folder.host.peer_id, address, folder.client) as channel:
+            reply = await council_stub(channel).LeaveSwarm(pb.LeaveRequest(), timeout=ORDER_S)
+        return str(reply.outcome)
+
+    return f"{folder.host.peer_id} {asyncio.run(body())}"
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What `recover` would do."""
+
+    before: Record
+    after: Record
+    lines: tuple[str, ...]  # in words
+
+
+def recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
+    """Go on from this member alone, in a new lineage, when the majority of the voters is gone for good.
+
+    confirm: is asked before anything is written. Raises ConfigError (the host runs), RefusedError (the swarm goes on without
+    it, or was recovered elsewhere; not confirmed), StorageError.
+    """
+    with _locked(path):
+        return _recover(path, confirm)
+
+
+def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
+    folder, config = _Folder(path), RunConfig.from_toml(path / "run.toml")
+    if folder.saved is None or (record := folder.saved.record) is None:
+        raise ConfigError(f"{path}: this member was never let in; there is nothing to recover from")
+    asyncio.run(_check_gone(folder, record))
+    states = []
+    for number in range(len(record.parts)):
+        store = Store(MemberFolder(path).part(number), config, folder.host.run_id)
+        try:
+            states.append(PartReplica(folder.host.run_id, number, config, store).state)
+        finally:
+            store.close()
+    saved = folder.saved.recovered(folder.host.peer_id, states)
+    assert saved.record is not None
+    if not confirm(Recovery(record, saved.record, tuple(_recovery_words(folder.host.peer_id, record, saved.record)))):
+        raise RefusedError("not confirmed; nothing was changed")
+    MemberFolder(path).save(saved)
+    return (
+        f"recovered: lineage {saved.record.lineage}, {folder.host.peer_id} alone votes; start its host, let the others rejoin"
+    )
+
+
+async def _check_gone(folder: _Folder, record: Record) -> None:
+    """Raise RefusedError when the swarm goes on, or was recovered by another survivor."""
+    standings, _ = await _ask_all(folder, folder.others(), folder.client)
+    for who, standing in standings.items():
+        if standing.record is not None and standing.record.lineage > record.lineage:
+            raise RefusedError(f"it was recovered already: {who} is of lineage {standing.record.lineage}; rejoin")
+        if standing.leader:
+            raise RefusedError(f"{who} hears a leader, {standing.leader}: the swarm goes on; start this host again")
+
+
+def _recovery_words(me: str, before: Record, after: Record) -> list[str]:
+    gone = sorted(before.members.keys() - {me})
+    lines = [
+        f"lineage {before.lineage} -> {after.lineage}, with {me} as the only member and voter",
+        f"{', '.join(gone) or 'nobody'} must rejoin: what they agreed on without {me} is lost",
+    ]
+    for i, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
+        if new.outer_step != old.outer_step:
+            lines.append(f"part {i} goes on from outer step {new.outer_step}, not {old.outer_step}")
+    return [*lines, "do it at ONE survivor only: two that recover are two runs from then on"]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = lock_folder(path, "its host runs")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def rejoin(path: Path) -> str:
+    """Put what a member of an earlier lineage has aside, so that its host joins anew. Raises ConfigError, StorageError."""
+    with _locked(path):
+        saved = MemberFolder(path).saved()
+        if saved is None or saved.record is None:
+            raise ConfigError(f"{path}: has no record; start its host, it joins")
+        aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
+        aside.mkdir(mode=0o700, exist_ok=True)
+        for each in (*path.glob("part-*"), *path.glob("engine-*"), path / "council.json"):  # the record is the last
+            rename(each, aside / each.name)
+    return f"what {path} had is in {aside.name}; start its host, it joins anew"

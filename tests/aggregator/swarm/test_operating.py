@@ -1,0 +1,371 @@
+"""What an operator does with a swarm: status in words, orders to the leader, leaving, recovering."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from aggregator.swarm import operate
+from aggregator.swarm.commands import print_report
+from aggregator.swarm.host_folder import HostFolder
+from aggregator.swarm.standing import Report, Standing
+from edit.command_line import run_command
+from edit.council.record import Phase
+from edit.durable_files import write_atomic
+from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
+from edit.plain_text import json_text
+from editpb.messages import Expel
+from tests.support.council.hosts import SIZES, Hosts, hosts
+from tests.support.loops import run_held
+
+ONES = [torch.ones(size) for size in SIZES]
+
+
+def equip(swarm: Hosts, peer_id: str, *, authority: bool = False) -> Path:
+    """Make the folder of a member what a host process is started with."""
+    folder, (key, certificate) = swarm.path / peer_id, swarm.certificate(peer_id)
+    write_atomic(folder / "peer.key", key, mode=0o600)
+    write_atomic(folder / "peer.pem", certificate)
+    write_atomic(folder / "ca.pem", swarm.ca)
+    write_atomic(folder / "run.toml", (swarm.path / "run" / "run.toml").read_bytes())
+    if authority:
+        write_atomic(folder / "ca.key", (swarm.path / "run" / "ca.key").read_bytes(), mode=0o600)
+    seeds = {other: (host.listen,) for other, host in swarm.running.items() if other != peer_id}
+    HostFolder(run_id=swarm.run_id, peer_id=peer_id, parts=swarm.parts, advertise="127.0.0.1", seeds=seeds).save(folder)
+    return folder
+
+
+def shown(told: Report, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_report(console, told)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(rows: Any, key: str, value: object) -> Any:
+    (found,) = [each for each in rows if each[key] == value]
+    return found
+
+
+def scenario(tmp_path: Path, body: Callable[[Hosts], Any], members: str = "abc", parts: int = 1) -> None:
+    async def run() -> None:
+        async with hosts(tmp_path, parts=parts) as swarm:
+            await swarm.grow(*members)
+            await body(swarm)
+            assert all(host.failure is None for host in swarm.running.values())
+
+    run_held(run())
+
+
+def in_thread(call: Callable[..., Any], *arguments: object, **named: object) -> Any:
+    """A command has a loop of its own, in a process of its own."""
+    return asyncio.to_thread(call, *arguments, **named)
+
+
+# -- status ----------------------------------------------------------------------------------------------------------------
+
+
+def test_status_says_who_leads_owns_holds_and_what_each_round_waits_for(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        await swarm.contribute(0, ONES)
+        await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+        owner = swarm.record.parts[0].owner
+        folder = equip(swarm, "b")
+        await swarm.until(lambda: all(len(swarm.running["a"].council.known(p, 0).states) for p in "bc"), passes=1.0)
+
+        told = await in_thread(operate.status, folder)
+        assert (told.leader, told.phase, told.has_quorum) == ("a", "running", True)
+        assert told.quorum == "3 of 3 here, 2 needed"
+        (part,) = told.parts
+        assert (part["owner"], part["outer_step"], part["holders"]) == (owner, 1, ["a", "b", "c"])
+        assert part["waits"].startswith("waits for peer (0 in, quorum 1)")
+        assert [(each["peer_id"], each["state"], each["voter"]) for each in told.members] == [
+            ("a", "leads", True),
+            ("b", "here", True),
+            ("c", "here", True),
+        ]
+        text = shown(told)
+        assert all(len(line) <= 80 for line in text.splitlines()), text
+        assert "a leads" in text and "3 of 3 here, 2 needed" in text and "waits for peer (0 in," in text
+        assert json.loads(json_text(told.as_json()))["leader"] == "a"
+
+    scenario(tmp_path, body)
+
+
+def test_status_says_who_is_away_and_why(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "a")
+        await swarm.stop("c")
+        await swarm.until(lambda: "c" in swarm.running["a"].links.refusals, passes=1.0)
+        told = await in_thread(operate.status, folder)
+        assert told.quorum == "2 of 3 here, 2 needed" and told.has_quorum
+        away = row(told.members, "peer_id", "c")
+        assert away["state"] == "away" and away["why"].startswith("not connected for ") and "refused" in away["why"]
+
+    scenario(tmp_path, body)
+
+
+def test_without_its_host_status_says_what_the_files_say_and_who_could_be_asked(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "c")
+        await swarm.stop("c")
+        before = {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+        told = await in_thread(operate.status, folder)
+        assert told.source.endswith("council.json") and told.leader == "" and told.has_quorum is None
+        assert told.quorum == "3 vote, 2 needed"
+        assert any("nobody answers at" in note and "what its files say" in note for note in told.notes)
+        assert f"b at {swarm.running['b'].listen}" in "\n".join(told.notes)
+        assert before == {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}, "nothing is written"
+        other = await in_thread(operate.status, folder, at="b")
+        assert other.leader == "a" and row(other.members, "peer_id", "c")["state"] == "away"
+        with pytest.raises(ConfigError, match="z is not known here"):
+            await in_thread(operate.status, folder, at="z")
+
+    scenario(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"role": "king"},
+        {"term": -1},
+        {"term": 1 << 80},
+        {"notices": ["x"] * 99},
+        {"notices": ["x" * 9999]},
+        {"peers": [{}]},
+        {"parts": [{"outer_step": "1", "digest": "", "work": "", "engine": None}]},
+        {"record": {}},
+        {"committed": "yes"},
+        {"more": 1},
+    ],
+)
+def test_a_host_that_says_what_cannot_be_is_not_believed(change: dict[str, Any]) -> None:
+    standing = Standing(
+        run_id="r", peer_id="a", role="leader", leader="a", term=1, committed=True, record=None, parts=(), peers=()
+    )
+    assert Standing.decode(standing.encode()) == standing
+    with pytest.raises(RemoteProtocolError) as caught:
+        Standing.decode(json.dumps(json.loads(standing.encode()) | change).encode())
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_host_says_cannot_command_a_terminal(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        told = await in_thread(operate.status, equip(swarm, "a"))
+        evil = replace(told, notes=("\x1b[2Jgone\nb leads",), evicted={"m": "[red]\x07"})
+        text = shown(evil)
+        assert "\x1b[2J" not in text and "\x07" not in text and "[red]" in text
+
+    scenario(tmp_path, body, "a")
+
+
+# -- orders ----------------------------------------------------------------------------------------------------------------
+
+
+def test_orders_find_the_leader_and_every_member_follows(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "b", authority=True)
+        engine = swarm.owner().parts[0].engine
+        assert await in_thread(operate.pause, folder) == "paused"
+        assert {host.council.committed.phase for host in swarm.running.values()} >= {Phase.PAUSED}
+        await swarm.until(lambda: engine.run.rounds.machine.phase.value == "paused")
+        told = await in_thread(operate.status, folder)
+        assert told.phase == "paused" and told.parts[0]["waits"] == "waits for the operator: resume"
+        assert await in_thread(operate.pause, folder) == "paused", "again is as once"
+        assert await in_thread(operate.resume, folder) == "resumed"
+        assert swarm.record.phase is Phase.RUNNING
+        await swarm.contribute(0, ONES)
+        await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+        await in_thread(operate.drain, folder)
+        await swarm.contribute(0, ONES)
+        await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+        with pytest.raises(RefusedError, match="the run is finished"):
+            await in_thread(operate.pause, folder)
+
+    scenario(tmp_path, body)
+
+
+def test_without_the_authoritys_key_nobody_gives_orders(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "a")
+        with pytest.raises(ConfigError, match="only who has the authority's key"):
+            await in_thread(operate.evict, folder, "b")
+        assert not swarm.record.evicted
+
+    scenario(tmp_path, body, "ab")
+
+
+def test_who_is_evicted_ends_with_the_reason_and_its_parts_move(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        await swarm.until(lambda: len({part.owner for part in swarm.record.parts}) == 3, passes=3.0)
+        folder = equip(swarm, "a", authority=True)
+        evicted, stop = swarm.running["c"], asyncio.Event()
+        watching = asyncio.ensure_future(evicted.watch(stop))
+        async with swarm.peer("a", "c", swarm.record.parts.index(row_of(swarm, "a"))) as trainer:
+            await trainer.attend()
+            assert "c is evicted" in await in_thread(operate.evict, folder, "c", "it lies")
+            assert (await trainer.receive(Expel)).reason == "it lies"
+        with pytest.raises(EvictedError, match="it lies"):
+            await watching
+        await swarm.stop("c")
+        assert "c" not in {part.owner for part in swarm.record.parts} and swarm.record.evicted == {"c": "it lies"}
+        await swarm.until(lambda: all(swarm.owner(part) is not None for part in range(3)))
+        told = await in_thread(operate.status, folder)
+        assert told.evicted == {"c": "it lies"} and [each["peer_id"] for each in told.members] == ["a", "b"]
+        with pytest.raises(RefusedError, match="z is not a member"):
+            await in_thread(operate.evict, folder, "z")
+        again = await swarm.start("c")  # from its folder, with its certificate: both others say what became of it
+        with pytest.raises(EvictedError, match="it lies"):
+            await again.watch(asyncio.Event())
+        await swarm.stop("c")
+
+    def row_of(swarm: Hosts, owner: str) -> Any:
+        return next(part for part in swarm.record.parts if part.owner == owner)
+
+    scenario(tmp_path, body, parts=3)
+
+
+def test_one_member_that_says_that_another_is_evicted_ends_nobody(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        b = swarm.running["b"]
+        b.refused("c", EvictedError("says c"))
+        b.refused("m", EvictedError("says a stranger"))
+        assert not b._stop.is_set()
+        b.refused("a", EvictedError("says a, too"))
+        with pytest.raises(EvictedError, match="says a, too"):
+            await b.watch(b._stop)
+
+    scenario(tmp_path, body)
+
+
+def test_an_order_without_a_quorum_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "ORDER_S", 0.5)
+
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "c", authority=True)
+        for peer_id in "ab":
+            await swarm.stop(peer_id)
+        with pytest.raises(TransportError, match="takes no orders now: no leader is heard"):
+            await in_thread(operate.pause, folder)
+
+    scenario(tmp_path, body)
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_leaves_and_its_parts_go_on_elsewhere_and_it_joins_again(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        await swarm.until(lambda: len({part.owner for part in swarm.record.parts}) == 3, passes=3.0)
+        folder, leaver = equip(swarm, "c"), swarm.running["c"]
+        stop = asyncio.Event()
+        watching = asyncio.ensure_future(leaver.watch(stop))
+        leaving = asyncio.ensure_future(in_thread(operate.leave, folder))
+        await swarm.until(leaving.done, passes=0.2)
+        assert leaving.result() == "c has left; the same command joins again"
+        await watching
+        await swarm.stop("c")
+        assert {*swarm.record.members} == {"a", "b"} and "c" not in {part.owner for part in swarm.record.parts}
+        await swarm.until(lambda: all(swarm.owner(part) is not None for part in range(3)))
+        await swarm.start("c")
+        await swarm.until(lambda: swarm.settled("abc"), passes=1.0)
+
+    scenario(tmp_path, body, parts=3)
+
+
+def test_a_member_that_is_alone_just_ends(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        assert await swarm.running["a"].leave() == "is the only member; the same command goes on"
+        assert {*swarm.record.members} == {"a"}
+
+    scenario(tmp_path, body, "a")
+
+
+def test_a_member_that_nobody_votes_out_ends_all_the_same(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        await swarm.stop("a")
+        leaving = asyncio.ensure_future(swarm.running["b"].leave())
+        await swarm.until(leaving.done, passes=3.0)
+        assert leaving.result().startswith("is not voted out after 3 s")
+
+    scenario(tmp_path, body, "ab")
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        await swarm.contribute(0, ONES)
+        await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+        folders = {peer_id: equip(swarm, peer_id) for peer_id in "abc"}
+        with pytest.raises(RefusedError, match="the swarm goes on"):
+            await swarm.stop("c")
+            await in_thread(operate.recover, folders["c"], lambda plan: True)
+        for peer_id in "ab":
+            await swarm.stop(peer_id)
+        plans: list[operate.Recovery] = []
+        with pytest.raises(RefusedError, match="not confirmed; nothing was changed"):
+            await in_thread(operate.recover, folders["c"], plans.append)
+        assert plans[0].lines[0] == "lineage 1 -> 2, with c as the only member and voter"
+        assert plans[0].lines[1].startswith("a, b must rejoin")
+        said = await in_thread(operate.recover, folders["c"], lambda plan: True)
+        assert said.startswith("recovered: lineage 2")
+        await swarm.start("c")
+        await swarm.until(lambda: swarm.leader == "c" and swarm.owner() is not None, passes=1.0)
+        with pytest.raises(RefusedError, match="recovered already: c is of lineage 2"):
+            await in_thread(operate.recover, folders["b"], lambda plan: True)
+
+        b = await swarm.start("b")  # of the old lineage: it is let in nowhere, and says why
+        await swarm.until(lambda: any("recovered" in text for text in b.standing().notices), passes=1.0)
+        assert {*swarm.running["c"].council.record.members} == {"c"}
+        await swarm.stop("b")
+        await in_thread(operate.rejoin, folders["b"])
+        await swarm.start("b")
+        await swarm.until(lambda: swarm.settled("cb") and swarm.steps() == {"c": 1, "b": 1}, passes=1.0)
+        assert swarm.same()
+        await swarm.contribute(0, ONES)
+        await swarm.until(lambda: swarm.steps() == {"c": 2, "b": 2})
+
+    scenario(tmp_path, body)
+
+
+def test_a_host_that_runs_is_neither_recovered_nor_rejoined(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "a")
+        with operate._locked(folder):
+            for call in (lambda: operate.recover(folder, lambda plan: True), lambda: operate.rejoin(folder)):
+                with pytest.raises(ConfigError, match="its host runs"):
+                    await in_thread(call)
+
+    scenario(tmp_path, body, "a")
+
+
+def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from aggregator.swarm import __main__ as program
+
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "a", authority=True)
+        for words, code, said in (
+            (["status", str(folder), "--json"], 0, '"leader": "a"'),
+            (["pause", str(folder)], 0, "paused"),
+            (["resume", str(folder)], 0, "resumed"),
+            (["evict", str(folder), "z"], 3, "z is not a member"),
+            (["status", str(tmp_path / "nothing")], 2, "host.json"),
+        ):
+            monkeypatch.setattr("sys.argv", ["aggregator.swarm", *words])
+            with pytest.raises(SystemExit) as ended:
+                await in_thread(run_command, "aggregator.swarm", program.main)
+            out = capsys.readouterr()
+            assert (ended.value.code or 0) == code and said in out.out + out.err, (words, out)
+
+    scenario(tmp_path, body, "a")
