@@ -431,6 +431,8 @@ class LocalGossip:
         self.refused = 0
         # Contributions whose partner went away or did not come.
         self.unpaired = 0
+        # Bytes that each peer has sent to its partners: contributions and outer parameters.
+        self.sent = dict.fromkeys(peers, 0)
 
     @property
     def states(self) -> dict[str, GossipState]:
@@ -594,6 +596,8 @@ class LocalGossip:
 
     def _swap(self, one: str, other: str) -> None:
         offers = {peer_id: self._offers(peer_id) for peer_id in (one, other)}
+        for peer_id, fragments in offers.items():
+            self.sent[peer_id] += sum(offer.nbytes for offer in fragments.values())
         partners = {one: other, other: one}
         judged: dict[str, dict[int, Judged]] = {}
         for peer_id, partner in partners.items():

@@ -75,6 +75,13 @@ class Offer:
     # Its outer parameters, encoded as `GossipState.offered`.
     outer: EncodedTensor
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of both, where the contribution's are at hand."""
+        payload = self.contribution.payload
+        shards = [one.payload for one in payload] if isinstance(payload, tuple) else [payload]
+        return sum(memoryview(one.data).nbytes for one in [self.outer, *shards] if isinstance(one, EncodedTensor))
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:

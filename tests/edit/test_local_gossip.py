@@ -274,14 +274,15 @@ def test_a_peer_that_sends_nan_is_cured_and_harms_nobody(penalty: PenaltyConfig)
     assert all(bool(part.isfinite().all()) for state in run.states.values() for part in state.theta)
 
 
-def test_a_pair_takes_a_fragment_together_only_if_both_find_it_good() -> None:
-    """a moves a thirtieth as far as b: to a, b's contribution is anomalous; b finds nothing wrong with a's."""
+@pytest.mark.parametrize(("slow", "fast"), ["ab", "ba"])
+def test_a_pair_takes_a_fragment_together_only_if_both_find_it_good(slow: str, fast: str) -> None:
+    """One moves a thirtieth as far: to it, the contribution of the other is anomalous; the other finds no fault with its."""
     run, peers = entered(config(penalty=PenaltyConfig()), "ab")
-    peers["a"].optimizer.param_groups[0]["lr"] /= 30
+    peers[slow].optimizer.param_groups[0]["lr"] /= 30
     train(list(peers.values()), 3)
     assert all(peer.worker.synchronize() for peer in peers.values())
-    assert verdicts(peers["a"]) == {"a": Verdict.OK, "b": Verdict.ANOMALOUS}
-    assert verdicts(peers["b"]) == {"a": Verdict.UNPAIRED, "b": Verdict.OK}
+    assert verdicts(peers[slow]) == {slow: Verdict.OK, fast: Verdict.ANOMALOUS}
+    assert verdicts(peers[fast]) == {slow: Verdict.UNPAIRED, fast: Verdict.OK}
     assert (run.swapped, run.refused, run.unpaired) == (0, 2, 0)
 
 

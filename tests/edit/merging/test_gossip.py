@@ -376,17 +376,18 @@ def test_who_joins_is_where_its_donor_is_without_momentum(known: bool) -> None:
     assert (late.outer_step, late.digest) == (5, both["a"].digest)
     still = late.commit([late.stage(0, offer(late, torch.zeros(2000)))], "")
     assert torch.equal(decode(still.fragments[0].payload), torch.zeros(2000))  # type: ignore[arg-type]
-    judged = both["b"].judge(0, offer(both["b"], drawn(1, 2000, 0.01)), offer(late, drawn(2, 2000, 0.01)))
-    assert judged.good
+    offers = offer(both["b"], drawn(1, 2000, 0.01)), offer(late, drawn(2, 2000, 0.01))
+    assert both["b"].judge(0, *offers).good and late.judge(0, *offers[::-1]).good
 
 
 def test_after_settling_nobody_is_far_away() -> None:
-    both = acquainted()
+    both = acquainted(rounds=3, codec="fp32")
     a, b, delta = both["a"], both["b"], drawn(1, 2000, 0.01)
+    far = offer(b, delta, outer=encode("fp32", b.theta[0] + 0.01))
+    assert a.judge(0, offer(a, delta), far).good
     before = a.digest
     a.take(b.theta)
-    assert a.digest == before
-    far = offer(b, delta, outer=encode("bf16", b.theta[0] + 0.01))
+    assert a.digest == before and a.judge(0, offer(a, delta), offer(b, delta)).good
     assert a.judge(0, offer(a, delta), far).partner.verdict is Verdict.ANOMALOUS
 
 
