@@ -24,9 +24,9 @@ Threads
     peer-io, under the lock       `Session`, `Uplink`, the links of `HubCollective`: `IoThread.change` runs the mutation on the
                                   loop's thread for any thread, then wakes the main thread's wait. The main thread reads
                                   them with `IoThread.read` or inside `wait`; a read changes nothing.
-    peer-io, no lock              `Report`, `Attendance`, `Channels`, `OwnerWatch`, `DataCalls`, `Downlink`, `SnapshotServer`: the
-                                  main thread posts to them and never looks, but for two counters (`Traffic`), `Channels.endpoint` and
-                                  `DataCalls.origin`, each replaced in one step.
+    peer-io, no lock              `Report`, `Attendance`, `Channels`, `OwnerWatch`, `DataCalls`, `Downlink`, `SnapshotServer`:
+                                  the main thread posts to them and never looks, but for two counters (`Traffic`),
+                                  `Channels.endpoint` and `DataCalls.origin`, each replaced in one step.
     main, no lock                 the prefetched snapshot's future of `HubCollective`.
     signal handler                one flag, `IoThread.interrupt`, which ends the main thread's waits with Interrupted.
 
