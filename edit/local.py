@@ -42,7 +42,7 @@ from edit.records import (
     Snapshot,
     Verdict,
 )
-from edit.rounds import events
+from edit.rounds import events, swap
 from edit.rounds.events import Phase
 from edit.rounds.machine import RoundMachine
 
@@ -598,21 +598,31 @@ class LocalGossip:
         offers = {peer_id: self._offers(peer_id) for peer_id in (one, other)}
         for peer_id, fragments in offers.items():
             self.sent[peer_id] += sum(offer.nbytes for offer in fragments.values())
-        partners = {one: other, other: one}
-        judged: dict[str, dict[int, Judged]] = {}
+        partners, judged, decided = {one: other, other: one}, dict[str, dict[int, Judged]](), dict[str, swap.Decided]()
+        sides = {peer_id: swap.Swap(fragments) for peer_id, fragments in offers.items()}
+        events = deque[tuple[str, swap.Event]]((peer_id, swap.Came(i)) for peer_id in sides for i in offers[partners[peer_id]])
+        while events:
+            peer_id, event = events.popleft()
+            state, partner = self._states[peer_id], partners[peer_id]
+            for effect in sides[peer_id].handle(event):
+                match effect:
+                    case swap.Judge():
+                        said = {i: state.judge(i, own, offers[partner][i]) for i, own in offers[peer_id].items()}
+                        judged[peer_id] = said
+                        events.append((peer_id, swap.Judged(frozenset(i for i, each in said.items() if each.good))))
+                    case swap.SendHave(good):
+                        events.append((partner, swap.Have(good)))
+                    case swap.Decided():
+                        decided[peer_id] = effect
         for peer_id, partner in partners.items():
-            state, theirs = self._states[peer_id], offers[partner]
-            judged[peer_id] = {i: state.judge(i, own, theirs[i]) for i, own in offers[peer_id].items()}
-        together = {i for i in offers[one] if judged[one][i].good and judged[other][i].good}
-        self.swapped += len(together)
-        self.refused += len(offers[one]) - len(together)
-        for peer_id, partner in partners.items():
-            state = self._states[peer_id]
+            state, together = self._states[peer_id], decided[peer_id].together
             staged = [
                 state.stage(i, own, offers[partner][i] if i in together else None, judged[peer_id][i])
                 for i, own in offers[peer_id].items()
             ]
             self._commits[peer_id].append(state.commit(staged, f"paired with {partner}"))
+        self.swapped += len(decided[one].together)
+        self.refused += len(offers[one]) - len(decided[one].together)
 
     # -- settling ----------------------------------------------------------------------------------------------------------
 

@@ -17,5 +17,6 @@ In reading order:
     faults         which peers are kept out of the rounds for bad bytes, and for how long
     deadlines      how long a round waits for a peer, from the peer's own measured times
     work_claims    how much work a contribution counts for: what peers say of it, bounded
+    swap           in place of rounds: one swap of two peers (gossip), as one of them sees it
     peer_timing    when each peer goes from one phase to the next: the measurements
 """
