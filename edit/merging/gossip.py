@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from blake3 import blake3
@@ -32,7 +33,7 @@ from edit.codecs.base import new_buffer, parts, view
 from edit.codecs.error_feedback import codec_of
 from edit.config.codec import CodecChoice, CodecSpec
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
-from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema
@@ -339,6 +340,52 @@ class GossipState:
             fragment.path = theirs.path
             fragment.momentum.zero_()
 
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the state by name: `theta.I`, `momentum.I`. Shared: the next commit writes into them."""
+        tensors = {f"theta.{i}": fragment.theta for i, fragment in enumerate(self._fragments)}
+        return tensors | {f"momentum.{i}": fragment.momentum for i, fragment in enumerate(self._fragments)}
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the rest of the state, JSON-able; floats survive JSON to the bit."""
+        return {
+            "peer_id": self.peer_id,
+            "outer_step": self._outer_step,
+            "digest": self.digest,
+            "schema_hash": self.schema.schema_hash,
+            "fragments": [
+                {
+                    "statistics": {peer_id: known.to_json() for peer_id, known in sorted(fragment.statistics.items())},
+                    "distances": fragment.distances.to_json(),
+                    "path": fragment.path,
+                    "moved": fragment.moved,
+                }
+                for fragment in self._fragments
+            ],
+        }
+
+    @classmethod
+    def restore(cls, schema: Schema, config: RunConfig, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Self:
+        """Rebuild the state that gave `tensors` and `metadata`, to the bit.
+
+        Raises StorageError when they are damaged or incomplete, ConfigError when they belong to another model.
+        """
+        if metadata.get("schema_hash") != schema.schema_hash:
+            raise ConfigError("the checkpoint belongs to another model (schema_hash)")
+        theta = [_taken(tensors, f"theta.{i}", spec.numel) for i, spec in enumerate(schema.fragments)]
+        try:
+            state = cls(str(metadata["peer_id"]), schema, config, theta)
+            state._outer_step = int(metadata["outer_step"])
+            for i, (fragment, known) in enumerate(zip(state._fragments, metadata["fragments"], strict=True)):
+                fragment.momentum.copy_(_taken(tensors, f"momentum.{i}", fragment.momentum.numel()))
+                fragment.statistics = {p: NormStatistics.from_json(written) for p, written in known["statistics"].items()}
+                fragment.distances = NormStatistics.from_json(known["distances"])
+                fragment.path, fragment.moved = float(known["path"]), float(known["moved"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise StorageError(f"checkpoint: what is kept of the swaps is damaged ({error!r})") from error
+        if state.digest != metadata.get("digest"):
+            raise StorageError("checkpoint: theta does not match its digest")
+        return state
+
 
 def settle(schema: Schema, config: RunConfig, theta: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
     """Return one model from all peers' phi, by peer_id: an ordinary round with uniform weights, nu 1 and mu 0.
@@ -363,6 +410,13 @@ def settle(schema: Schema, config: RunConfig, theta: Mapping[str, Sequence[Tenso
         records.append(state.record(state.reduce(i, contributions)))
     state.commit(1, "settled", records)
     return list(state.theta)
+
+
+def _taken(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != (numel,) or tensor.dtype != torch.float32:
+        raise StorageError(f"checkpoint: {name} is missing or not {numel} fp32 elements")
+    return tensor
 
 
 def _said(contribution: Measured, verdict: Verdict) -> PeerVerdict:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from edit.codecs import decode
 from edit.config.algorithm import GossipConfig
 from edit.config.run import OuterConfig, PenaltyConfig, RunConfig, SyncConfig
-from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle
@@ -402,6 +404,54 @@ def test_what_bf16_rounds_is_no_distance() -> None:
         judged = a.judge(0, offer(a, drawn(1, 2000, 1e-5)), offer(b, drawn(2, 2000, 1e-5)))
         assert judged.good and judged.distance > 0
     assert judged.distance > 10 * float((a.theta[0] - theta).norm())
+
+
+def saved(state: GossipState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return {name: tensor.clone() for name, tensor in state.to_tensors().items()}, json.loads(json.dumps(state.metadata()))
+
+
+@pytest.mark.parametrize("rounds", [0, 3, 30])
+def test_a_restored_state_goes_on_to_the_bit(rounds: int) -> None:
+    both = acquainted(rounds=rounds)
+    again = {name: GossipState.restore(state.schema, state.config, *saved(state)) for name, state in both.items()}
+    for t in range(100, 104):
+        deltas = {name: drawn(2 * t + i, 2000, 0.01 * (30 if t == 102 else 1)) for i, name in enumerate("ab")}
+        assert swap(both["a"], both["b"], deltas) == swap(again["a"], again["b"], deltas)
+        for name, state in both.items():
+            assert (again[name].digest, again[name].metadata()) == (state.digest, state.metadata())
+            assert torch.equal(again[name].to_tensors()["momentum.0"], state.to_tensors()["momentum.0"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("outer_step", "x", "damaged"),
+        ("outer_step", None, "damaged"),
+        ("peer_id", ..., "damaged"),
+        ("digest", "00", "does not match its digest"),
+        ("fragments", [], "damaged"),
+        ("fragments", [{}], "damaged"),
+        ("fragments", 7, "damaged"),
+        ("theta.0", torch.zeros(1999), r"theta\.0 is missing or not 2000 fp32 elements"),
+        ("momentum.0", ..., r"momentum\.0 is missing"),
+        ("momentum.0", torch.zeros(2000, dtype=torch.float64), r"momentum\.0 is missing or not 2000 fp32"),
+    ],
+)
+def test_a_damaged_state_is_refused(key: str, value: object, message: str) -> None:
+    state = acquainted(rounds=1)["a"]
+    tensors, metadata = saved(state)
+    target: dict[str, Any] = tensors if key in tensors else metadata
+    target[key] = value
+    if value is ...:
+        del target[key]
+    with pytest.raises(StorageError, match=message):
+        GossipState.restore(state.schema, state.config, tensors, metadata)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    state = acquainted(rounds=1)["a"]
+    with pytest.raises(ConfigError, match="another model"):
+        GossipState.restore(schema(2000, 1), state.config, *saved(state))
 
 
 def test_a_common_outer_state_is_refused() -> None:

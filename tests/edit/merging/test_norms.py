@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edit.codecs import PIECE, decode
-from edit.merging.norms import dot, norm, norm_of_encoded
+from edit.merging.norms import difference_norm, dot, norm, norm_of_encoded
 from tests.support.encoded import SPECS, encode
 
 
@@ -41,6 +41,16 @@ def test_an_encoded_vector_has_the_norm_of_what_is_decoded_and_stays(name: str) 
     before = bytes(encoded.data)
     assert norm_of_encoded(encoded) == norm(decode(encoded))
     assert bytes(encoded.data) == before
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("numel", [1, PIECE, 2 * PIECE + 4711])
+def test_two_encoded_vectors_are_as_far_apart_as_their_difference_is_long(name: str, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    one, other = (encode(name, torch.randn(numel, generator=generator)) for _ in range(2))
+    before = bytes(one.data), bytes(other.data)
+    assert difference_norm(one, other) == difference_norm(other, one) == norm(decode(one) - decode(other))
+    assert difference_norm(one, one) == 0.0 and (bytes(one.data), bytes(other.data)) == before
 
 
 @pytest.mark.parametrize("numel", [10, 3 * PIECE + 17])
