@@ -207,6 +207,8 @@ class Discovery:
             await asyncio.wait([stop], timeout=again_s)
 
     def _complain(self, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         text = " ".join(f"{type(error).__name__} {error}".split())[:200]
         if text != self._complaint:
             self._complaint = text
@@ -226,19 +228,9 @@ class Discovery:
             self._complaint = ""
             _log.info("the DHT: %s", f"this member's node is {node.maddr}" if node.maddr else "a node that only asks")
             self._tell_host(self._reached, node.maddr)
-            control = node.p2p._client.control
-            ends = [asyncio.ensure_future(node.p2p._child.wait()), control._read_task, control._write_task]
-            work = asyncio.ensure_future(self._work(hivemind, records, node))
-            watch = asyncio.ensure_future(self._watch(node))
-            try:
-                done, _ = await asyncio.wait([*ends, work, watch], return_when=asyncio.FIRST_COMPLETED)
-                if done & {work, watch}:
-                    await (work if work in done else watch)
-                raise hivemind.P2PDaemonError("p2pd ended")
-            finally:
-                for task in (ends[0], work, watch):
-                    task.cancel()
-                await asyncio.wait([ends[0], work, watch])
+            async with asyncio.TaskGroup() as tasks:  # the first that fails ends the other
+                tasks.create_task(self._work(hivemind, records, node))
+                tasks.create_task(self._watch(hivemind, node))
 
     @asynccontextmanager
     async def _node(self, hivemind: _Hivemind, records: SignedRecords) -> AsyncIterator[_Node]:
@@ -288,11 +280,16 @@ class Discovery:
                 for each in made:
                     await _drop(each)
 
-    async def _watch(self, node: _Node) -> None:
-        """Ask p2pd again and again. Raises TimeoutError when it does not answer."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            await asyncio.wait_for(node.p2p._client.identify(), CALL_S)
+    async def _watch(self, hivemind: _Hivemind, node: _Node) -> None:
+        """Wait until p2pd ends, or does not answer. Raises P2PDaemonError."""
+        control = node.p2p._client.control
+        ends = [asyncio.ensure_future(node.p2p._child.wait()), control._read_task, control._write_task]
+        while not (await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            try:
+                await asyncio.wait_for(node.p2p._client.identify(), CALL_S)
+            except TimeoutError:
+                raise hivemind.P2PDaemonError("p2pd does not answer") from None
+        raise hivemind.P2PDaemonError("p2pd ended")
 
     async def _work(self, hivemind: _Hivemind, records: SignedRecords, node: _Node) -> None:
         while True:

@@ -154,7 +154,9 @@ class SignedRecords:
     def read(self, record: DhtRecord) -> tuple[str, Announcement] | None:
         """Return (peer_id, what it says), or None for what no member wrote, and what lasts no longer or too long."""
         now, expires = self._unix(), record.expiration_time
-        if record.key != self._key or len(record.value) > MOST_BYTES or not now < expires <= now + LONGEST_S:
+        if record.key != self._key or type(record.value) is not bytes or len(record.value) > MOST_BYTES:
+            return None
+        if type(expires) is not float or not now < expires <= now + LONGEST_S:
             return None
         try:
             certificate, signature, value = _unpacked(record.value)

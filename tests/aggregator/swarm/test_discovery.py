@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from edit.errors import ConfigError
 from tests.support.council.announced import Run, record_with, said, signed
 from tests.support.council.hosts import hosts
 from tests.support.daemons import p2pds
-from tests.support.loops import on_a_loop, run_held, until
+from tests.support.loops import WAIT_S, on_a_loop, run_held, until
 
 pytestmark = [  # of hivemind: it uses what is deprecated, and leaves connections of a p2pd that is gone to the collector
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -124,12 +125,13 @@ async def test_two_dhts_become_one_when_the_record_names_a_node_of_the_other(tmp
 
 
 @on_a_loop
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("number", "watch_s"), [(signal.SIGKILL, 1000.0), (signal.SIGSTOP, 0.1)], ids=["killed", "stopped"])
 async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
-    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, number: signal.Signals, watch_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its end is noticed at once, without asking."""
     monkeypatch.setattr(discovery, "CALL_S", 1.0)
-    monkeypatch.setattr(discovery, "WATCH_S", 0.1)
+    monkeypatch.setattr(discovery, "WATCH_S", watch_s)
     async with members(tmp_path) as swarm:
         a, b = await swarm.start("a"), await swarm.start("b", seeds="a")
         await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
@@ -145,7 +147,7 @@ async def _stranger(maddr: str) -> Any:
     """A node of hivemind's as it comes, which checks nothing."""
     from hivemind.dht.node import DHTNode
 
-    return await DHTNode.create(initial_peers=[maddr], nat_port_map=False, auto_nat=False, use_relay=False)
+    return await DHTNode.create(initial_peers=[maddr], wait_timeout=WAIT_S, nat_port_map=False, auto_nat=False, use_relay=False)
 
 
 @on_a_loop
@@ -157,18 +159,19 @@ async def test_a_hostile_node_changes_nothing_and_hides_nobody(tmp_path: Path) -
         try:
             await _attack(swarm.run, stranger)
             c = await swarm.start("c", seeds="ab")
-            await until(lambda: c.found == swarm.addresses("ab"))
+            x = {"x": ("127.0.0.1:1",)}  # the hostile member may say where it is
+            await until(lambda: c.found == swarm.addresses("ab") | x)
             for member in swarm.running.values():
                 member.found = {}
-            await until(lambda: all(m.found == swarm.addresses("abc".replace(p, "")) for p, m in swarm.running.items()))
-            swarm.running["a"].discovery.tell(record_with(swarm.run.run_id, {"c": c.maddr}, evicted="b"), a.addresses, "a")
+            await until(lambda: all(m.found == swarm.addresses("abc".replace(p, "")) | x for p, m in swarm.running.items()))
+            swarm.running["a"].discovery.tell(record_with(swarm.run.run_id, {"c": c.maddr}, evicted="bx"), a.addresses, "a")
             await until(lambda: a.found == swarm.addresses("c"))
         finally:
             await stranger.shutdown()
 
 
 async def _attack(run: Run, stranger: Any) -> None:
-    """Ask all nodes to store, and answer those that ask."""
+    """Ask all nodes to store, with the help of members c and x, and answer those that ask."""
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
 
@@ -180,9 +183,9 @@ async def _attack(run: Run, stranger: Any) -> None:
     peers = list(stranger.protocol.routing_table.peer_id_to_uid)
     there, _ = (await stranger.protocol.call_find(peers[0], [key]))[key]
     local = there.value.data  # as it is stored, with the signatures
-    newest = max(local, key=lambda peer_id: local[peer_id].expiration_time)
-    alone = DictionaryDHTValue()
-    alone.store(newest, local[newest].value, local[newest].expiration_time)
+    x = signed(run.records(run.credentials("x"), key=key.to_bytes()), "x", later, key=key.to_bytes())
+    alone = DictionaryDHTValue()  # what a node has in its cache, it gives away instead of what it stores, if it lasts longer
+    alone.store("x", x.value, later)
     values = [
         signed(by_other, "b", later, key=key.to_bytes()).value,
         signed(by_c, "b", later, key=key.to_bytes()).value,
@@ -201,13 +204,12 @@ async def _attack(run: Run, stranger: Any) -> None:
             assert whole == [False]
             elsewhere = await stranger.protocol.call_store(peer, [DHTID.generate("x")], [b"x"], [later], in_cache=[in_cache])
             assert elsewhere == [False], "a member's node keeps nothing but the run's members"
-            await stranger.protocol.call_store(peer, [key], [alone], [local[newest].expiration_time], in_cache=[in_cache])
-    lies = DictionaryDHTValue()
-    for value, subkey in zip(values, ("b", "c", "d", "e", "f", "g", "h"), strict=True):
-        lies.store(subkey, value, later)
-    lies.maxsize = "none"
-    stranger.protocol.storage.data.clear()
-    stranger.protocol.storage.store(key, lies, float("inf"))
+        assert await stranger.protocol.call_store(peer, [key], [alone], [later], in_cache=[True]) == [True]
+        told, _ = (await stranger.protocol.call_find(peer, [key]))[key]
+        assert {*told.value.data} == {"a", "b", "x"}
+    lie = _answer([[subkey, value, later] for subkey, value in zip("bcdefgh", values, strict=True)])
+    stranger.protocol.storage.store(key, alone, float("inf"))
+    stranger.protocol.serializer = SimpleNamespace(dumps=lambda value: lie, loads=msgpack.unpackb)
 
 
 def test_a_host_that_knows_a_node_of_the_dht_joins_and_who_is_evicted_is_not_dialled(tmp_path: Path) -> None:
@@ -281,6 +283,34 @@ async def test_it_ends_at_once_however_far_it_is(tmp_path: Path) -> None:
             await asyncio.sleep(pause_s)
         await there.close()
         assert not p2pds(tmp_path)
+
+
+def _answer(items: object) -> bytes:
+    """What a node answers that stores these."""
+    return msgpack.packb(msgpack.ExtType(discovery._DICTIONARY, msgpack.packb([None, float("inf"), items])))
+
+
+def test_of_what_a_node_answers_only_what_can_be_a_record_is_looked_at() -> None:
+    """By its types and sizes; who signed it is seen later."""
+    good = ["b", b"signed", 7.0]
+    assert discovery._items(_answer([good])) == [(msgpack.packb("b"), b"signed", 7.0)]
+    odd = [
+        [7, b"x", 7.0],
+        ["i", 8, 7.0],
+        ["j", b"x", None],
+        [None, b"x", 7.0],
+        [[], {}, 7.0],
+        ["k"],
+        "l",
+        ["m", b"x" * 9000, 7.0],
+    ]
+    assert discovery._items(_answer([*odd, good])) == [(msgpack.packb("b"), b"signed", 7.0)]
+    assert len(discovery._items(_answer([good] * 5000))) == 1024
+    for answer in (b"\xc0", _answer(None), _answer(5), msgpack.packb([None, 1, [good]]), b"\xc4" * 2_000_000):
+        assert discovery._items(answer) == []
+    for answer in (b"", b"\xc1", _answer([good])[:-1], msgpack.packb(msgpack.ExtType(discovery._DICTIONARY, b"\xc1"))):
+        with pytest.raises(ValueError):
+            discovery._items(answer)
 
 
 def test_keys_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:

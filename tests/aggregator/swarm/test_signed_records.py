@@ -81,6 +81,8 @@ HOSTILE: dict[str, Change] = {
     "it has expired": _changed(expiration_time=lambda item: time.time() - 1.0),
     "it never expires": _changed(expiration_time=math.inf),
     "no number": _changed(expiration_time=math.nan),
+    "a text for a number": _changed(expiration_time="soon"),
+    "a number for a value": _changed(value=7),
     "another key": _changed(key=b"another run's key"),
     "no subkey": _changed(subkey=msgpack.packb(None)),
     "a subkey in another form": _changed(subkey=b"\xd9\x01b"),
@@ -113,6 +115,20 @@ def test_nothing_else_counts(run: Run, change: Change) -> None:
     others = run.records(run.credentials("a"))
     assert others.validate(item)
     assert not others.validate(change(run, item))
+
+
+def test_a_member_can_neither_use_another_key_nor_the_past_nor_much_room(run: Run) -> None:
+    """What it signs right, and says right."""
+    credentials, others, later = run.credentials("b"), run.records(run.credentials("a")), time.time() + 60.0
+    b = run.records(credentials)
+    assert not others.validate(signed(run.records(credentials, key=b"other"), "b", later, key=b"other"))
+    assert not others.validate(signed(b, "b", time.time() - 1.0))
+    again = msgpack.packb("leader") + msgpack.packb("a")  # in msgpack a key may come twice; the last one counts
+    for times, valid in ((10, True), (1000, False)):
+        pairs = again * times + msgpack.packb(said(later))[1:]
+        item = Item(KEY, msgpack.packb("b"), b"\xde" + (times + len(said(later))).to_bytes(2, "big") + pairs, later)
+        item.value = b.sign_value(item)
+        assert others.validate(item) is valid
 
 
 def test_another_authority_of_the_same_run_id_signs_nobody(run: Run, tmp_path: Path) -> None:

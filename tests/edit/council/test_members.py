@@ -107,13 +107,16 @@ def test_a_member_that_moves_is_found_at_its_new_address() -> None:
     table.say("b#1", "a", ev.Hello(table.record.stamp, Member(incarnation=1, addresses=("elsewhere:1",))))
     table.deliver()
     assert table.record.members["b"].addresses == ("elsewhere:1",)
+    table.handle("b", ev.Here(Member(incarnation=1, addresses=("there:1",))))
+    table.run(LEASE_S)
+    assert table.record.members["b"].addresses == ("there:1",)
 
 
 @pytest.mark.parametrize("voters", ["a", "abc"])
-def test_a_leader_that_starts_again_at_another_address_says_so_in_the_record(voters: str) -> None:
+def test_a_leader_that_is_elsewhere_says_so_in_the_record(voters: str) -> None:
     table = Table(voters)
     table.elect("a")
-    table.councils["a"]._member = Member(incarnation=1, addresses=("there:1",))
+    table.handle("a", ev.Here(Member(incarnation=1, addresses=("there:1",))))
     table.run(LEASE_S)
     assert table.leaders == ["a"] and table.record.members["a"].addresses == ("there:1",)
     stamp = table.record.stamp

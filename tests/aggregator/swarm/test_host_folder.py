@@ -1,0 +1,58 @@
+"""What a host is started with: whether it uses the DHT, and what cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from aggregator.swarm import host_folder
+from aggregator.swarm.host_folder import HostFolder
+from edit.errors import ConfigError
+
+MADDR = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWMeRyCUk5dyG5REHphBwiG8eP4C13hyyyzheUgS5g4B5m"
+
+
+def folder(**settings: object) -> HostFolder:
+    return HostFolder(run_id="run-0", peer_id="a", parts=1, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_dht_is_used_where_hivemind_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_folder, "find_spec", lambda name: object() if installed and name == "hivemind" else None)
+    with caplog.at_level(logging.INFO):
+        assert folder().uses_dht() is installed
+        assert folder(discovery="addresses").uses_dht() is False
+    assert len(caplog.messages) == (not installed) and all("pip install 'edit-localsgd[swarm]'" in m for m in caplog.messages)
+    if installed:
+        assert folder(discovery="dht").uses_dht()
+        return
+    with pytest.raises(
+        ConfigError, match=r"^discovery = \"dht\": the DHT needs hivemind.*\[swarm\].*addresses\" works without$"
+    ):
+        folder(discovery="dht").uses_dht()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"discovery": "mdns"},
+        {"dht_peers": ("127.0.0.1:4001",)},
+        {"dht_peers": (MADDR + "\n",)},
+        {"dht_port": 65536},
+        {"dht_port": -1},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_in_one_line(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}.*[^\n]$"):
+        folder(**settings)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = folder(discovery="dht", dht_peers=(MADDR,), dht_port=4001, seeds={"b": ("127.0.0.1:1",)})
+    made.save(tmp_path)
+    assert HostFolder.load(tmp_path) == made
