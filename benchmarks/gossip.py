@@ -75,6 +75,7 @@ SETTINGS: dict[str, Setting] = {
     "EDiT": Setting(NESTEROV, penalty=True),
     "gossip": Setting(GOSSIP, penalty=False),
     "gossip, penalty": Setting(GOSSIP, penalty=True),
+    "gossip, 1.0 / 0": Setting(GOSSIP, penalty=False, gossip=GossipConfig(lr=1.0, momentum=0.0)),
     "gossip, settled every 5": Setting(GOSSIP, penalty=False, gossip=GossipConfig(settle_every=5)),
 }
 

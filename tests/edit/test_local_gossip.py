@@ -16,6 +16,7 @@ from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig, 
 from edit.errors import ConfigError, LocalProtocolError, RefusedError
 from edit.fragments.digest import digest
 from edit.fragments.schema import plan_fragments
+from edit.fragments.shards import Box, Shard
 from edit.local import LocalGossip, LocalRun
 from edit.merging.gossip import pairs
 from edit.records import Contribution, Verdict
@@ -181,6 +182,27 @@ def test_peers_that_overlap_training_with_a_swap_settle_on_one_model(mode: str, 
     ended(list(peers.values()))
     assert run.finished and {peer.worker.digest for peer in peers.values()} == {run.states["a"].digest}
     assert all(peer.worker.outer_step == 8 for peer in peers.values())
+
+
+def test_a_contribution_in_shards_counts_as_a_whole_one_to_the_bit() -> None:
+    """Two ranks of a: the first four rows of its first matrix, and the rest of that fragment."""
+    first, second = (Box(0, (0, 0), (4, 4)),), (Box(0, (4, 0), (2, 4)), Box(1, (0,), (6,)))
+    digests = set()
+    for ranks in ([None], [first, second], [second, first]):
+        run, schema = LocalGossip(config(), ["a", "b"]), plan_fragments(small_mlp().named_parameters())
+        for name in "ab":
+            run.join(name, schema, lambda: flat(small_mlp()))
+        for name, seed in (("b", 1), ("a", 0)):
+            for spec, delta in zip(schema.fragments, flat(small_mlp(seed=seed)), strict=True):
+                for boxes in ranks if (name, spec.fragment_id) == ("a", 0) else [None]:
+                    payload = codec("fp32").encode(Shard(spec, boxes).take(delta), spec)
+                    one = Contribution(
+                        outer_step=0, fragment_id=spec.fragment_id, inner_steps=3, tokens=10, payload=payload, boxes=boxes
+                    )
+                    assert run.swapped == 0 and run.contribute(name, one)
+        assert run.swapped == 2 and run.sent["a"] == run.sent["b"] == (4 + 2) * schema.numel
+        digests.add((run.states["a"].digest, run.states["b"].digest))
+    assert len(digests) == 1
 
 
 # Peers that are away, or wrong.

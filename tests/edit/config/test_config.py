@@ -420,6 +420,16 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str, message
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
+def test_a_run_with_gossip_is_a_configuration_but_no_commands_yet(tmp_path: Path) -> None:
+    config = RunConfig.from_mapping({"outer": {"algorithm": "gossip"}, "gossip": {"mixing": 0.5, "settle_every": 4}})
+    assert (config.gossip.mixing, config.gossip.momentum, config.gossip.settle_every) == (0.5, 0.5, 4)
+    assert RunConfig.from_json(config.to_json()) == config
+    path = tmp_path / "run.toml"
+    path.write_text('[outer]\nalgorithm = "gossip"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.toml: outer\.algorithm = 'gossip': no command runs it yet"):
+        RunConfig.from_toml(path)
+
+
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read \(No such file.*edit-coordinator init"):
         RunConfig.from_toml(tmp_path / "absent.toml")
