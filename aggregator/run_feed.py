@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_rounds_log = logging.getLogger(f"{__name__}.rounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,8 @@ class EventLog:
             if known is not None and known.left_out:
                 more = f" ({known.left_out} more like this before)"
             self._sources[key] = _Source(unix)
-        _log.log(level, "%s%s", text, more)
+        log = _rounds_log if isinstance(event, RoundReport) else _log
+        log.log(level, "%s%s", text, more)
 
 
 def _limited(event: RunEvent) -> tuple[object, ...] | None:

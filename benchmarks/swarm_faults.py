@@ -28,11 +28,13 @@ import argparse
 import json
 import os
 import random
+import secrets
 import signal
 import statistics
 import sys
 import tempfile
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,13 +50,13 @@ from cryptography.hazmat.primitives import serialization
 
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, new_key
-from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.swarm.host import found_swarm
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from edit.command_line import log_to_stderr
+from edit.config.run import RunConfig
 from edit.council.record import Record, Saved, peer_of
 from edit.durable_files import write_atomic
 from edit.fragments.assignment import assign
@@ -97,9 +99,10 @@ start_peers = {members}
 [membership]
 heartbeat_s = 0.5
 lease_s = 1.5
-[server]
-listen = "127.0.0.1:0"
-enrol_listen = "127.0.0.1:0"
+[swarm]
+parts = {parts}
+lease_s = {lease}
+heartbeat_s = {heartbeat}
 """
 
 
@@ -164,14 +167,16 @@ class Swarm:
 
     def __init__(self, path: Path, options: argparse.Namespace, supervisor: Supervisor) -> None:
         self.path, self._options, self._supervisor = path, options, supervisor
-        self._state = StateFolder.create(path / "run", TOML.format(codec=options.codec, members=len(MEMBERS)))
-        self.config, self.run_id = self._state.config(), self._state.run_id
+        lease = {"lease": options.lease, "heartbeat": min(0.25, options.lease / 4)}
+        self._toml = TOML.format(codec=options.codec, members=len(MEMBERS), parts=options.parts, **lease)
+        self.config, self.run_id = RunConfig.from_mapping(tomllib.loads(self._toml)), f"faults-{secrets.token_hex(4)}"
+        (path / "run").mkdir(parents=True)
         self.digests: dict[tuple[int, int], str] = {}  # by part and outer step
         self.seen = {peer_id: Progress({}) for peer_id in MEMBERS}
         self.arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
         self.without: list[str] = []  # who was not part of an outer step that it took, in the order of the reports
         self._read: dict[str, int] = defaultdict(int)
-        authority = Authority.create(self._state.path, self.run_id, ("localhost",), now=time.time())
+        authority = Authority.create(path / "run", self.run_id, now=time.time())
         schema = blocks(options.parameters)
         for peer_id in MEMBERS:
             self._equip(authority, peer_id, schema.to_json())
@@ -185,24 +190,15 @@ class Swarm:
         certificate = authority.issuer.issue(identity, key.public_key(), lifetime_s=YEAR_S, now=time.time())
         write_atomic(folder / "peer.key", key_pem(key), mode=0o600)
         write_atomic(folder / "peer.pem", certificate.public_bytes(serialization.Encoding.PEM))
-        write_atomic(folder / "ca.pem", (self._state.path / "ca.pem").read_bytes())
-        write_atomic(folder / "run.toml", self._state.run_toml.read_bytes())
+        write_atomic(folder / "ca.pem", (self.path / "run" / "ca.pem").read_bytes())
+        write_atomic(folder / "run.toml", self._toml.encode())
         write_atomic(folder / "schema.json", schema.encode())
 
     # -- processes ----------------------------------------------------------------------------------------------------------
 
     def start_host(self, peer_id: str) -> None:
         known = {other: (address_of(self.path, other),) for other in MEMBERS if (self.path / other / "port").exists()}
-        options = self._options
-        HostFolder(
-            run_id=self.run_id,
-            peer_id=peer_id,
-            parts=options.parts,
-            advertise="127.0.0.1",
-            seeds=known,
-            lease_s=options.lease,
-            discovery="addresses",
-        ).save(self.path / peer_id)
+        HostFolder(advertise="127.0.0.1", seeds=known, discovery="addresses").save(self.path / peer_id)
         self._supervisor.start(f"host-{peer_id}", [sys.executable, "-m", "aggregator.swarm", str(self.path / peer_id)])
 
     def start_peer(self, peer_id: str) -> None:
@@ -436,7 +432,7 @@ def faults(options: argparse.Namespace) -> list[Row]:
         settled(at)
         at.at_the_end()
     print(
-        f"no split, nothing lost: {len(at.digests)} digests of {sum(one.lines for one in at.seen.values())} reports are one each"
+        f"no split, nothing lost: {len(at.digests)} digests of {sum(one.lines for one in at.seen.values())} reports, one each"
     )
     return rows
 

@@ -10,6 +10,7 @@ training/  the daemon's own training
 models/    which model a run means
 identity/  the peer's key and certificate
 regions/   a site's run as one peer of a run above
+swarm/     founding and joining a swarm, and training in it
 """
 
 import typing

@@ -1,8 +1,7 @@
-"""`edit-peer`: join a run, train in it, connect a site's run to a run above, or train alone for comparison."""
+"""`edit-peer`: join a run or a swarm, train in it, connect a site's run to a run above, or train alone for comparison."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -11,7 +10,24 @@ from typing import Annotated
 
 import typer
 
-from edit.command_line import SHORT_HELP, log_to_stderr, run_command, with_version
+from edit.command_line import SHORT_HELP, run_command, with_version
+from peers.command_options import (
+    CheckpointEveryOption,
+    CheckpointsOption,
+    DataOption,
+    DeviceOption,
+    FaultOption,
+    FolderOption,
+    FreshOption,
+    HomeOption,
+    KeepCheckpointsOption,
+    MetricsOption,
+    ModelsOption,
+    ThreadsOption,
+    ThrottleOption,
+    log_lines,
+)
+from peers.swarm.cli import app as swarm
 
 __all__ = ["app", "main"]
 
@@ -26,18 +42,7 @@ app = typer.Typer(
     "Example: edit-peer join INVITATION --home my-peer && edit-peer run --home my-peer --data ~/books",
 )
 with_version(app, "edit-peer")
-
-HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this peer: key, certificate, addresses.")]
-DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: CUDA if available.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch. Default: chosen by torch.")]
-ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="Allow the model entry:NAME, which is code of an installed package. Repeatable.")
-]
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(help="For an hf: model: a folder with config.json; if this peer founds the run, also the initial weights."),
-]
+app.add_typer(swarm, name="swarm")
 
 
 @app.command()
@@ -71,22 +76,18 @@ def run(
     home: HomeOption = Path("edit-peer"),
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    metrics: Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")] = None,
-    throttle: Annotated[float, typer.Option(help="For tests: make each inner step take so many times as long.")] = 1.0,
-    fault: Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")] = "",
+    metrics: MetricsOption = None,
+    throttle: ThrottleOption = 1.0,
+    fault: FaultOption = "",
     allow_model: ModelsOption = None,
     model_folder: FolderOption = None,
     tensor_parallel: Annotated[
         int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
     ] = 1,
-    checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints, visible to all machines of this peer. Default: in --home.")
-    ] = None,
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Minimum outer steps between two checkpoints; 0 writes and reads none.")
-    ] = 1,
-    keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
+    checkpoints: CheckpointsOption = None,
+    checkpoint_every: CheckpointEveryOption = 1,
+    keep_checkpoints: KeepCheckpointsOption = 2,
+    fresh: FreshOption = False,
     serve_snapshots: Annotated[str | None, typer.Option(help="Serve snapshots to joining members at this HOST:PORT.")] = None,
     advertise: Annotated[
         str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
@@ -106,7 +107,7 @@ def run(
     from peers.daemon import PeerOptions, run_peer
     from peers.training.fault_injection import parse_faults
 
-    _log_lines()
+    log_lines()
     run_peer(
         PeerOptions(
             home=home,
@@ -145,7 +146,7 @@ def region(
     """
     from peers.regions.daemon import run_region
 
-    _log_lines()
+    log_lines()
     run_region(home, below)
 
 
@@ -186,15 +187,6 @@ def alone(
     model = build(config.model, config.seed, frozenset(allow_model or ()), folder=model_folder)
     loss = train_alone(plan, model, device=choose_device(device), clock=time.perf_counter)
     typer.echo(f"{out}: {steps} steps" + ("" if loss is None else f", validation loss {loss:.4f}"))
-
-
-def _log_lines() -> None:
-    """Log to stderr: everything at rank 0, only warnings at the other ranks of a replica."""
-    from peers.training.torchrun import launched
-
-    launch = launched()
-    level, who = (logging.INFO, "") if launch.leads else (logging.WARNING, f"rank {launch.rank}: ")
-    log_to_stderr(level, who)
 
 
 def main() -> None:

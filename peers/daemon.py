@@ -10,15 +10,18 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 
+from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
-from peers.carriers.hub.all_aggregators import connect_hub
+from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
@@ -32,7 +35,7 @@ from peers.training.sharding import make_layout, process_group
 from peers.training.torchrun import ALONE, Launch, launched
 from peers.training.trainer import choose_device, use_threads
 
-__all__ = ["PeerOptions", "attend", "run_peer", "server_of", "stopping"]
+__all__ = ["PeerOptions", "attend", "run_peer", "server_of", "stopping", "train"]
 
 _log = logging.getLogger("peers")
 
@@ -85,13 +88,37 @@ def attend(
 
     renewal: keeps the certificate of `channels` renewed meanwhile.
     """
+
+    def connect(io: IoThread, ranks: Ranks) -> Connecting:
+        if renewal is not None:
+            io.spawn(renewal.keep())
+        return connect_hub(io, channels, identity, ranks, server)
+
+    train(options, connect, identity, device, launch)
+
+
+Connecting: TypeAlias = AbstractContextManager[tuple[AllAggregators, RunConfig, int]]
+
+
+def train(
+    options: PeerOptions,
+    connect: Callable[[IoThread, Ranks], Connecting],
+    identity: Identity,
+    device: torch.device,
+    launch: Launch = ALONE,
+) -> bool:
+    """Train as `identity` in the run that `connect` connects this rank to, as `connect_hub` does.
+
+    Returns whether the run has finished; False: this process was asked to stop.
+
+    A replica of several ranks calls it at each, inside their process group. connect may be asked to stop: it lets Interrupted
+    pass.
+    """
     ranks = Ranks.world()
     ranks.same("the identity in --home", identity.uri)
     with IoThread() as io, Metrics(options.metrics if ranks.leads else None) as metrics, stopping(io):
-        if renewal is not None:
-            io.spawn(renewal.keep())
         try:
-            with connect_hub(io, channels, identity, ranks, server) as (connection, config, run_step):
+            with connect(io, ranks) as (connection, config, run_step):
                 _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
                 layout = make_layout(launch, options.tensor_parallel, config.inner.batch_size, device)
                 place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
@@ -100,6 +127,8 @@ def attend(
                 Training(options, config, place, connection, metrics).run(run_step)
         except Interrupted:
             _log.info("stopping as asked")
+            return False
+    return True
 
 
 @contextlib.contextmanager

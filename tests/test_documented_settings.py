@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from aggregator.run_template import RUN_TOML
-from edit.config.run import RunConfig
+from edit.config.run import RunConfig, SwarmConfig
 from edit.errors import ConfigError
 from tests.test_documents import DOCUMENTS
 
 DEFAULTS = RunConfig()
 SECTIONS = {
     f.name: getattr(DEFAULTS, f.name) for f in dataclasses.fields(DEFAULTS) if dataclasses.is_dataclass(f.default_factory)
-}
+} | {"swarm": SwarmConfig()}
 PLACEHOLDER = 3  # for N, P and the like: divides the template's H, so that it is a number of groups, too
 FILE = "py|pem|key|json|safetensors"  # `server.key` is none
 NAMED = re.compile(rf"`(?P<section>{'|'.join(SECTIONS)})\.(?!(?:{FILE})`)(?P<key>\w+)(?: = (?P<value>[^`]+))?`")
@@ -73,6 +73,8 @@ def settings_in(section: str, passage: str) -> Iterator[tuple[str, str, str | No
 def read(written: Written) -> RunConfig:
     """The template's configuration with this written into it. Raises ConfigError."""
     whole = copy.deepcopy(tomllib.loads(RUN_TOML))
+    if "swarm" in written:  # in place of these
+        del whole["server"], whole["aggregators"]
     for section, values in written.items():
         whole.setdefault(section, {}).update(values)
     while True:

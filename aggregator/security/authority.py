@@ -16,7 +16,7 @@ import base64
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StaleError, StorageError
 from editpb.identity import ROLES, Identity
-from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, fingerprint, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity
 
 __all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer"]
@@ -67,8 +67,10 @@ class Authority:
         self._used: set[str] | None = None  # hashes of the tokens that were redeemed, once they have been read
 
     @classmethod
-    def create(cls, path: Path, run_id: str, advertise: Sequence[str], *, now: float) -> Authority:
+    def create(cls, path: Path, run_id: str, advertise: Sequence[str] = (), *, now: float) -> Authority:
         """Make authority, server certificate (for the names in `advertise`) and operator certificate in the folder `path`.
+
+        A swarm has no server, and names none.
 
         Raises ConfigError (already there, wrong names), StorageError.
         """
@@ -81,7 +83,8 @@ class Authority:
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
         authority = cls(path, run_id, issuer, Members(path / "members.json", new=True))
-        authority._issue_own("server", coordinator, now, tuple(advertise))
+        if advertise:
+            authority._issue_own("server", coordinator, now, tuple(advertise))
         authority.members.add(operator, authority._issue_own("operator", operator, now), now)
         write_atomic(path / "ca.pem", _pem(issuer.certificate))
         write_atomic(path / "ca.key", key_pem(issuer.key), mode=0o600)  # last: its presence means that all is there
@@ -154,24 +157,43 @@ class Authority:
             last = self._renewed[identity.peer_id] = self._issue(identity, public_key, now)
         return last.public_bytes(serialization.Encoding.DER)
 
-    def invite(self, peer_id: str, *, role: str, enrol: Sequence[str], lifetime_s: float, now: float) -> Invitation:
+    def enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, *, now: float) -> x509.Certificate:
+        """Return a certificate for a member that needs no invitation: whoever founds a swarm. Raises StorageError."""
+        return self._issue(identity, public_key, now)
+
+    def invite(
+        self,
+        peer_id: str,
+        *,
+        role: str,
+        enrol: Sequence[str] = (),
+        hosts: Mapping[str, tuple[str, ...]] | None = None,
+        lifetime_s: float,
+        now: float,
+    ) -> Invitation:
         """Return a new single-use invitation. For a present member it means a new machine for the same identity.
 
         Args:
             enrol: HOST:PORT where it can be redeemed.
+            hosts: in place of `enrol`, those of a swarm's members by peer_id; who can redeem it comes first.
             lifetime_s: until it expires.
 
         Raises ConfigError (name, role, address), RefusedError (evicted, another role), StorageError.
         """
         identity = Identity(self.run_id, role, peer_id)
         self._check_invitable(identity)
+        if hosts is not None:
+            enrol = [address for addresses in hosts.values() for address in addresses][:MAX_ENDPOINTS]
         wrong = next((each for each in enrol if not is_endpoint(each)), None if enrol else "nothing")
         if wrong is not None or len(enrol) > MAX_ENDPOINTS:
             raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
-        token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
+        token, expires, swarm = secrets.token_urlsafe(32), math.ceil(now + lifetime_s), None
+        if hosts is not None:
+            certificate = self.issuer.issue_guest(guest_key(token).public_key(), lifetime_s=expires - now, now=now)
+            swarm = SwarmAccess(hosts, certificate.public_bytes(serialization.Encoding.DER))
         record = {"peer_id": peer_id, "role": role, "expires": expires}
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
-        return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
+        return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires, swarm=swarm)
 
     def redeem(self, token: str, csr_der: bytes, *, now: float) -> tuple[bytes, Identity]:
         """Return (certificate in DER, identity) for the machine that holds the key of the request.

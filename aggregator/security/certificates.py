@@ -154,6 +154,20 @@ class Issuer:
             .sign(self.key, hashes.SHA256())
         )
 
+    def issue_guest(self, public_key: ec.EllipticCurvePublicKey, *, lifetime_s: float, now: float) -> x509.Certificate:
+        """Return a certificate that names no member: whoever shows it can connect, and ask only for what needs no name."""
+        return (
+            _dated(x509.CertificateBuilder(), now, lifetime_s)
+            .subject_name(_name("guest"))
+            .issuer_name(self.certificate.subject)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(sign_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=True)
+            .sign(self.key, hashes.SHA256())
+        )
+
 
 def names_of(identity: Identity, server_names: Sequence[str] = ()) -> list[x509.GeneralName]:
     """Return the subject alternative names of a certificate.

@@ -17,6 +17,8 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     signed_records.py what a member says in the DHT of where it is
     discovery.py      hivemind's DHT
     host_folder.py    what its process is started with
+    founding.py       the first member's folder, from files
+    admission.py      invitations, enrolment, and asking for the run's settings
     process.py        that process: `python -m aggregator.swarm FOLDER`
     standing.py       what hosts say of themselves, and what several say together, in words
     operate.py        what an operator does from a member's folder: status, orders, leaving, recovery

@@ -1,25 +1,51 @@
 """`python -m aggregator.swarm FOLDER`: a host of a swarm. `python -m aggregator.swarm VERB FOLDER`: see `commands`."""
 
+import argparse
 import asyncio
+import logging
+import os
 import sys
 from pathlib import Path
 
 from edit.command_line import log_to_stderr, run_command
 
-_OPERATE = ("status", "evict", "pause", "resume", "drain", "leave", "recover", "rejoin", "-h", "--help")
+_VERBS = (
+    *("found", "invite", "status", "evict", "pause", "resume", "drain", "leave", "recover", "rejoin"),
+    *("-h", "--help"),
+)
 
 
 def main() -> None:
     """Serve the folder that the command line names, or do what it says."""
-    if sys.argv[1:] and sys.argv[1] not in _OPERATE:
-        from aggregator.swarm.process import serve_host  # imports gRPC
-
-        log_to_stderr()
-        asyncio.run(serve_host(Path(sys.argv[1])))
+    if sys.argv[1:] and sys.argv[1] not in _VERBS:
+        _serve()
         return
     from aggregator.swarm.commands import app
 
     app(prog_name="python -m aggregator.swarm")
+
+
+def _serve() -> None:
+    parser = argparse.ArgumentParser(prog="python -m aggregator.swarm")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--listen", help="HOST:PORT; port 0 chooses one, once")
+    parser.add_argument("--advertise", help="the host by which others reach it; empty: nobody does")
+    parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
+    parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
+    given = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, as by `edit-coordinator serve`
+    from aggregator.swarm.process import serve_host, settle  # imports torch and gRPC
+
+    log_to_stderr(who=given.who)
+    if given.who:  # the peer tells of each outer step
+        for name in ("aggregator.run_feed.rounds", "aggregator.swarm.host.steps"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+    seeds: dict[str, tuple[str, ...]] = {}
+    for each in given.seed:
+        peer_id, _, address = each.partition("=")
+        seeds[peer_id] = (*seeds.get(peer_id, ()), address)
+    settle(given.folder, given.listen, given.advertise, seeds)
+    asyncio.run(serve_host(given.folder))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +24,34 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
-    help="Show and control a swarm, from the folder of a member. Orders need the authority's key (ca.key) in it.",
+    help="Show and control a swarm, from the folder of a member. Orders need the authority's key (authority/ca.key) in it.",
 )
 Folder = Annotated[Path, typer.Argument(help="The folder of a member's host.")]
+
+
+@app.command()
+def found(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The peer_id of the founder.")],
+    theta: Annotated[Path, typer.Argument(help="The first parameters, as safetensors; removed once the swarm is founded.")],
+) -> None:
+    """Found a swarm in the folder of its first member, which has run.toml, schema.json and peer.key; print the run's id."""
+    from aggregator.swarm.founding import found as make
+
+    typer.echo(make(folder, name, theta, now=time.time()))
+
+
+@app.command()
+def invite(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
+    hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+) -> None:
+    """Print a single-use invitation, the authority's fingerprint, and where it is redeemed, a line each."""
+    from aggregator.swarm.admission import invite as make
+
+    made = make(folder, name, hours=hours, now=time.time())
+    typer.echo(f"{made.encode()}\n{made.fingerprint}\n{' '.join(made.enrol)}")
 
 
 @app.command()

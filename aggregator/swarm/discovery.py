@@ -42,6 +42,7 @@ from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement,
 from edit.council.record import MOST_MEMBERS, Record, Stamp
 from edit.durable_files import read_private, write_atomic, write_atomic_with
 from edit.errors import ConfigError
+from editpb.identity import Identity
 from editpb.invitation import is_maddr
 
 __all__ = ["REFRESH_S", "TTL_S", "Discovery", "Found", "NodePlace"]
@@ -128,7 +129,7 @@ class Discovery:
         self._complaint = ""
 
     @classmethod
-    def of(cls, folder: HostFolder, path: Path) -> Discovery:
+    def of(cls, folder: HostFolder, identity: Identity, path: Path) -> Discovery:
         """Return the DHT for a host's folder. Raises ConfigError."""
         try:
             credentials = read_private(path / "peer.key"), (path / "peer.pem").read_bytes(), (path / "ca.pem").read_bytes()
@@ -136,7 +137,7 @@ class Discovery:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
         listen = folder.listen.rpartition(":")[0].strip("[]")
         place = NodePlace(path, listen, folder.advertise, folder.dht_port, folder.dht_peers)
-        return cls(folder.run_id, folder.peer_id, place, credentials)
+        return cls(identity.run_id, identity.peer_id, place, credentials)
 
     # -- on the host's loop ------------------------------------------------------------------------------------------------
 

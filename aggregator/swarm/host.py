@@ -29,12 +29,15 @@ from cryptography import x509
 
 from aggregator.control.status import run_status
 from aggregator.resources import Clock
+from aggregator.security.authority import Authority
 from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.storage.store import Store
+from aggregator.swarm.admission import addresses_of, enrolment
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
+from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
@@ -69,11 +72,12 @@ from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from editpb import control_pb2 as cpb
-from editpb import control_pb2_grpc
+from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
-from editpb.council_messages import Offering, PartOwner, owners_to_pb
+from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
 from editpb.identity import admitted
+from editpb.invitation import MAX_ENDPOINTS
 from editpb.limits import check_digest, one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
@@ -89,6 +93,7 @@ if TYPE_CHECKING:
 __all__ = ["Host", "Place", "found_swarm"]
 
 _log = logging.getLogger(__name__)
+_steps_log = logging.getLogger(f"{__name__}.steps")  # one line for each outer step of each part
 _T = TypeVar("_T")
 MOST_UNTAKEN = 256  # messages that wait for the council
 MOST_STATES = 2  # states that others read here at a time: each is a copy. Others wait, no longer than they like
@@ -138,6 +143,8 @@ class Host:
         members: who may train; shared by the engines.
         seeds: members to begin with, before there is a record.
         discovery: finds more of them; not started.
+        settings: what new members are told, and the record must say.
+        authority: the run's, where this member can let others in.
         on_commit: is told of each outer step that is taken here, in the part's thread.
 
     Raises StorageError, ConfigError for what the folder has.
@@ -159,6 +166,8 @@ class Host:
         timing: Timing | None = None,
         discovery: Discovery | None = None,
         clock: Clock | None = None,
+        settings: Settings | None = None,
+        authority: Authority | None = None,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
     ) -> None:
         self.run_id, self.peer_id = run_id, peer_id
@@ -167,6 +176,7 @@ class Host:
         self._seeds: Addresses = seeds or {}
         self._discovery = discovery
         self._found: Addresses = {}  # by it
+        self._settings, self._authority = settings, authority
         self._credentials, self._server_credentials = client, server
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="council")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
@@ -202,6 +212,8 @@ class Host:
         options = server_options(max_connections=_MAX_CALLS)
         self._server = grpc.aio.server(interceptors=[limit], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         add_council_servicer(_CouncilService(self), self._server)
+        enrol = enrolment(self._authority, self._clock.unix, self._reachable)
+        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(enrol, self._server)
         orders = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, _OrderService(self))
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
@@ -399,6 +411,21 @@ class Host:
             states=tuple(map(state_of, known.states, parts)) if known is not None else (),
         )
 
+    @property
+    def started(self) -> bool:
+        """Whether it takes part."""
+        return self._council is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the run has finished, and nobody that is here needs this host any more."""
+        record = self.council.committed
+        if record is None or record.phase is not Phase.FINISHED or not self.council.settled:
+            return False
+        here = [(state.outer_step, state.digest) for state in self.council.states]
+        served = any(part.engine is not None and [*part.engine.run.attendances] for part in self.parts)
+        return here == [(part.outer_step, part.digest) for part in record.parts] and not served
+
     def tell(self, event: ev.Event) -> None:
         """Give an event to the council, after those that wait."""
         self._events.put_nowait((event, False))
@@ -501,6 +528,8 @@ class Host:
         """Raise ConfigError when this member's model is not cut into as many parts as the swarm's."""
         if record is not None and len(record.parts) != len(self.parts):
             raise ConfigError(f"the swarm's model has {len(record.parts)} parts, this member's {len(self.parts)}")
+        if record is not None and self._settings is not None and record.config_hash not in ("", self._settings.config_hash):
+            raise ConfigError("run.toml is not the one that the swarm was founded with; restore it from another member's")
 
     def _reach(self, record: Record | None) -> None:
         members = record.members if record is not None else {}
@@ -535,6 +564,8 @@ class Host:
             if not self._members.evicted(peer_id):
                 _log.info("%s is evicted: %s", peer_id, reason)
                 self._members.evict(peer_id, reason)
+                if self._authority is not None and self._authority.members.get(peer_id) is not None:
+                    self._authority.members.evict(peer_id, reason)  # its invitations end, too
                 for engine in engines:
                     engine.run.evict(peer_id, reason)
         for peer_id in _shut_out(record):
@@ -631,7 +662,7 @@ class Host:
         self.tell(answer)
         match answer:
             case ev.Applied(number, outer_step):
-                _log.info("part %d is at outer step %d", number, outer_step)
+                _steps_log.info("part %d is at outer step %d", number, outer_step)
             case ev.Failed(number, _, reason):
                 _log.info("part %d: %s", number, reason)
 
@@ -750,6 +781,18 @@ class Host:
             raise RefusedError(f"{peer_id} is no member of the swarm")
         return peer_id
 
+    def describe(self, *, settings: bool) -> SwarmDescription:
+        """Return what a peer of the run may know. Raises StaleError before this member was let in."""
+        if self.council.record is None:
+            raise StaleError(f"{self.peer_id} is not in the swarm yet")
+        hosts = addresses_of(self.council.record)
+        told = self._settings if settings and self._settings is not None else Settings(b"")
+        return SwarmDescription(len(self.parts), hosts, told.run_toml, told.schema)
+
+    def _reachable(self) -> list[str]:
+        found = addresses_of(self.council.record)
+        return [address for addresses in found.values() for address in addresses][:MAX_ENDPOINTS]
+
     async def offer(self, reader: str, number: int, outer_step: int, update_id: str) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring an update. Raises GoneError."""
         part = self.parts[number]
@@ -821,6 +864,13 @@ class _CouncilService:
         """See the service."""
         async with abort_on_error(context):
             await self._host.links.serve(self._host.caller(context), messages, context.write)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.SwarmDescription:
+        """See the service."""
+        async with abort_on_error(context):
+            self._host.caller(context)
+            return description_to_pb(self._host.describe(settings=request.settings))
+        raise AssertionError("unreachable: abort raises")
 
     async def FetchOffer(self, request: pb.OfferRequest, context: Context) -> None:
         """See the service."""
@@ -963,7 +1013,7 @@ def found_swarm(
     states: Sequence[OuterState],
     *,
     incarnation: int,
-    schema_hash: str = "",
+    config_hash: str = "",
     lease_s: float = 1.0,
 ) -> None:
     """Write the folder of a swarm's first member: it has all parts, and the only vote. Raises StorageError.
@@ -984,7 +1034,7 @@ def found_swarm(
         members={peer_id: Member(incarnation=incarnation)},
         voters=(name_of(peer_id, incarnation),),
         parts=tuple(Part(owner=peer_id, grant=0, outer_step=0, digest=digest) for digest in digests),
-        schema_hash=schema_hash,
+        config_hash=config_hash,
         lease_s=lease_s,
     )
     folder.save(Saved.founded(record))

@@ -1,10 +1,11 @@
-"""The folder that a host process is started with: where it listens, whom it knows, its certificate and the run's settings.
+"""The folder that a host process is started with: its certificate, the run's settings, where it listens and whom it knows.
 
-host.json        who it is, and where: `HostFolder`
-run.toml         the run's settings
-peer.key, peer.pem, ca.pem    as in a peer's folder
+peer.key, peer.pem, ca.pem    as in a peer's folder: they say who it is
+run.toml         the run's settings, which all members have in the same bytes
 schema.json      the model, where it is not a built-in one
+host.json        what is local: `HostFolder`
 members.json     which certificates of peers were seen
+authority/       where this member can let others in: the run's certificate authority (`aggregator.security.authority`)
 and what `member_folder` has
 """
 
@@ -17,61 +18,60 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import grpc
+from blake3 import blake3
+from cryptography import x509
 
 from aggregator.control.schemas import builtin_schema
 from aggregator.security.members import Members
-from edit.config.run import RunConfig
+from edit.config.run import RunConfig, SwarmConfig
 from edit.council.machine import Timing
 from edit.durable_files import read_json, read_private, write_json
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.fragments.assignment import assign
 from edit.fragments.schema import Schema
-from editpb.identity import Identity
-from editpb.invitation import is_maddr
+from editpb.identity import Identity, from_certificate
+from editpb.invitation import is_endpoint, is_maddr
 from editpb.server_certificate import ServerCertificate
 
-__all__ = ["HostFolder", "credentials", "members"]
+__all__ = ["AUTHORITY_FORMAT", "HostFolder", "Settings", "authority_folder", "credentials", "identity_of", "members", "run_of"]
 
+FORMAT = 2  # of host.json
+AUTHORITY_FORMAT = 1  # of authority/run.json
 _log = logging.getLogger(__name__)
-FORMAT = 1  # of host.json
 _NOT_INSTALLED = "the DHT needs hivemind, on Linux x86-64: pip install 'edit-localsgd[swarm]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFolder:
-    """What host.json says. heartbeat_s, lease_s, forget_s: see `edit.council.machine.Timing`; with parts equal at all members.
+    """What host.json says. Raises ConfigError for what cannot be."""
 
-    Raises ConfigError for what cannot be.
-    """
-
-    run_id: str
-    peer_id: str
-    parts: int  # that the model is cut into
     listen: str = "127.0.0.1:0"  # HOST:PORT; port 0 is chosen once
     advertise: str = ""  # the host at which others reach it; empty: nobody does
     seeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # HOST:PORT of members to begin with
     discovery: str = "auto"  # "dht": with hivemind's DHT, too; "addresses": without; "auto": with it where it is installed
     dht_peers: tuple[str, ...] = ()  # multiaddresses of nodes of the DHT to begin with, members or not
     dht_port: int = 0  # that this member's node binds, at the host of `listen`; 0: one that is chosen once
-    heartbeat_s: float = 0.25
-    lease_s: float = 1.0
-    forget_s: float = 60.0
 
     def __post_init__(self) -> None:
-        Identity(self.run_id, "peer", self.peer_id)
         host, _, port = self.listen.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise ConfigError(f"listen = {self.listen!r:.80}: must be HOST:PORT")
+            raise ConfigError(f"--listen {self.listen!r:.80}: must be HOST:PORT; port 0 chooses one")
         if self.discovery not in ("auto", "addresses", "dht"):
             raise ConfigError(f"discovery = {self.discovery!r:.80}: must be auto, addresses or dht")
         if wrong := next((each for each in self.dht_peers if not is_maddr(each)), None):
             raise ConfigError(f"dht_peers: {wrong!r:.200} is not like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
         if not 0 <= self.dht_port < 1 << 16:
             raise ConfigError(f"dht_port = {self.dht_port!r:.80}: must be a port, or 0")
+        if self.advertise and not is_endpoint(f"{self.advertise}:1"):
+            raise ConfigError(f"--advertise {self.advertise!r:.80}: must be a host name or an address, without a port")
+        for peer_id, addresses in self.seeds.items():
+            Identity("run", "peer", peer_id)
+            if wrong := next((each for each in addresses if not is_endpoint(each)), ""):
+                raise ConfigError(f"the address {wrong!r:.80} of {peer_id}: must be HOST:PORT")
 
     @classmethod
     def load(cls, path: Path) -> HostFolder:
-        """Read host.json. Raises ConfigError, FormatError; both name the file."""
+        """Read host.json; without it, all is as by default. Raises ConfigError, FormatError; both name the file."""
         file = path / "host.json"
         try:
             values = read_json(file, version=FORMAT)
@@ -80,6 +80,8 @@ class HostFolder:
             values["seeds"] = {str(peer_id): tuple(map(str, each)) for peer_id, each in values.get("seeds", {}).items()}
             values["dht_peers"] = tuple(map(str, values.get("dht_peers", ())))
             return cls(**values)
+        except FileNotFoundError:
+            return cls()
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
         except (ConfigError, ValueError, TypeError, AttributeError) as error:
@@ -98,25 +100,81 @@ class HostFolder:
             _log.info("members are found by their addresses alone: %s", _NOT_INSTALLED)
         return installed and self.discovery != "addresses"
 
-    @property
-    def timing(self) -> Timing:
-        """How fast its council notices. Raises ConfigError."""
-        try:
-            return Timing(heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, forget_s=self.forget_s)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"host.json: {error}") from error
 
-    def schemas(self, path: Path, config: RunConfig) -> tuple[Schema, ...]:
-        """Return the schema of each part. Raises ConfigError."""
-        schema, file = builtin_schema(config), path / "schema.json"
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all members of a run have in common, as bytes: run.toml, and schema.json (empty: a built-in model)."""
+
+    run_toml: bytes
+    schema: bytes = b""
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        """Read both files. Raises ConfigError."""
+        file, schema = path / "run.toml", path / "schema.json"
+        try:
+            return cls(file.read_bytes(), schema.read_bytes() if schema.exists() else b"")
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    @property
+    def config_hash(self) -> str:
+        """What the record says of run.toml."""
+        return blake3(self.run_toml).hexdigest()
+
+    def swarm(self, config: RunConfig) -> SwarmConfig:
+        """Return the section [swarm]. Raises ConfigError when there is none."""
+        if config.swarm is None:
+            raise ConfigError(
+                "run.toml has no section [swarm]; add one (it may be empty), and remove [server] and [aggregators]"
+            )
+        return config.swarm
+
+    def timing(self, config: RunConfig) -> Timing:
+        """Return how fast the council notices. Raises ConfigError."""
+        swarm = self.swarm(config)
+        return Timing(heartbeat_s=swarm.heartbeat_s, lease_s=swarm.lease_s, forget_s=swarm.forget_s)
+
+    def schemas(self, config: RunConfig) -> tuple[tuple[range, Schema], ...]:
+        """Return the fragments of each part, and their schema. Raises ConfigError."""
+        schema, parts = builtin_schema(config), self.swarm(config).parts
         if schema is None:
             try:
-                schema = Schema.from_json(file.read_text())
-            except OSError as error:
-                raise ConfigError(f"{file}: cannot be read ({error.strerror}); it says what the model consists of") from error
-            except RemoteProtocolError as error:
-                raise ConfigError(f"{file}: {error}") from error
-        return tuple(map(schema.subset, assign(schema, self.parts)))
+                schema = Schema.from_json(self.schema.decode())
+            except (RemoteProtocolError, UnicodeDecodeError) as error:
+                raise ConfigError(f"schema.json, which says what the model consists of: {error}") from error
+        if parts > len(schema.fragments):
+            raise ConfigError(
+                f"swarm.parts = {parts}: the model has {len(schema.fragments)} fragments; a part needs at least one"
+            )
+        return tuple((ids, schema.subset(ids)) for ids in assign(schema, parts))
+
+
+def authority_folder(path: Path) -> Path:
+    """Return where the run's authority is, if this member has it."""
+    return path / "authority"
+
+
+def run_of(path: Path) -> str:
+    """Return the run whose authority this member has. Raises ConfigError."""
+    file = authority_folder(path) / "run.json"
+    try:
+        return str(read_json(file, version=AUTHORITY_FORMAT)["run_id"])
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: has no authority: ask whoever founded the swarm for an invitation") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file}: is damaged; restore it from a copy ({error})") from error
+
+
+def identity_of(path: Path) -> Identity:
+    """Return whom the folder's certificate names. Raises ConfigError, RefusedError."""
+    file = path / "peer.pem"
+    try:
+        return from_certificate(x509.load_pem_x509_certificate(file.read_bytes()))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); join with an invitation first") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: is damaged; join with a new invitation") from error
 
 
 def credentials(path: Path) -> tuple[grpc.ChannelCredentials, grpc.ServerCredentials]:

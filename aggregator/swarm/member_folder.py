@@ -44,6 +44,11 @@ class MemberFolder:
         if port != self.port():
             write_atomic(self._port, str(port).encode())
 
+    @property
+    def founded(self) -> bool:
+        """Whether the member has said anything yet, or founded its swarm."""
+        return self._council.exists()
+
     def save(self, saved: Saved) -> None:
         """Carry out a Save: on disk when this returns. Raises StorageError; then the member may say nothing more."""
         write_atomic(self._council, saved.encode(), mode=0o600)

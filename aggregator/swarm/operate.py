@@ -1,7 +1,8 @@
 """What an operator does with a swarm, from the folder of a member: one function for each verb of `python -m aggregator.swarm`.
 
-The member's own host is asked first, then whom it names. Who gives orders has the authority's key (ca.key) in the folder: each
-command makes itself an operator's certificate that is valid for a few minutes. Everything else is asked as the member itself.
+The member's own host is asked first, then whom it names. Who gives orders has the authority's key (authority/ca.key) in
+the folder: each command makes itself an operator's certificate that is valid for a few minutes. Everything else is asked as the
+member itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from aggregator.security.certificates import key_pem, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.storage.store import Store
-from aggregator.swarm.host_folder import HostFolder, credentials
+from aggregator.swarm.host_folder import HostFolder, authority_folder, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from aggregator.swarm.standing import Report, Standing, report
@@ -54,6 +55,7 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.host, self._member = path, HostFolder.load(path), MemberFolder(path)
+        self.identity = identity_of(path)
         self.saved: Saved | None = self._member.saved()
         self.client, _ = credentials(path)
 
@@ -74,14 +76,15 @@ class _Folder:
         for record in sorted(filter(None, (self.record, *records)), key=lambda record: record.stamp):
             found |= {peer_id: each.addresses[0] for peer_id, each in record.members.items() if each.addresses}
             found = {peer_id: address for peer_id, address in found.items() if peer_id not in record.evicted}
-        return {peer_id: address for peer_id, address in found.items() if peer_id != self.host.peer_id}
+        return {peer_id: address for peer_id, address in found.items() if peer_id != self.identity.peer_id}
 
     def operator(self) -> grpc.ChannelCredentials:
         """Return an operator's credentials for this command. Raises ConfigError without the authority's key."""
-        if not (self.path / "ca.key").exists():
-            raise ConfigError(f"{self.path / 'ca.key'}: is missing; only who has the authority's key gives orders to the swarm")
-        issuer, key = load_issuer(self.path), new_key()
-        identity = Identity(self.host.run_id, "operator", OPERATOR_ID)
+        authority = authority_folder(self.path)
+        if not (authority / "ca.key").exists():
+            raise ConfigError(f"{authority / 'ca.key'}: is missing; only who has the authority's key gives orders to the swarm")
+        issuer, key = load_issuer(authority), new_key()
+        identity = Identity(self.identity.run_id, "operator", OPERATOR_ID)
         certificate = issuer.issue(identity, key.public_key(), lifetime_s=OPERATOR_LIFETIME_S, now=time.time())
         pem = serialization.Encoding.PEM
         return grpc.ssl_channel_credentials(issuer.certificate.public_bytes(pem), key_pem(key), certificate.public_bytes(pem))
@@ -92,7 +95,7 @@ async def _connected(
     folder: _Folder, who: str, address: str, with_: grpc.ChannelCredentials
 ) -> AsyncIterator[grpc.aio.Channel]:
     """Connect to a host; raise what a failed call means, in one line."""
-    name = Identity(folder.host.run_id, "peer", who).server_name
+    name = Identity(folder.identity.run_id, "peer", who).server_name
     options = channel_options(COUNCIL_BYTES, server_name=name)
     async with grpc.aio.secure_channel(address, with_, options=options) as channel:
         try:
@@ -110,7 +113,7 @@ async def _ask(folder: _Folder, who: str, address: str, with_: grpc.ChannelCrede
     async with _connected(folder, who, address, with_) as channel:
         reply = await council_stub(channel).Standing(pb.StandingRequest(), timeout=ANSWER_S)
     standing = Standing.decode(reply.standing)
-    if (standing.run_id, standing.peer_id) != (folder.host.run_id, who):
+    if (standing.run_id, standing.peer_id) != (folder.identity.run_id, who):
         raise RefusedError(f"{address} answers for {standing.peer_id} of run {standing.run_id}")
     return standing
 
@@ -158,7 +161,7 @@ def status(path: Path, *, at: str = "") -> Report:
 
 async def _status(folder: _Folder, at: str) -> Report:
     own, others = folder.own_address(), folder.others()
-    first, address = (at, others.get(at, "")) if at and at != folder.host.peer_id else (folder.host.peer_id, own)
+    first, address = (at, others.get(at, "")) if at and at != folder.identity.peer_id else (folder.identity.peer_id, own)
     if at and not address:
         raise ConfigError(f"{at} is not known here, or has no address; known are {', '.join(others) or 'none'}")
     try:
@@ -176,7 +179,7 @@ async def _status(folder: _Folder, at: str) -> Report:
     known = folder.others(record)
     standings, silent = await _ask_all(folder, {each: known[each] for each in wanted if each in known}, folder.client)
     standings = {first: said, **standings}
-    silent |= dict.fromkeys(wanted - known.keys() - {folder.host.peer_id}, "it has no address")
+    silent |= dict.fromkeys(wanted - known.keys() - {folder.identity.peer_id}, "it has no address")
     newest = _newest(folder, standings)
     assert newest is not None
     return report(newest, f"{first} at {address}", standings, silent, said.term)
@@ -189,7 +192,7 @@ def _from_files(folder: _Folder, why: str, others: Mapping[str, str]) -> Report:
     told = report(saved.record, str(folder.path / "council.json"), {}, {}, saved.term)
     asked = ", ".join(f"{peer_id} at {address}" for peer_id, address in sorted(others.items()))
     notes = (
-        f"{folder.host.peer_id}: {why}; this is what its files say",
+        f"{folder.identity.peer_id}: {why}; this is what its files say",
         f"others to ask (--at NAME): {asked or 'none is known'}",
     )
     return replace(told, notes=(*notes, *told.notes))
@@ -247,7 +250,7 @@ async def _order_leader(folder: _Folder, operator: grpc.ChannelCredentials, call
 
 async def _find_leader(folder: _Folder, with_: grpc.ChannelCredentials) -> tuple[str, str]:
     """Return who leads, and where it is. Raises StaleError when nobody says so."""
-    me, own = folder.host.peer_id, folder.own_address()
+    me, own = folder.identity.peer_id, folder.own_address()
     standings, silent = await _ask_all(folder, {me: own} if own else {}, with_)
     if not _leader(standings):
         more, others = await _ask_all(folder, folder.others(), with_)
@@ -270,11 +273,11 @@ def leave(path: Path) -> str:
         raise ConfigError(f"{path}: no host was started here")
 
     async def body() -> str:
-        async with _connected(folder, folder.host.peer_id, address, folder.client) as channel:
+        async with _connected(folder, folder.identity.peer_id, address, folder.client) as channel:
             reply = await council_stub(channel).LeaveSwarm(pb.LeaveRequest(), timeout=ORDER_S)
         return str(reply.outcome)
 
-    return f"{folder.host.peer_id} {asyncio.run(body())}"
+    return f"{folder.identity.peer_id} {asyncio.run(body())}"
 
 
 # -- recovery --------------------------------------------------------------------------------------------------------------
@@ -306,19 +309,18 @@ def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
     asyncio.run(_check_gone(folder, record))
     states = []
     for number in range(len(record.parts)):
-        store = Store(MemberFolder(path).part(number), config, folder.host.run_id)
+        store = Store(MemberFolder(path).part(number), config, folder.identity.run_id)
         try:
-            states.append(PartReplica(folder.host.run_id, number, config, store).state)
+            states.append(PartReplica(folder.identity.run_id, number, config, store).state)
         finally:
             store.close()
-    saved = folder.saved.recovered(folder.host.peer_id, states)
+    saved = folder.saved.recovered(folder.identity.peer_id, states)
     assert saved.record is not None
-    if not confirm(Recovery(record, saved.record, tuple(_recovery_words(folder.host.peer_id, record, saved.record)))):
+    if not confirm(Recovery(record, saved.record, tuple(_recovery_words(folder.identity.peer_id, record, saved.record)))):
         raise RefusedError("not confirmed; nothing was changed")
     MemberFolder(path).save(saved)
-    return (
-        f"recovered: lineage {saved.record.lineage}, {folder.host.peer_id} alone votes; start its host, let the others rejoin"
-    )
+    me = folder.identity.peer_id
+    return f"recovered: lineage {saved.record.lineage}, {me} alone votes; start its host, let the others rejoin"
 
 
 async def _check_gone(folder: _Folder, record: Record) -> None:

@@ -1,24 +1,30 @@
-"""A host as a process: `python -m aggregator.swarm FOLDER`. No command starts it yet.
+"""A host as a process: `python -m aggregator.swarm FOLDER`.
 
 At SIGINT and SIGTERM it leaves the swarm, which takes 3 s at most, and ends; at a second one it ends at once. Where its
-standard input is a pipe it leaves, too, when that is closed: whoever started it is gone.
+standard input is a pipe it leaves, too, when that is closed: whoever started it is gone. That one trains, and writes a line to
+the pipe when it needs the host no more: then it ends, as one without a pipe does, when the run has finished and nobody needs
+it. Once it serves it writes its address to standard output, as a line of JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
 import os
 import signal
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from aggregator.resources import raise_file_limit
 from aggregator.storage.state_folder import lock_folder
+from aggregator.swarm.admission import open_authority, take_settings
 from aggregator.swarm.host import Host, Place
-from aggregator.swarm.host_folder import HostFolder, credentials, members
+from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of, members
 from aggregator.swarm.member_folder import MemberFolder
 from edit import kernels
 from edit.config.run import RunConfig
@@ -27,49 +33,82 @@ from edit.heaps import limit_heaps, map_large_blocks
 __all__ = ["serve_host"]
 
 _log = logging.getLogger(__name__)
+QUIET_S = 3.0  # so long after the run's end nobody must have needed this host; a peer connects again sooner
+_LOOK_S = 0.25
 
 
 async def serve_host(path: Path, *, threads: int = 1) -> None:
-    """Be a member of the swarm until a signal. Raises EditError, also when something failed that ends a host.
+    """Be a member of the swarm until a signal, or its end. Raises EditError, also when something failed that ends a host.
 
     threads: that torch computes with.
     """
     lock_folder(path, "another host has this folder")
-    folder, config = HostFolder.load(path), RunConfig.from_toml(path / "run.toml")
     torch.set_num_threads(threads)
     limit_heaps()
     map_large_blocks()
     raise_file_limit()
-    stop, now = asyncio.Event(), asyncio.Event()
-    _stop_at_the_end(stop, now)
+    stop, now, trained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    _stop_at_the_end(stop, now, trained)
     _log.info(kernels.load())
+    opening = asyncio.ensure_future(_open(path))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not opening.done():
+        opening.cancel()
+        return
+    host = opening.result()
+    ending = asyncio.ensure_future(_end(host, stop, trained))
+    try:
+        await host.start()
+        print(json.dumps({"listen": host.listen}), flush=True)  # noqa: T201
+        await host.watch(stop)
+        if not (host.is_leaving or ending.done()):
+            await _leave(host, now)
+    finally:
+        ending.cancel()
+        await host.close()
+
+
+async def _open(path: Path) -> Host:
+    """Return the host that lies in the folder; a new member first asks others for the run's settings."""
+    folder, identity = HostFolder.load(path), identity_of(path)
     client, server = credentials(path)
+    if not (path / "run.toml").exists():
+        await take_settings(path, client, identity, folder.seeds)
+    settings, config = Settings.load(path), RunConfig.from_toml(path / "run.toml")
     discovery = None
     if folder.uses_dht():
         from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
 
-        discovery = Discovery.of(folder, path)
-    host = Host(
-        folder.run_id,
-        folder.peer_id,
+        discovery = Discovery.of(folder, identity, path)
+    return Host(
+        identity.run_id,
+        identity.peer_id,
         config,
         MemberFolder(path),
-        folder.schemas(path, config),
+        [schema for _, schema in settings.schemas(config)],
         Place(folder.listen, folder.advertise),
         client,
         server,
         members(path),
         seeds=folder.seeds,
-        timing=folder.timing,
+        timing=settings.timing(config),
         discovery=discovery,
+        settings=settings,
+        authority=open_authority(path),
     )
-    try:
-        await host.start()
-        await host.watch(stop)
-        if not host.is_leaving:
-            await _leave(host, now)
-    finally:
-        await host.close()
+
+
+async def _end(host: Host, stop: asyncio.Event, trained: asyncio.Event) -> None:
+    """Stop once the run has finished, and nobody has needed this host for a while."""
+    await trained.wait()
+    quiet_s = 0.0
+    while quiet_s < QUIET_S:
+        await asyncio.sleep(_LOOK_S)
+        quiet_s = quiet_s + _LOOK_S if host.started and host.settled else 0.0
+    _log.info("the run has finished, and all members that are here have it")
+    stop.set()
 
 
 async def _leave(host: Host, now: asyncio.Event) -> None:
@@ -83,16 +122,33 @@ async def _leave(host: Host, now: asyncio.Event) -> None:
         leaving.cancel()
 
 
-def _stop_at_the_end(stop: asyncio.Event, now: asyncio.Event) -> None:
+def _stop_at_the_end(stop: asyncio.Event, now: asyncio.Event, trained: asyncio.Event) -> None:
     """Set `stop` at the first signal, or the end of the standard input, and `now` at each further signal."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: (now if stop.is_set() else stop).set())
 
     def read() -> None:
+        trained.set()
         if not os.read(0, 4096):
             loop.remove_reader(0)
             stop.set()
 
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         loop.add_reader(0, read)
+    else:
+        trained.set()
+
+
+def settle(path: Path, listen: str | None, advertise: str | None, seeds: Mapping[str, tuple[str, ...]]) -> HostFolder:
+    """Change host.json to what the command line says; what it leaves out stays. Raises ConfigError, StorageError."""
+    folder = HostFolder.load(path)
+    changed = dataclasses.replace(
+        folder,
+        listen=folder.listen if listen is None else listen,
+        advertise=folder.advertise if advertise is None else advertise,
+        seeds=seeds or folder.seeds,
+    )
+    if changed != folder or not (path / "host.json").exists():
+        changed.save(path)
+    return changed

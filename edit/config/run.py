@@ -43,6 +43,7 @@ __all__ = [
     "RunConfig",
     "ServerConfig",
     "StorageConfig",
+    "SwarmConfig",
     "SyncConfig",
     "build",
 ]
@@ -205,6 +206,28 @@ class AggregatorsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmConfig:
+    """The section [swarm]: the run has no coordinator, but members that agree. It excludes [aggregators] and [server]."""
+
+    # Into how many parts the model is cut, each of which one member owns at a time; fixed once the run is founded.
+    parts: int = 4
+    # Seconds between two messages of the member that leads.
+    heartbeat_s: float = 0.25
+    # Seconds of silence after which a member's parts go to another one; at least twice heartbeat_s.
+    lease_s: float = 1.0
+    # Seconds of silence after which a member has no vote any more.
+    forget_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        within("swarm.parts", self.parts, 1, 1024)
+        within("swarm.heartbeat_s", self.heartbeat_s, 0.01, 30)
+        within("swarm.lease_s", self.lease_s, 0.02, 60)
+        within("swarm.forget_s", self.forget_s, 1, 1e9)
+        rule = "must be at least twice swarm.heartbeat_s"
+        require(self.lease_s >= 2 * self.heartbeat_s, "swarm.lease_s", self.lease_s, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that all peers of one run share."""
 
@@ -224,6 +247,7 @@ class RunConfig:
     storage: StorageConfig = field(default_factory=StorageConfig)
     aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    swarm: SwarmConfig | None = None  # None: the run has a coordinator
 
     def __post_init__(self) -> None:
         require(
@@ -242,6 +266,9 @@ class RunConfig:
         groups, settle = self.sync.groups, self.gossip.settle_every
         rule = f"must be a multiple of sync.groups ({groups}), so that each group has moved as often"
         require(settle % groups == 0, "gossip.settle_every", settle, rule)
+        if self.swarm is not None and self.swarm.parts > 1:
+            rule = "must be 0 with swarm.parts above 1: each part would count by itself"
+            require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
 
     @property
     def kept_updates(self) -> int:
@@ -251,6 +278,9 @@ class RunConfig:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:
         """Build from nested mappings. Raises ConfigError for unknown keys, wrong types, bounds and ineffective keys."""
+        for section in ("aggregators", "server") if "swarm" in mapping else ():
+            if section in mapping:
+                raise ConfigError(f"[{section}] has no effect with [swarm], which has no coordinator; remove one of them")
         config = build(cls, mapping, "")
         _reject_ineffective(config, mapping)
         return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -53,6 +54,8 @@ def build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
     origin = typing.get_origin(hint) or hint
+    if origin is types.UnionType:  # of a section and None, where its absence means something
+        return None if value is None else _convert(value, typing.get_args(hint)[0], name)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: must be a table ([{name}]), not {type(value).__name__}")

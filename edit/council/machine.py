@@ -312,6 +312,19 @@ class Council:
         )
 
     @property
+    def settled(self) -> bool:
+        """Whether all that this leader hears have the committed record and what it names; a follower does not know."""
+        record = self._committed
+        if record is None:
+            return False
+        return self.role is not Role.LEADER or all(
+            heard.stamp >= record.stamp
+            and [(state.outer_step, state.digest) for state in heard.states] == [(p.outer_step, p.digest) for p in record.parts]
+            for heard in self._heard.values()
+            if self._is_fresh(heard)
+        )
+
+    @property
     def lease_s(self) -> float:
         """The lease in force (rule 8)."""
         return self._lease_s

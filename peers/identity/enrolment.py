@@ -1,11 +1,13 @@
 """Joining a run: create the key, redeem the invitation, check the reply, store it. Blocking, for the command line.
 
-This is the only call without a client certificate; it trusts only the authority in the invitation.
+This is the only call without a member's certificate; it trusts only the authority in the invitation. A member of a swarm is
+called with the certificate in the invitation: see `editpb.invitation`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,15 +16,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError, TransportError
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
-from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, Invitation, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, Invitation, guest_key, is_endpoint
 from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
-from peers.identity.peer_folder import MAX_CERTIFICATE_BYTES, PeerFolder, certificate_fault
+from peers.identity.peer_folder import MAX_CERTIFICATE_BYTES, PeerFolder, certificate_fault, key_pem
 
 __all__ = ["invitation_text", "join"]
 
@@ -48,24 +50,33 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
     return argument
 
 
-def join(invitation: str, home: Path, now: float, *, timeout_s: float = TIMEOUT_S) -> Identity:
-    """Redeem the text of an invitation into the folder `home`. now: unix seconds; timeout_s: of each address that is tried.
+def join(invitation: str, home: Path, now: float, *, swarm: bool = False, timeout_s: float = TIMEOUT_S) -> Identity:
+    """Redeem the text of an invitation into the folder `home`.
 
     It can be repeated after any failure with the same invitation: the key in `home` is reused.
+
+    Args:
+        now: unix seconds.
+        swarm: whether it must be to a swarm; else it must be to a run with a coordinator.
+        timeout_s: of each address that is tried.
 
     Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (no answer),
     RemoteProtocolError (the reply does not fit), StorageError.
     """
     invited = Invitation.decode(invitation, now)
+    if swarm != (invited.swarm is not None):
+        to, command = ("a run with a coordinator", "edit-peer join") if swarm else ("a swarm", "edit-peer swarm join")
+        raise ConfigError(f"this is an invitation to {to}; redeem it with: {command}")
     folder = PeerFolder(home)
     _check_unclaimed(folder, invited.identity)
     authority = _authority(invited)
     key = folder.make_key()
     request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
-    reply = _first_answer(invited, lambda endpoint: _call(endpoint, authority, request, timeout_s))
+    reply = _first_answer(invited, lambda door: _call(door, authority, request, timeout_s))
     _check_reply(reply, invited, authority, key)
     _check_clock(reply.certificate_der, now)
-    folder.store(invited.identity, tuple(reply.endpoints), reply.certificate_der, invited.ca)
+    endpoints = tuple(reply.endpoints) if invited.swarm is None else ()
+    folder.store(invited.identity, endpoints, reply.certificate_der, invited.ca)
     return invited.identity
 
 
@@ -91,23 +102,56 @@ def _request(key: ec.EllipticCurvePrivateKey, identity: Identity) -> bytes:
     return request.public_bytes(serialization.Encoding.DER)
 
 
-def _first_answer(invitation: Invitation, call: Callable[[str], pb.EnrolReply]) -> pb.EnrolReply:
-    """Return the first reply. A refusal counts as a reply; silence, or a server of another authority, does not."""
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Where an invitation may be redeemed."""
+
+    endpoint: str
+    server_name: str = ""  # "": the endpoint's host
+    guest: tuple[bytes | None, bytes | None] = (None, None)  # key and certificate to show
+
+
+def _doors(invitation: Invitation) -> tuple[_Door, ...]:
+    if (swarm := invitation.swarm) is None:
+        return tuple(map(_Door, invitation.enrol))
+    try:
+        certificate = x509.load_der_x509_certificate(swarm.certificate).public_bytes(serialization.Encoding.PEM)
+    except ValueError as error:
+        raise ConfigError("the invitation's certificate is damaged; copy the whole line again") from error
+    guest = key_pem(guest_key(invitation.token)), certificate
+    names = {peer_id: Identity(invitation.identity.run_id, "peer", peer_id).server_name for peer_id in swarm.hosts}
+    return tuple(_Door(each, names[peer_id], guest) for peer_id, addresses in swarm.hosts.items() for each in addresses)
+
+
+def _first_answer(invitation: Invitation, call: Callable[[_Door], pb.EnrolReply]) -> pb.EnrolReply:
+    """Return the first reply. A refusal counts as a reply; silence, or a server of another authority, does not.
+
+    In a swarm, another host may know the invitation that one refuses.
+    """
     strangers: list[str] = []
     silent: list[str] = []
-    for endpoint in invitation.enrol:
+    refused: RefusedError | None = None
+    for door in _doors(invitation):
         try:
-            return call(endpoint)
-        except TransportError as error:
+            return call(door)
+        except (TransportError, StaleError) as error:
             stranger = handshake_refusal(str(error))
-            (silent if stranger is None else strangers).append(f"{endpoint}: {stranger or error}")
+            (silent if stranger is None else strangers).append(f"{door.endpoint}: {stranger or error}")
+        except RefusedError as error:
+            if invitation.swarm is None:
+                raise
+            refused = refused or error
+    if refused is not None:
+        raise refused
     if strangers:
         raise RefusedError(f"{strangers[0]}; the invitation is for run {invitation.identity.run_id}")
-    raise TransportError(f"no answer from {'; '.join(silent)}; is the coordinator running and reachable?")
+    who = "coordinator" if invitation.swarm is None else "member that invited you"
+    raise TransportError(f"no answer from {'; '.join(silent)}; is the {who} running and reachable?")
 
 
-def _call(endpoint: str, authority: x509.Certificate, request: pb.EnrolRequest, timeout_s: float) -> pb.EnrolReply:
-    with enrolment_channel(endpoint, authority.public_bytes(serialization.Encoding.PEM)) as channel:
+def _call(door: _Door, authority: x509.Certificate, request: pb.EnrolRequest, timeout_s: float) -> pb.EnrolReply:
+    pem = authority.public_bytes(serialization.Encoding.PEM)
+    with enrolment_channel(door.endpoint, pem, server_name=door.server_name, guest=door.guest) as channel:
         stub: Any = enrolment_pb2_grpc.EnrolmentStub(channel)
         try:
             reply: pb.EnrolReply = stub.Enrol(request, timeout=timeout_s)

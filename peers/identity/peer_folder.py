@@ -1,6 +1,6 @@
 """The peer's folder: identity.json (with the coordinator's addresses), peer.key (0600), peer.pem and ca.pem, with their checks.
 
-identity.json is written last: a folder without it is not enrolled.
+identity.json is written last: a folder without it is not enrolled. In a swarm there are no addresses in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 from editpb.server_certificate import ServerCertificate
 from editpb.validity import Notice, Validity
 
-__all__ = ["MAX_CERTIFICATE_BYTES", "Enrolment", "PeerFolder", "certificate_fault"]
+__all__ = ["MAX_CERTIFICATE_BYTES", "Enrolment", "PeerFolder", "certificate_fault", "key_pem"]
 
 MAX_CERTIFICATE_BYTES = 16_384
 FORMAT = 1  # of identity.json
@@ -35,7 +35,7 @@ class Enrolment:
     """What a peer needs to connect."""
 
     identity: Identity
-    endpoints: tuple[str, ...]  # HOST:PORT of control and data
+    endpoints: tuple[str, ...]  # HOST:PORT of control and data; empty in a swarm
     credentials: grpc.ChannelCredentials  # mutual TLS
     serving: grpc.ServerCredentials | None  # for serving other members; None when its certificate does not allow that
     certificate: bytes  # PEM
@@ -58,14 +58,20 @@ class PeerFolder:
         """Return the owner of this folder, or None before an invitation was redeemed. Raises ConfigError when it is damaged."""
         return self._read_identity()[0] if self._has_identity() else None
 
-    def load(self, now: float | None = None) -> Enrolment:
+    def load(self, now: float | None = None, *, swarm: bool = False) -> Enrolment:
         """Load everything and check that it fits together. now: unix seconds; if given, the certificate must be valid then.
+
+        swarm: whether the run must be a swarm; else it must have a coordinator.
 
         Raises ConfigError with one line that says how to repair it.
         """
         if not self._has_identity():
-            raise ConfigError(f"no invitation redeemed in {self.path}; run: edit-peer join INVITATION --home {self.path}")
+            join = "edit-peer swarm join" if swarm else "edit-peer join"
+            raise ConfigError(f"no invitation redeemed in {self.path}; run: {join} INVITATION --home {self.path}")
         identity, endpoints = self._read_identity()
+        if swarm == bool(endpoints):
+            there, command = ("a coordinator", "edit-peer run") if endpoints else ("no coordinator", "edit-peer swarm join")
+            raise ConfigError(f"{self.path}: its run has {there}; train with: {command} --home {self.path}")
         key, ca, certificate = self._read_key(), _read(self._ca), _read(self._certificate)
         repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
         try:
@@ -93,13 +99,11 @@ class PeerFolder:
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be created ({error.strerror})") from error
         if not self._key.exists():
-            key = ec.generate_private_key(ec.SECP256R1())
-            pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-            write_atomic(self._key, pem, mode=0o600)
+            write_atomic(self._key, key_pem(ec.generate_private_key(ec.SECP256R1())), mode=0o600)
         return _load_key(self._key, self._read_key())
 
     def store(self, identity: Identity, endpoints: Sequence[str], certificate_der: bytes, ca_der: bytes) -> None:
-        """Store the result of an enrolment; identity.json last. Raises StorageError."""
+        """Store the result of an enrolment; identity.json last. Raises StorageError. endpoints: empty in a swarm."""
         write_atomic(self._ca, _pem(ca_der))
         write_atomic(self._certificate, _pem(certificate_der))
         values = {
@@ -142,8 +146,8 @@ class PeerFolder:
             endpoints = tuple(str(each) for each in values["endpoints"])
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"{self._identity}: is damaged; delete it and join again ({error})") from error
-        if not 1 <= len(endpoints) <= MAX_ENDPOINTS or not all(is_endpoint(each) for each in endpoints):
-            raise ConfigError(f"{self._identity}: endpoints must be 1 to {MAX_ENDPOINTS} of HOST:PORT")
+        if len(endpoints) > MAX_ENDPOINTS or not all(is_endpoint(each) for each in endpoints):
+            raise ConfigError(f"{self._identity}: endpoints must be at most {MAX_ENDPOINTS} of HOST:PORT")
         return identity, endpoints
 
     def _read_key(self) -> bytes:
@@ -169,6 +173,11 @@ def certificate_fault(
     if public != key.public_key():
         return "the certificate is for another key than peer.key"
     return None
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return a key as PEM, not encrypted."""
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def _may_serve(certificate: x509.Certificate) -> bool:

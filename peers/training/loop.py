@@ -69,6 +69,7 @@ class Training:
         self._connection = connection
         self._metrics = metrics
         self._throughput = Throughput(options.throttle)
+        self._kind = "aggregator" if config.swarm is None else "part"  # what has a share of the model
         self._origins: dict[int, Origin] = {}  # by aggregator: of the last snapshot that metrics tell of
         self._told: dict[int, tuple[int, str]] = {}  # by aggregator: the outer step and reason logged last
 
@@ -103,7 +104,7 @@ class Training:
         saving.save_last()
         for number, share in enumerate(worker.shares):
             if len(worker.shares) > 1:
-                _log.info("aggregator %d: outer step %d, digest %s", number, share.outer_step, share.digest[:12])
+                _log.info("%s %d: outer step %d, digest %s", self._kind, number, share.outer_step, share.digest[:12])
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
 
     def _batches(self) -> Batches:
@@ -220,14 +221,16 @@ class Training:
             )
 
     def _tell(self, worker: EditWorker) -> None:
-        """Log, for each aggregator, a change of its outer step or reason."""
-        for number, share in enumerate(worker.shares):
-            if self._told.get(number) == (share.outer_step, share.reason):
-                continue
-            self._told[number] = share.outer_step, share.reason
-            of = f"aggregator {number}: " if len(worker.shares) > 1 else ""
-            _log.info("%souter step %d, loss %.4f: %s", of, share.outer_step, self._throughput.loss, share.reason)
-            self._metrics.outer(share.outer_step, share.digest, share.reason, number)
+        """Log, for each aggregator, a change of its outer step or reason: in one line what is the same of all."""
+        now = {number: (share.outer_step, share.reason) for number, share in enumerate(worker.shares)}
+        changed = {number: news for number, news in now.items() if self._told.get(number) != news}
+        self._told |= changed
+        together = len(changed) == len(now) and len({*changed.values()}) == 1
+        for number, (outer_step, reason) in changed.items():
+            if number == 0 or not together:
+                of = f"{self._kind} {number}: " if not together else ""
+                _log.info("%souter step %d, loss %.4f: %s", of, outer_step, self._throughput.loss, reason)
+            self._metrics.outer(outer_step, worker.shares[number].digest, reason, number)
 
 
 def _fingerprint(tokens: Tokens) -> str:

@@ -7,15 +7,27 @@ those of the values themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from edit.council.events import Accepted, Append, Ask, Ended, Hello, Leave, Message, News, Release, Vote
-from edit.council.record import MOST_ADDRESSES, MOST_COUNT, MOST_PARTS, MOST_TEXT, Member, PartState, Record, Stamp, Update
+from edit.council.record import (
+    MOST_ADDRESSES,
+    MOST_COUNT,
+    MOST_MEMBERS,
+    MOST_PARTS,
+    MOST_TEXT,
+    Member,
+    PartState,
+    Record,
+    Stamp,
+    Update,
+)
 from edit.plain_text import parse_json
 from editpb import council_pb2 as pb
-from editpb.limits import MAX_COUNT, at_most, check_id, check_text, fail, within
+from editpb.invitation import is_endpoint
+from editpb.limits import MAX_CONFIG_CHARS, MAX_COUNT, at_most, check_id, check_text, fail, within
 from editpb.messages import PROTOCOL
 
 __all__ = [
@@ -25,7 +37,10 @@ __all__ = [
     "Offering",
     "PartOwner",
     "StateHeader",
+    "SwarmDescription",
     "Word",
+    "description_from_pb",
+    "description_to_pb",
     "message_from_pb",
     "message_to_pb",
     "offer_header_from_pb",
@@ -87,6 +102,16 @@ class PartOwner:
     addresses: tuple[str, ...] = ()  # HOST:PORT
 
 
+@dataclass(frozen=True, slots=True)
+class SwarmDescription:
+    """What a member, or a peer that trains, has to know of the swarm."""
+
+    parts: int
+    hosts: Mapping[str, tuple[str, ...]]  # HOST:PORT of those that accept connections, by peer_id
+    run_toml: bytes = b""  # empty: not asked for
+    schema: bytes = b""  # as in schema.json; empty for a built-in model
+
+
 def message_to_pb(word: Word) -> pb.CouncilMessage:
     """Encode one message."""
     kinds = pb.CouncilMessage
@@ -122,6 +147,26 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
             return kinds(leave=kinds.Leave())
         case Offering(update):
             return kinds(offering=kinds.Offering(update=_update(update)))
+
+
+def description_to_pb(description: SwarmDescription) -> pb.SwarmDescription:
+    """Encode what a swarm is."""
+    hosts = [pb.HostAddresses(peer_id=peer_id, addresses=addresses) for peer_id, addresses in description.hosts.items()]
+    return pb.SwarmDescription(parts=description.parts, hosts=hosts, run_toml=description.run_toml, schema=description.schema)
+
+
+def description_from_pb(message: pb.SwarmDescription) -> SwarmDescription:
+    """Decode what a swarm is."""
+    within("parts", message.parts, 1, MOST_PARTS)
+    at_most("hosts", message.hosts, MOST_MEMBERS)
+    at_most("run_toml", message.run_toml, MAX_CONFIG_CHARS)
+    hosts = {}
+    for host in message.hosts:
+        at_most("addresses", host.addresses, MOST_ADDRESSES)
+        if wrong := next((each for each in host.addresses if not is_endpoint(each)), ""):
+            fail(f"an address {wrong!r:.80}")
+        hosts[check_id("peer_id", host.peer_id)] = tuple(host.addresses)
+    return SwarmDescription(message.parts, hosts, message.run_toml, message.schema)
 
 
 def message_from_pb(message: pb.CouncilMessage) -> Word:

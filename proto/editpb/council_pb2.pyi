@@ -264,3 +264,29 @@ class LeaveReply(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     outcome: str
     def __init__(self, outcome: _Optional[str] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("settings",)
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: bool
+    def __init__(self, settings: bool = ...) -> None: ...
+
+class HostAddresses(_message.Message):
+    __slots__ = ("peer_id", "addresses")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SwarmDescription(_message.Message):
+    __slots__ = ("parts", "hosts", "run_toml", "schema")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOML_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    parts: int
+    hosts: _containers.RepeatedCompositeFieldContainer[HostAddresses]
+    run_toml: bytes
+    schema: bytes
+    def __init__(self, parts: _Optional[int] = ..., hosts: _Optional[_Iterable[_Union[HostAddresses, _Mapping]]] = ..., run_toml: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...

@@ -66,6 +66,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/editpb.Council/Describe',
+                request_serializer=editpb_dot_council__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.SwarmDescription.FromString,
+                _registered_method=True)
 
 
 class CouncilServicer(object):
@@ -113,6 +118,13 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """For every peer of the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CouncilServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.LeaveSwarm,
                     request_deserializer=editpb_dot_council__pb2.LeaveRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.LeaveReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=editpb_dot_council__pb2.DescribeRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.SwarmDescription.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +328,33 @@ class Council(object):
             '/editpb.Council/LeaveSwarm',
             editpb_dot_council__pb2.LeaveRequest.SerializeToString,
             editpb_dot_council__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/Describe',
+            editpb_dot_council__pb2.DescribeRequest.SerializeToString,
+            editpb_dot_council__pb2.SwarmDescription.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,8 @@
-"""The text that lets one machine become one member: `edit1.` and base64url of a small JSON object. It is a secret."""
+"""The text that lets one machine become one member: `edit1.` and base64url of a small JSON object. It is a secret.
+
+One to a swarm also names hosts, and has a certificate to call them with: their only port is for those who show one of the run's
+authority. That certificate is for the key that follows from the token, names no member, and opens nothing but Enrolment.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
 from edit.errors import ConfigError, RefusedError
 from edit.plain_text import parse_json
 from editpb.identity import Identity
+from editpb.limits import is_id
 
-__all__ = ["MAX_ENDPOINTS", "MAX_TEXT_CHARS", "TOKEN", "Invitation", "fingerprint", "is_endpoint", "is_maddr"]
+__all__ = [
+    "MAX_ENDPOINTS",
+    "MAX_TEXT_CHARS",
+    "TOKEN",
+    "Invitation",
+    "SwarmAccess",
+    "fingerprint",
+    "guest_key",
+    "is_endpoint",
+    "is_maddr",
+]
 
 VERSION = 1
 MAX_TEXT_CHARS = 16_384
-MAX_CA_BYTES = 4096
+MAX_CA_BYTES = 4096  # of a certificate
 MAX_ENDPOINTS = 16
 TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")  # secrets.token_urlsafe(32)
 _PREFIX = re.compile(r"edit([0-9]{1,4})\.(.*)", re.DOTALL)
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _MADDR = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[A-Za-z0-9.:_-]{1,128}/tcp/[0-9]{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _DAMAGED = "the invitation is cut off or altered; copy the whole line again"
 
 
@@ -45,6 +65,20 @@ def fingerprint(ca_der: bytes) -> str:
     return "SHA256:" + hashlib.sha256(ca_der).digest().hex(":").upper()
 
 
+def guest_key(token: str) -> ec.EllipticCurvePrivateKey:
+    """Return the key of the certificate with which an invitation to a swarm is redeemed (P-256)."""
+    wide = HKDF(hashes.SHA256(), 48, salt=None, info=b"edit-localsgd invitation").derive(token.encode())
+    return ec.derive_private_key(1 + int.from_bytes(wide, "big") % (_P256_ORDER - 1), ec.SECP256R1())
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmAccess:
+    """How a guest reaches a swarm."""
+
+    hosts: Mapping[str, tuple[str, ...]]  # HOST:PORT by peer_id; who invited comes first
+    certificate: bytes  # DER, of `guest_key`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
     """What one machine needs to become one member, once."""
@@ -54,6 +88,7 @@ class Invitation:
     enrol: tuple[str, ...]  # HOST:PORT where it is redeemed, tried in order
     ca: bytes  # DER of the only authority to trust
     expires: int  # unix seconds
+    swarm: SwarmAccess | None = None  # None: the run has a coordinator
 
     @property
     def fingerprint(self) -> str:
@@ -62,7 +97,7 @@ class Invitation:
 
     def encode(self) -> str:
         """Return the text; one line."""
-        values = {
+        values: dict[str, object] = {
             "v": VERSION,
             "run_id": self.identity.run_id,
             "peer_id": self.identity.peer_id,
@@ -72,6 +107,9 @@ class Invitation:
             "ca": base64.b64encode(self.ca).decode(),
             "expires": self.expires,
         }
+        if self.swarm is not None:
+            values["hosts"] = {peer_id: list(addresses) for peer_id, addresses in self.swarm.hosts.items()}
+            values["guest"] = base64.b64encode(self.swarm.certificate).decode()
         packed = json.dumps(values, separators=(",", ":")).encode()
         return f"edit{VERSION}.{base64.urlsafe_b64encode(packed).decode().rstrip('=')}"
 
@@ -124,4 +162,22 @@ def _from_values(values: Mapping[str, Any]) -> Invitation:
         raise ConfigError(_DAMAGED) from error
     if not 0 < len(ca_der) <= MAX_CA_BYTES:
         raise ConfigError(_DAMAGED)
-    return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=ca_der, expires=expires)
+    swarm = _swarm(values["hosts"], values.get("guest")) if "hosts" in values else None
+    return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=ca_der, expires=expires, swarm=swarm)
+
+
+def _swarm(hosts: object, guest: object) -> SwarmAccess:
+    if not isinstance(hosts, dict) or not 1 <= len(hosts) <= MAX_ENDPOINTS or not isinstance(guest, str):
+        raise ConfigError(_DAMAGED)
+    for peer_id, addresses in hosts.items():
+        if not is_id(peer_id) or not isinstance(addresses, list) or not 1 <= len(addresses) <= MAX_ENDPOINTS:
+            raise ConfigError(_DAMAGED)
+        if not all(isinstance(each, str) and is_endpoint(each) for each in addresses):
+            raise ConfigError(_DAMAGED)
+    try:
+        certificate = base64.b64decode(guest, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ConfigError(_DAMAGED) from error
+    if not 0 < len(certificate) <= MAX_CA_BYTES:
+        raise ConfigError(_DAMAGED)
+    return SwarmAccess({peer_id: tuple(addresses) for peer_id, addresses in hosts.items()}, certificate)

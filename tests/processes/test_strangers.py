@@ -33,7 +33,7 @@ def coordinator(path: Path) -> Started:
 
 def host(path: Path) -> Started:
     swarm = Swarm(path, members="a")
-    HostFolder(run_id=swarm.run_id, peer_id="a", parts=1, advertise="127.0.0.1", discovery="addresses").save(path / "a")
+    HostFolder(advertise="127.0.0.1", discovery="addresses").save(path / "a")
     return ["aggregator.swarm", path / "a"], "listens on", lambda: swarm.address("a")
 
 

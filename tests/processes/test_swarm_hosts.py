@@ -70,7 +70,9 @@ class Swarm:
         self.path, self.processes = path, dict[str, Daemon]()
         self.schema, self.parts, self.members = schema, parts, members
         self.folder = StateFolder.create(path / "run", TOML.format(start=1, quorum=1))
-        self.config, self.run_id = self.folder.config(), self.folder.run_id
+        self.run_id = self.folder.run_id
+        self._run_toml = f"{TOML.format(start=1, quorum=1).partition('[server]')[0]}[swarm]\nparts = {parts}\n"
+        self.config = RunConfig.from_mapping(tomllib.loads(self._run_toml))
         self._authority = Authority.create(self.folder.path, self.run_id, ("localhost",), now=time.time())
         for peer_id in members:
             self._equip(peer_id)
@@ -85,7 +87,7 @@ class Swarm:
         write_atomic(folder / "peer.key", key, mode=0o600)
         write_atomic(folder / "peer.pem", certificate)
         write_atomic(folder / "ca.pem", (self.folder.path / "ca.pem").read_bytes())
-        write_atomic(folder / "run.toml", self.folder.run_toml.read_bytes())
+        write_atomic(folder / "run.toml", self._run_toml.encode())
         write_atomic(folder / "schema.json", self.schema.to_json().encode())
 
     def certificate(self, peer_id: str) -> tuple[bytes, bytes]:
@@ -98,7 +100,7 @@ class Swarm:
         """Start a host; it knows those that were started before. settings: of host.json, that are different."""
         seeds = {other: (self.address(other),) for other in self.members if (self.path / other / "port").exists()}
         known: dict[str, Any] = {"advertise": "127.0.0.1", "seeds": seeds, "discovery": "addresses", **settings}
-        HostFolder(run_id=self.run_id, peer_id=peer_id, parts=self.parts, **known).save(self.path / peer_id)
+        HostFolder(**known).save(self.path / peer_id)
         self.processes[peer_id] = Daemon("aggregator.swarm", self.path / peer_id)
 
     def until(self, peer_id: str, words: str) -> None:
@@ -339,7 +341,9 @@ def test_a_host_that_is_told_to_stop_leaves_and_joins_again_and_one_that_is_evic
     """By the commands, as an operator types them."""
     with swarm(tmp_path, members="abc") as members:
         members.grow()
-        write_atomic(tmp_path / "b" / "ca.key", (members.folder.path / "ca.key").read_bytes(), mode=0o600)
+        (tmp_path / "b" / "authority").mkdir(mode=0o700)
+        for name in ("ca.key", "ca.pem"):
+            write_atomic(tmp_path / "b" / "authority" / name, (members.folder.path / name).read_bytes(), mode=0o600)
         leaver = members.processes.pop("c")
         leaver.process.send_signal(signal.SIGTERM)
         assert leaver.finish() == 0 and any("c has left" in line for line in leaver.lines), leaver.lines
@@ -374,8 +378,7 @@ def _verb(*words: object) -> str:
 
 def test_a_host_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """Its standard input is a pipe that is closed when that process ends, however it ends."""
-    with swarm(tmp_path, members="a") as members:
-        HostFolder(run_id=members.run_id, peer_id="a", parts=1).save(tmp_path / "a")
+    with swarm(tmp_path, members="a"):
         command = [sys.executable, "-m", "aggregator.swarm", str(tmp_path / "a")]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY, text=True) as process:
             assert any("listens on" in line for line in process.stderr)

@@ -52,8 +52,9 @@ class Daemon:
         raise AssertionError(f"{words!r} was never said; rc {self.process.wait()}:\n{''.join(self.lines[-400:])}")
 
     def children(self) -> list[int]:
-        """The processes that this one started: the ranks of a torchrun."""
-        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+        """The processes that this one started, in whichever thread: the ranks of a torchrun, or the host beside a peer."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for children in threads for pid in children.read_text().split()]
 
     def kill(self) -> None:
         """SIGKILL, what it started included, and nobody is left."""

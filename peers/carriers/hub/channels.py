@@ -163,7 +163,12 @@ class Channels:
         return channel
 
 
-def enrolment_channel(endpoint: str, authority: bytes) -> grpc.Channel:
-    """Open a blocking channel to a server whose certificate `authority` (PEM) has signed; a context manager that closes it."""
-    credentials = grpc.ssl_channel_credentials(authority)
-    return grpc.secure_channel(endpoint, credentials, options=channel_options(ENROLMENT_BYTES))
+def enrolment_channel(
+    endpoint: str, authority: bytes, *, server_name: str = "", guest: tuple[bytes | None, bytes | None] = (None, None)
+) -> grpc.Channel:
+    """Open a blocking channel to a server whose certificate `authority` (PEM) has signed; a context manager that closes it.
+
+    server_name: what its certificate must name, if not the endpoint's host. guest: key and certificate (PEM) to show, if any.
+    """
+    credentials = grpc.ssl_channel_credentials(authority, *guest)
+    return grpc.secure_channel(endpoint, credentials, options=channel_options(ENROLMENT_BYTES, server_name=server_name))

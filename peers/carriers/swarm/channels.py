@@ -22,7 +22,7 @@ class PartChannels(Channels):
     """As `Channels`. A host that does not own the part says who does, and that one is asked next; else all in turn.
 
     Args:
-        hosts: HOST:PORT of each host, by peer_id.
+        hosts: HOST:PORT of each host, by peer_id; this peer's own first, which the news do not move.
         part: which all calls are for.
         credentials: of this peer.
     """
@@ -32,7 +32,7 @@ class PartChannels(Channels):
     def __init__(self, run_id: str, hosts: Mapping[str, str], part: int, credentials: grpc.ChannelCredentials) -> None:
         super().__init__((), credentials)
         self._run_id, self._part, self._named = run_id, part, ""
-        self._given, self._hosts = frozenset(hosts), dict(hosts)
+        self._own, self._hosts = next(iter(hosts)), dict(hosts)
         self._served_from = 0  # the first round of the owner that was heard last
         self._told: PartOwner | None = None  # the news that was acted on last
         self._endpoints = tuple(self._hosts.values())
@@ -69,7 +69,7 @@ class PartChannels(Channels):
             return
         self._told = owner
         known = owner.peer_id in self._hosts
-        if owner.addresses and owner.peer_id not in self._given and (known or len(self._hosts) < MOST_MEMBERS):
+        if owner.addresses and owner.peer_id != self._own and (known or len(self._hosts) < MOST_MEMBERS):
             self._hosts[owner.peer_id] = owner.addresses[0]
             self._endpoints = tuple(self._hosts.values())
         if owner.peer_id in self._hosts:

@@ -315,6 +315,7 @@ def test_of_what_a_node_answers_only_what_can_be_a_record_is_looked_at() -> None
 
 def test_keys_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     from aggregator.swarm.host_folder import HostFolder
+    from editpb.identity import Identity
 
     with pytest.raises(ConfigError, match=r"peer.key: cannot be read \(No such file"):
-        Discovery.of(HostFolder(run_id="r", peer_id="a", parts=1), tmp_path)
+        Discovery.of(HostFolder(), Identity("r", "peer", "a"), tmp_path)

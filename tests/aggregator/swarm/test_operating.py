@@ -38,9 +38,11 @@ def equip(swarm: Hosts, peer_id: str, *, authority: bool = False) -> Path:
     write_atomic(folder / "ca.pem", swarm.ca)
     write_atomic(folder / "run.toml", (swarm.path / "run" / "run.toml").read_bytes())
     if authority:
-        write_atomic(folder / "ca.key", (swarm.path / "run" / "ca.key").read_bytes(), mode=0o600)
+        (folder / "authority").mkdir(mode=0o700, exist_ok=True)
+        write_atomic(folder / "authority" / "ca.key", (swarm.path / "run" / "ca.key").read_bytes(), mode=0o600)
+        write_atomic(folder / "authority" / "ca.pem", swarm.ca)
     seeds = {other: (host.listen,) for other, host in swarm.running.items() if other != peer_id}
-    HostFolder(run_id=swarm.run_id, peer_id=peer_id, parts=swarm.parts, advertise="127.0.0.1", seeds=seeds).save(folder)
+    HostFolder(advertise="127.0.0.1", seeds=seeds).save(folder)
     return folder
 
 
@@ -360,7 +362,7 @@ def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.Monk
             (["pause", str(folder)], 0, "paused"),
             (["resume", str(folder)], 0, "resumed"),
             (["evict", str(folder), "z"], 3, "z is not a member"),
-            (["status", str(tmp_path / "nothing")], 2, "host.json"),
+            (["status", str(tmp_path / "nothing")], 2, "peer.pem"),
         ):
             monkeypatch.setattr("sys.argv", ["aggregator.swarm", *words])
             with pytest.raises(SystemExit) as ended:

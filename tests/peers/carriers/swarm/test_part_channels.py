@@ -92,14 +92,16 @@ async def test_old_news_and_a_name_without_an_address_move_nothing() -> None:
 
 
 @on_a_loop
-async def test_an_owner_that_came_later_is_learned_and_where_the_others_are_stays() -> None:
+async def test_an_owner_that_came_later_or_moved_is_followed_and_where_the_own_host_is_stays() -> None:
     part = channels()
     part.owned_by(PartOwner("d", 2_000_001, ("127.0.0.1:4", "127.0.0.1:5")))
     assert part.endpoint == "127.0.0.1:4"
     part.owned_by(PartOwner("d", 3_000_001, ("127.0.0.1:6",)))
     assert part.endpoint == "127.0.0.1:6"
-    part.owned_by(PartOwner("b", 4_000_001, ("evil.example:443",)))
-    assert part.endpoint == HOSTS["b"] and part.hosts == {**HOSTS, "d": "127.0.0.1:6"}
+    part.owned_by(PartOwner("b", 4_000_001, ("127.0.0.1:7",)))
+    assert part.endpoint == "127.0.0.1:7"
+    part.owned_by(PartOwner("a", 5_000_001, ("elsewhere.example:443",)))
+    assert part.endpoint == HOSTS["a"] and part.hosts == {**HOSTS, "b": "127.0.0.1:7", "d": "127.0.0.1:6"}
     part.refused(refusal(*metadata_of_owner("d")))
     part.rotate()
     assert part.endpoint == "127.0.0.1:6"

@@ -1,0 +1,153 @@
+"""The program `python -m aggregator.swarm`, which does what is a host's: a command that answers, and the host itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
+
+__all__ = ["HostProcess", "ask", "command"]
+
+_log = logging.getLogger("peers")
+ERRORS: dict[int, type[EditError]] = {2: ConfigError, 3: RefusedError, 4: EvictedError, 69: TransportError}  # by exit code
+MOST_RESTARTS = 5  # within RESTARTS_S
+RESTARTS_S = 600.0
+END_S = 15.0  # for a host to end; then it is killed
+
+
+def command(*arguments: object) -> list[str]:
+    """Return a command line of the aggregator's program."""
+    return [sys.executable, "-m", "aggregator.swarm", *map(str, arguments)]
+
+
+def ask(*arguments: object) -> list[str]:
+    """Run a command, and return the lines that it prints. Raises the EditError that it ended with."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode == 0:
+        return done.stdout.splitlines()
+    last = (done.stderr.splitlines() or [f"it ended with {done.returncode}"])[-1]
+    if done.returncode not in ERRORS:
+        print(done.stderr, file=sys.stderr, end="")  # noqa: T201
+    raise ERRORS.get(done.returncode, EditError)(last.removeprefix("aggregator.swarm: "))
+
+
+class HostProcess:
+    """The host of this peer, beside it: it ends with this process, however that ends.
+
+    A host that is killed is started again; one that ends by itself has said why, and ends this peer, too.
+
+    Args:
+        folder: of the member.
+        arguments: more of its command line.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str] = ()) -> None:
+        self._command = command(folder, *arguments, "--who", "host: ")
+        self.failure: EditError | None = None  # why it ended, and must end this peer
+        self.listen = ""  # HOST:PORT at which this machine reaches it, once it serves
+        self._failed: Callable[[], None] = lambda: None
+        self._news = threading.Condition()
+        self._ending = False
+        self._starts: list[float] = []
+        self._process = self._start()
+        self._watcher = threading.Thread(target=self._watch, name="host", daemon=True)
+        self._watcher.start()
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Call this, in a thread of the host's, when it has failed; at once if it has."""
+        with self._news:
+            self._failed = call
+            failed = self.failure is not None
+        if failed:
+            call()
+
+    @property
+    def ready(self) -> str | None:
+        """Where it listens, or None while it does not. Raises the EditError that it ended with."""
+        if self.failure is not None:
+            raise self.failure
+        return self.listen or None
+
+    def wait_ready(self, look_s: float = 0.25) -> str:
+        """Wait until it serves; return where. Raises the EditError that it ended with."""
+        with self._news:
+            while not self.listen:
+                if self.failure is not None:
+                    raise self.failure
+                self._news.wait(look_s)  # so that a signal handler gets its turn
+            return self.listen
+
+    def close(self, *, linger: bool = False) -> None:
+        """End it. linger: only once no other member needs it any more, or at SIGINT or SIGTERM."""
+        self._ending = True
+        before = {}
+        try:
+            if linger and self._process.poll() is None:
+                before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+                with contextlib.suppress(OSError, ValueError):
+                    self._stdin.write(b"\n")
+                    self._stdin.flush()
+                while self._process.poll() is None and not self._stdin.closed:
+                    self._watcher.join(0.25)
+        finally:
+            self._stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._watcher.join(END_S)
+
+    def _stop(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._starts = [*self._starts, time.monotonic()][-MOST_RESTARTS - 1 :]
+        # a process group of its own: Ctrl-C is for the peer, which ends the host after it has saved
+        process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        assert process.stdin is not None
+        self._stdin = process.stdin
+        return process
+
+    def _watch(self) -> None:
+        while True:
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                with self._news:
+                    self.listen = _here(json.loads(line)["listen"])
+                    self._news.notify_all()
+            code = self._process.wait()
+            if self._ending:
+                return
+            often = len(self._starts) > MOST_RESTARTS and time.monotonic() - self._starts[0] < RESTARTS_S
+            if code >= 0 or often:
+                kind = TransportError if code == 0 else ERRORS.get(code, EditError)
+                why = (
+                    f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}, {len(self._starts)} times"
+                )
+                with self._news:
+                    self.failure = kind(f"this member's host {why}; its last lines say why")
+                    self._news.notify_all()
+                    failed = self._failed
+                failed()
+                return
+            _log.warning("this member's host was killed by signal %d; it is started again", -code)
+            self._process = self._start()
+
+
+def _here(listen: str) -> str:
+    """Return where this machine reaches what listens there."""
+    host, _, port = listen.rpartition(":")
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    return f"{everywhere.get(host, host)}:{port}"

@@ -1,0 +1,249 @@
+"""The commands `edit-peer swarm ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edit.command_line import SHORT_HELP
+from edit.errors import ConfigError
+from peers.command_options import (
+    CheckpointEveryOption,
+    CheckpointsOption,
+    DataOption,
+    DeviceOption,
+    FaultOption,
+    FolderOption,
+    FreshOption,
+    HomeOption,
+    KeepCheckpointsOption,
+    MetricsOption,
+    ModelsOption,
+    ThreadsOption,
+    ThrottleOption,
+    log_lines,
+)
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    context_settings=SHORT_HELP,
+    help="Train without a coordinator: members that agree among themselves, of which any may die.\n\n"
+    "Start a swarm on one machine, send each further member an invitation, and join with it. Every command can be repeated, "
+    "and goes on where it was.\n\n"
+    "Example: edit-peer swarm start run.toml --data ~/books --home a",
+)
+
+ListenOption = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT where this member serves; port 0 chooses one, once. Default: a port of --advertise."),
+]
+AdvertiseOption = Annotated[
+    str | None,
+    typer.Option(help="The host name or address by which the other members reach this one; '' if they cannot."),
+]
+InvitationArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="The line that `start` or `invite` printed, a file with it, or - for stdin. Once joined it may be left out."
+    ),
+]
+
+
+@app.command()
+def start(
+    data: DataOption,
+    run_toml: Annotated[
+        Path | None,
+        typer.Argument(help="The run's settings, with a section swarm. Once founded it may be left out.", metavar="RUN_TOML"),
+    ] = None,
+    home: HomeOption = Path("edit-peer"),
+    name: Annotated[str, typer.Option(help="The name of this member.")] = "founder",
+    listen: ListenOption = None,
+    advertise: AdvertiseOption = None,
+    invited: Annotated[
+        str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
+    ] = "second",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    metrics: MetricsOption = None,
+    throttle: ThrottleOption = 1.0,
+    fault: FaultOption = "",
+    allow_model: ModelsOption = None,
+    model_folder: FolderOption = None,
+    checkpoints: CheckpointsOption = None,
+    checkpoint_every: CheckpointEveryOption = 1,
+    keep_checkpoints: KeepCheckpointsOption = 2,
+    fresh: FreshOption = False,
+) -> None:
+    """Found a swarm, print an invitation for a second member, and train. The same command goes on after a stop or a crash.
+
+    Other machines can join only with --advertise. The founder's folder also has the run's authority, which lets others in: keep
+    it, and keep it secret. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
+    Exit codes: 0 finished or stopped, 2 wrong configuration, 3 refused, 4 evicted.
+
+    Example: edit-peer swarm start run.toml --data ~/books --home a --advertise training.example.org
+    """
+    from peers.swarm.daemon import run_member
+    from peers.swarm.membership import Founding, Place, found, is_member
+    from peers.training.fault_injection import parse_faults
+    from peers.training.options import PeerOptions
+
+    log_lines()
+    options = PeerOptions(
+        home=home,
+        data=data,
+        device=device,
+        threads=threads,
+        metrics=metrics,
+        throttle=throttle,
+        faults=parse_faults(fault),
+        allowed_models=frozenset(allow_model or ()),
+        model_folder=model_folder,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        fresh=fresh,
+    )
+    place, new = Place(listen=listen, advertise=advertise), []
+
+    def prepare() -> list[str]:
+        if not is_member(home):
+            if run_toml is None:
+                raise ConfigError(f"{home}: no swarm was founded in it; name its run.toml: edit-peer swarm start run.toml ...")
+            arguments = place.arguments(home)
+            founding = Founding(run_toml=run_toml, name=name, allowed=options.allowed_models, model_folder=model_folder)
+            found(home, founding)
+            new.append(home)
+            return arguments
+        _check_same(home, run_toml)
+        return place.arguments(home)
+
+    def serving() -> None:
+        if new and invited:
+            _print_invitation(home, invited, 24.0)
+
+    run_member(options, prepare, serving)
+
+
+def _check_same(home: Path, run_toml: Path | None) -> None:
+    if run_toml is not None and run_toml.exists() and run_toml.read_bytes() != (home / "run.toml").read_bytes():
+        raise ConfigError(
+            f"{home}: this swarm has another run.toml, which cannot be changed; leave it out, or choose another --home"
+        )
+
+
+@app.command()
+def join(
+    data: DataOption,
+    invitation: InvitationArgument = None,
+    home: HomeOption = Path("edit-peer"),
+    listen: ListenOption = None,
+    advertise: AdvertiseOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    metrics: MetricsOption = None,
+    throttle: ThrottleOption = 1.0,
+    fault: FaultOption = "",
+    allow_model: ModelsOption = None,
+    model_folder: FolderOption = None,
+    checkpoints: CheckpointsOption = None,
+    checkpoint_every: CheckpointEveryOption = 1,
+    keep_checkpoints: KeepCheckpointsOption = 2,
+    fresh: FreshOption = False,
+) -> None:
+    """Join a swarm with an invitation, and train. The same command goes on after a stop or a crash.
+
+    An invitation is a secret, and is used once. Other users of this machine can see a command line, but not a file of yours, or
+    stdin. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
+    Exit codes: 0 finished or stopped, 2 wrong configuration, 3 refused, 4 evicted, 69 nobody reached.
+
+    Example: edit-peer swarm join - --data ~/books --home b < invitation.txt
+    """
+    from peers.swarm.daemon import run_member
+    from peers.swarm.membership import Place, enter
+    from peers.training.fault_injection import parse_faults
+    from peers.training.options import PeerOptions
+
+    log_lines()
+    options = PeerOptions(
+        home=home,
+        data=data,
+        device=device,
+        threads=threads,
+        metrics=metrics,
+        throttle=throttle,
+        faults=parse_faults(fault),
+        allowed_models=frozenset(allow_model or ()),
+        model_folder=model_folder,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        fresh=fresh,
+    )
+    place, text = Place(listen=listen, advertise=advertise), _text_of(invitation)
+    run_member(options, lambda: place.arguments(home, enter(home, text)))
+
+
+@app.command()
+def host(
+    invitation: InvitationArgument = None,
+    home: HomeOption = Path("edit-peer"),
+    listen: ListenOption = None,
+    advertise: AdvertiseOption = None,
+) -> None:
+    """Be a member that does not train: it holds the model, votes, and can own parts. No GPU is needed.
+
+    It ends when the run has finished, or at Ctrl-C or SIGTERM; the same command goes on.
+
+    Example: edit-peer swarm host - --home c --advertise big-disk.example.org < invitation.txt
+    """
+    from peers.swarm.aggregator_process import command
+    from peers.swarm.membership import Place, enter
+
+    log_lines()
+    text = _text_of(invitation)
+    arguments = Place(listen=listen, advertise=advertise).arguments(home, enter(home, text))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
+    os.dup2(nothing, 1)
+    words = command(home, *arguments)
+    os.execv(words[0], words)
+
+
+@app.command()
+def invite(
+    name: Annotated[str, typer.Argument(help="The name of the new member.")],
+    home: HomeOption = Path("edit-peer"),
+    hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+) -> None:
+    """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
+
+    Only a member with the run's authority can: whoever founded the swarm. It redeems it, too, so it must run.
+
+    Example: edit-peer swarm invite university-b --home a
+    """
+    _print_invitation(home, name, hours)
+
+
+def _print_invitation(home: Path, name: str, hours: float) -> None:
+    from peers.swarm.aggregator_process import ask
+    from peers.swarm.membership import is_loopback
+
+    invitation, fingerprint, addresses = ask("invite", home, name, "--hours", hours)
+    typer.echo(invitation)
+    typer.echo(f"for {name}, single use, valid {hours:g} h; authority {fingerprint}", err=True)
+    typer.echo(f"redeemed at {addresses}", err=True)
+    if all(is_loopback(each.rpartition(":")[0]) for each in addresses.split()):
+        typer.echo("only this machine reaches these addresses; for others start this member with --advertise HOST", err=True)
+
+
+def _text_of(invitation: str | None) -> str | None:
+    from peers.identity.enrolment import invitation_text
+
+    return invitation_text(invitation, sys.stdin) if invitation is not None else None

@@ -1,0 +1,147 @@
+"""How a folder becomes a member's: by founding a swarm, or by an invitation. Both can be repeated, and go on where they were.
+
+Founding: run.toml, schema.json, the key and the first parameters are written; `python -m aggregator.swarm found` makes the
+rest; identity.json, which says that the folder is a member's, is written last.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from edit.config.run import RunConfig
+from edit.durable_files import write_atomic, write_atomic_with
+from edit.errors import ConfigError, RefusedError
+from edit.replica.replica import Replica
+from editpb.identity import from_certificate
+from editpb.invitation import Invitation
+from peers.identity.enrolment import join
+from peers.identity.peer_folder import PeerFolder
+from peers.models.registry import build
+from peers.swarm.aggregator_process import ask
+
+__all__ = ["Founding", "Place", "enter", "found", "is_member"]
+
+_log = logging.getLogger("peers")
+THETA = "founding.safetensors"  # the first parameters, until the swarm is founded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Founding:
+    """What a swarm is founded with. allowed, model_folder: as for `peers.models.registry.build`."""
+
+    run_toml: Path
+    name: str  # of the founder
+    allowed: frozenset[str] = frozenset()
+    model_folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this member serves, as far as the command line says it; None: as before, or by default."""
+
+    listen: str | None = None  # HOST:PORT
+    advertise: str | None = None  # the host at which others reach it; '': nobody does
+
+    def arguments(self, home: Path, seeds: Sequence[tuple[str, str]] = ()) -> list[str]:
+        """Return what the host is told. seeds: (peer_id, HOST:PORT) of members that are known; none: it founds the swarm.
+
+        By default a member of a swarm that is all on this machine is reached here; elsewhere one that does not say by which
+        name others reach it only dials out. Raises ConfigError.
+        """
+        listen, advertise = self.listen, self.advertise
+        new = not (home / "host.json").exists()
+        if advertise is None and listen is not None:
+            advertise = listen.rpartition(":")[0]
+            if advertise in ("0.0.0.0", "[::]"):
+                raise ConfigError(f"--listen {listen}: name the host by which others reach it, too: --advertise HOST")
+        elif advertise is None and new:
+            here = all(is_loopback(address.rpartition(":")[0]) for _, address in seeds)
+            advertise = "127.0.0.1" if here else ""
+        if listen is None and advertise is not None:
+            everywhere = "[::]" if advertise.startswith("[") else "0.0.0.0"
+            listen = "127.0.0.1:0" if not advertise or is_loopback(advertise) else f"{everywhere}:0"
+        words = []
+        if listen is not None:
+            words += ["--listen", listen]
+        if advertise is not None:
+            words += ["--advertise", advertise]
+        return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_member(home: Path) -> bool:
+    """Return whether this is the folder of a member of a swarm. Raises ConfigError when it is of another run."""
+    folder = PeerFolder(home)
+    if folder.identity() is None:
+        return False
+    folder.load(swarm=True)
+    return True
+
+
+def found(home: Path, founding: Founding) -> None:
+    """Found a swarm in `home`, or complete what was begun. Raises ConfigError, StorageError."""
+    try:
+        text = founding.run_toml.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{founding.run_toml}: cannot be read ({error.strerror})") from error
+    config = RunConfig.from_toml(founding.run_toml)
+    if config.swarm is None:
+        raise ConfigError(f"{founding.run_toml}: has no section [swarm]; add one (it may be empty), and remove [server]")
+    folder, kept = PeerFolder(home), home / "run.toml"
+    folder.make_key()
+    home.chmod(0o700)
+    if kept.exists() and kept.read_bytes() != text:
+        raise ConfigError(f"{home}: a swarm with another run.toml is in it, or was begun; choose another --home")
+    write_atomic(kept, text)
+    if not (home / "council.json").exists():
+        model = build(config.model, config.seed, founding.allowed, folder=founding.model_folder)
+        replica = Replica(model)
+        write_atomic(home / "schema.json", replica.schema.to_json().encode())
+        theta = {str(i): fragment.contiguous() for i, fragment in enumerate(replica.founding())}
+        write_atomic_with(home / THETA, lambda file: save_file(theta, file), mode=0o600, failures=(SafetensorError,))
+    ask("found", home, founding.name, home / THETA)
+    own, authority = (x509.load_pem_x509_certificate((home / name).read_bytes()) for name in ("peer.pem", "ca.pem"))
+    der = serialization.Encoding.DER
+    folder.store(from_certificate(own), (), own.public_bytes(der), authority.public_bytes(der))
+
+
+def _renews(home: Path, invited: Invitation) -> bool:
+    """Return whether an invitation is of use to this member: its certificate ends soon, or has."""
+    now = time.time()
+    return now < invited.expires and PeerFolder(home).load(swarm=True).validity.renewal_due(now)
+
+
+def enter(home: Path, invitation: str | None) -> list[tuple[str, str]]:
+    """Redeem an invitation into `home`, unless it was; return (peer_id, HOST:PORT) of the members that it names.
+
+    Raises ConfigError, RefusedError, TransportError, RemoteProtocolError, StorageError.
+    """
+    invited = Invitation.decode(invitation) if invitation is not None else None
+    if not is_member(home) or (invited is not None and _renews(home, invited)):
+        if invitation is None:
+            raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {home}")
+        identity = join(invitation, home, time.time(), swarm=True)
+        home.chmod(0o700)
+        _log.info("%s is a member of run %s", identity.peer_id, identity.run_id)
+    elif invited is not None and invited.identity != PeerFolder(home).identity():
+        raise RefusedError(f"{home}: is of another member than the invitation; choose another --home")
+    if invited is None or invited.swarm is None:
+        return []
+    return [(peer_id, address) for peer_id, addresses in invited.swarm.hosts.items() for address in addresses]

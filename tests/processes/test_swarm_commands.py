@@ -1,0 +1,155 @@
+"""`edit-peer swarm start | join | host | invite` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peers.cli
+from aggregator.storage.store import Store
+from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.replication import PartReplica
+from edit.config.run import RunConfig
+from edit.council.record import Phase, Record
+from edit.lab.council.replicated import same
+from edit.lab.run_toml import to_toml
+from tests.support.daemons import Daemon, call, small
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Swarm:
+    """Members in folders of their own, as commands."""
+
+    def __init__(self, path: Path, *, outer_steps: int, start_peers: int = 1, quorum: int = 1) -> None:
+        self.path, self.daemons = path, dict[str, Daemon]()
+        settings: dict[str, Any] = dict(
+            small(
+                "swarm",
+                sync={"every": 4, "outer_steps": outer_steps},
+                rounds={"start_peers": start_peers, "quorum": quorum},
+                swarm={"parts": 2},
+            )
+        )
+        del settings["server"]
+        (path / "run.toml").write_text(to_toml(settings))
+        (path / "text.py").write_bytes(Path(json.__file__).read_bytes())
+
+    def _trains(self, name: str, verb: str, *arguments: object) -> Daemon:
+        data = ["--data", self.path / "text.py", "--threads", 1, "--home", self.path / name]
+        self.daemons[name] = Daemon("peers", "swarm", verb, *data, *arguments)
+        return self.daemons[name]
+
+    def start(self, name: str = "a", *arguments: object) -> Daemon:
+        return self._trains(name, "start", self.path / "run.toml", "--name", name, "--invite", "", *arguments)
+
+    def join(self, name: str, *arguments: object) -> Daemon:
+        return self._trains(name, "join", self.invitation(name), *arguments)
+
+    def host(self, name: str) -> Daemon:
+        self.daemons[name] = Daemon("peers", "swarm", "host", self.invitation(name), "--home", self.path / name)
+        return self.daemons[name]
+
+    def invitation(self, name: str) -> Path:
+        """The file with a member's only invitation."""
+        file = self.path / f"{name}.invitation"
+        if not file.exists():
+            file.write_text(call(peers.cli.app, "swarm", "invite", name, "--home", self.path / "a"))
+        return file
+
+    def record(self, name: str) -> Record:
+        saved = MemberFolder(self.path / name).saved()
+        assert saved is not None and saved.record is not None
+        return saved.record
+
+    def states(self, part: int, *names: str) -> list[PartReplica]:
+        """What lies in these folders of a part."""
+        config, run_id = RunConfig.from_toml(self.path / "run.toml"), self.record("a").run_id
+        stores = [Store(MemberFolder(self.path / name).part(part), config, run_id) for name in names]
+        replicas = [PartReplica(run_id, part, config, store) for store in stores]
+        for store in stores:
+            store.close()
+        return replicas
+
+
+@contextmanager
+def swarm(path: Path, **named: Any) -> Iterator[Swarm]:
+    made = Swarm(path, **named)
+    ended = False
+    try:
+        yield made
+        ended = True
+    finally:
+        for name, daemon in made.daemons.items():
+            if daemon.process.poll() is None:
+                daemon.kill()
+            elif not daemon.ended:
+                daemon.finish()
+            if not ended:
+                print(f"---- {name}\n{''.join(daemon.lines)}")
+
+
+def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
+    """Two train and one only hosts; who joined is killed with its host, and the others go on to the same bits, and end."""
+    with swarm(tmp_path, outer_steps=30, start_peers=2) as members:
+        a = members.start()
+        a.until("owns part")
+        c = members.host("c")
+        a.until("2 vote, of 2 members")
+        b = members.join("b", "--throttle", 20)
+        a.until("3 vote, of 3 members")
+        a.until("outer step 2,")
+        b.until("outer step 2,")
+        b.kill()
+        assert a.finish() == 0 and c.finish() == 0
+        assert "the run has finished at outer step 30" in a.last("the run has finished at")
+        assert members.record("a").phase is members.record("c").phase is Phase.FINISHED
+        for part in range(2):
+            one, other = (replica.snapshot() for replica in members.states(part, "a", "c"))
+            assert one.metadata["outer_step"] == 30 and same(one, other)
+        assert any(one.metadata["digest"][:12] in line for line in a.lines)
+
+
+def test_a_founder_that_was_killed_goes_on_with_the_same_command_and_so_do_all(tmp_path: Path) -> None:
+    """Rounds need both members; of two the older one goes on alone, and the other waits for it."""
+    with swarm(tmp_path, outer_steps=6, start_peers=2, quorum=2) as members:
+        a = members.start()
+        a.until("owns part")
+        b = members.join("b", "--throttle", 20)
+        a.until("outer step 2,")
+        a.kill()
+        a = members.start()
+        b.kill()
+        b = members.join("b")  # with the invitation that was used
+        assert a.finish() == 0 and b.finish() == 0
+        digests = {daemon.last("the run has finished at").split("digest ")[1][:12] for daemon in (a, b)}
+        assert len(digests) == 1
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*.key")}
+        assert set(modes.values()) == {0o600} and (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+
+
+def test_one_signal_saves_and_ends_the_host_too(tmp_path: Path) -> None:
+    with swarm(tmp_path, outer_steps=1000) as members:
+        a = members.start()
+        a.until("outer step 2,")
+        (host,) = a.children()
+        a.process.send_signal(signal.SIGINT)
+        assert a.finish() == 0
+        assert not Path(f"/proc/{host}").exists()
+        assert "stopping as asked" in "".join(a.lines)
+        a = members.start()
+        a.until("resuming from")
+        (host,) = a.children()
+        os.kill(host, signal.SIGKILL)
+        a.until("it is started again")
+        a.until("owns part")
+        (host,) = a.children()
+        os.kill(host, signal.SIGTERM)
+        assert a.finish() == 69 and "this member's host ended" in "".join(a.lines)
