@@ -15,7 +15,7 @@ MADDR = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWMeRyCUk5dyG5REHphBwiG8eP4C13hyyyzhe
 
 
 def folder(**settings: object) -> HostFolder:
-    return HostFolder(run_id="run-0", peer_id="a", parts=1, **settings)  # type: ignore[arg-type]
+    return HostFolder(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("installed", [True, False])

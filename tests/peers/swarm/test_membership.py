@@ -1,0 +1,157 @@
+"""Founding a swarm, killed between any two of its writes; and where a member serves by default."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aggregator.swarm.admission import invite
+from aggregator.swarm.founding import found as found_parts
+from aggregator.swarm.host_folder import HostFolder, Settings
+from aggregator.swarm.member_folder import MemberFolder
+from edit import durable_files
+from edit.config.run import RunConfig
+from edit.errors import ConfigError, RefusedError
+from editpb.invitation import Invitation, guest_key
+from peers.identity.enrolment import join
+from peers.identity.peer_folder import PeerFolder
+from peers.swarm import membership
+from peers.swarm.membership import Founding, Place, found, is_member
+
+RUN = """
+name = "small"
+[model]
+layers = 1
+width = 8
+heads = 1
+context = 8
+[swarm]
+parts = 2
+"""
+MOST_WRITES = 40
+
+
+class Killed(BaseException):
+    """As a SIGKILL ends a process: nothing is cleaned up that a `finally` does not."""
+
+
+@pytest.fixture
+def founding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Founding:
+    """In this process, what another one does."""
+
+    def ask(verb: str, home: Path, name: str, theta: Path) -> None:
+        assert verb == "found"
+        found_parts(home, name, theta, now=time.time())
+
+    monkeypatch.setattr(membership, "ask", ask)
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text(RUN)
+    return Founding(run_toml=run_toml, name="a")
+
+
+def check_founded(home: Path) -> None:
+    config = RunConfig.from_toml(home / "run.toml")
+    enrolled, saved = PeerFolder(home).load(time.time(), swarm=True), MemberFolder(home).saved()
+    assert saved is not None and saved.record is not None
+    assert saved.record.run_id == enrolled.run_id and list(saved.record.members) == ["a"]
+    assert saved.record.config_hash == Settings.load(home).config_hash and len(saved.record.parts) == 2
+    assert all(any(MemberFolder(home).part(part).glob("step-*.safetensors")) for part in range(2))
+    assert [ids for ids, _ in Settings.load(home).schemas(config)] and not (home / membership.THETA).exists()
+    secret = [home / "peer.key", home / "authority" / "ca.key", home / "council.json"]
+    assert {path.stat().st_mode & 0o777 for path in secret} == {0o600} and home.stat().st_mode & 0o777 == 0o700
+    HostFolder(advertise="127.0.0.1", listen="127.0.0.1:7700").save(home)
+    made = invite(home, "b", hours=1, now=time.time())
+    assert made.swarm is not None and made.swarm.hosts == {"a": ("127.0.0.1:7700",)}
+
+
+def test_founding_that_is_killed_after_any_write_is_completed_by_the_same_command(
+    tmp_path: Path, founding: Founding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = durable_files.rename
+    for writes in range(MOST_WRITES):
+        home, left = tmp_path / f"home-{writes}", writes
+
+        def count(source: Path, target: Path) -> None:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            rename(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable_files, "rename", count)
+            try:
+                found(home, founding)
+                break
+            except Killed:
+                assert not is_member(home)
+        found(home, founding)
+        assert is_member(home)
+        check_founded(home)
+    else:
+        pytest.fail("it never got through")
+    assert writes > 10
+    check_founded(home)
+
+
+def test_founding_goes_on_with_the_same_settings_only(tmp_path: Path, founding: Founding) -> None:
+    found(tmp_path / "a", founding)
+    founding.run_toml.write_text(RUN.replace("small", "other"))
+    with pytest.raises(ConfigError, match=r"another run\.toml is in it"):
+        found(tmp_path / "a", founding)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (RUN.replace("[swarm]\nparts = 2", ""), r"has no section \[swarm\]"),
+        (RUN + "[server]\n", r"\[server\] has no effect with \[swarm\]"),
+        (RUN.replace("parts = 2", "parts = 9"), r"swarm\.parts = 9: the model has 3 fragments"),
+        (RUN + "[sync]\ntokens = 5\n", r"sync\.tokens = 5: must be 0 with swarm\.parts"),
+        (RUN.replace("parts = 2", "lease_s = 0.1"), r"swarm\.lease_s = 0\.1: must be at least twice"),
+    ],
+)
+def test_settings_that_no_swarm_can_have(tmp_path: Path, founding: Founding, text: str, wrong: str) -> None:
+    founding.run_toml.write_text(text)
+    with pytest.raises(ConfigError, match=wrong):
+        found(tmp_path / "a", founding)
+    assert not is_member(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("place", "seeds", "told"),
+    [
+        (Place(), [], ["--listen", "127.0.0.1:0", "--advertise", "127.0.0.1"]),
+        (Place(), [("a", "127.0.0.1:7")], ["--listen", "127.0.0.1:0", "--advertise", "127.0.0.1", "--seed=a=127.0.0.1:7"]),
+        (Place(), [("a", "192.0.2.1:7")], ["--listen", "127.0.0.1:0", "--advertise", "", "--seed=a=192.0.2.1:7"]),
+        (Place(advertise="me.example"), [], ["--listen", "0.0.0.0:0", "--advertise", "me.example"]),
+        (Place(advertise="[2001:db8::1]"), [], ["--listen", "[::]:0", "--advertise", "[2001:db8::1]"]),
+        (Place(listen="192.0.2.9:7700"), [], ["--listen", "192.0.2.9:7700", "--advertise", "192.0.2.9"]),
+    ],
+)
+def test_where_a_new_member_serves(tmp_path: Path, place: Place, seeds: Any, told: list[str]) -> None:
+    assert place.arguments(tmp_path, seeds) == told
+
+
+def test_where_a_member_serves_stays_unless_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "host.json").write_text("{}")
+    assert Place().arguments(tmp_path) == []
+    with pytest.raises(ConfigError, match="--advertise HOST"):
+        Place(listen="0.0.0.0:7700").arguments(tmp_path)
+
+
+def test_an_invitation_to_a_swarm_is_read_as_it_was_written_and_is_for_swarms_only(tmp_path: Path, founding: Founding) -> None:
+    found(tmp_path / "a", founding)
+    HostFolder(advertise="127.0.0.1", listen="127.0.0.1:1").save(tmp_path / "a")
+    now = time.time()
+    made = invite(tmp_path / "a", "b", hours=1, now=now)
+    assert Invitation.decode(made.encode(), now) == made
+    assert guest_key(made.token).private_numbers() == guest_key(made.token).private_numbers()
+    with pytest.raises(ConfigError, match="an invitation to a swarm; redeem it with: edit-peer swarm join"):
+        join(made.encode(), tmp_path / "b", now)
+    with pytest.raises(RefusedError, match="expired"):
+        join(made.encode(), tmp_path / "b", now + 3601, swarm=True)
+    assert not (tmp_path / "b").exists()
