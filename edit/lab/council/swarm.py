@@ -43,7 +43,8 @@ class Host:
     tick_at: float = math.inf
     engines: dict[int, int] = field(default_factory=dict)  # the grants that it serves, by part
     sending: set[tuple[str, str]] = field(default_factory=set)  # updates on their way, by receiver
-    left: bool = False
+    leaving: bool = False
+    left: bool = False  # it is no member any more
 
     @property
     def name(self) -> str:
@@ -74,6 +75,7 @@ class Swarm:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count().__next__
         self._blocked = set[tuple[str, str]]()  # no message comes through, from and to
+        self._cut = set[tuple[str, str]]()  # nor between these, for good: the first has evicted the second
         self._loss, self._duplicates = plan.loss, plan.duplicates
         self._wiped = set[str]()  # names whose disk was lost
         self._healed = False
@@ -267,9 +269,12 @@ class Swarm:
                 self._send(host, self.hosts[peer_id], ev.Received(host.name, message))
             case ev.Committed(record):
                 self.truth.committed(record)
+                self._shut_out(host, record)
                 if host.peer_id not in record.members and host.name not in record.electors:
                     host.left = True
                     self.kill(host)
+                    if host.leaving and host.peer_id not in record.evicted:
+                        self.at(self.now + self._random.uniform(0.1, 3.0), lambda: self._come_back(host))
             case ev.Hold():
                 self._after(self._random.uniform(0.001, 0.02), host, lambda: self._hold(host, effect))
             case ev.Adopt():
@@ -291,6 +296,21 @@ class Swarm:
                 host.engines.pop(part, None)
             case _:
                 pass
+
+    def _shut_out(self, host: Host, record: Record) -> None:
+        """Cut the evicted off from this member, once they vote no more, as the shell does; and end them when all have."""
+        for peer_id in record.evicted.keys() - {name.partition("#")[0] for name in record.electors}:
+            self._cut |= {(host.peer_id, peer_id), (peer_id, host.peer_id)}
+            if record == self.truth.newest:
+                evicted = self.hosts[peer_id]
+                evicted.left = True
+                self.kill(evicted)
+
+    def _come_back(self, host: Host) -> None:
+        """Start a member again that has left, from the disk that it left with."""
+        if host.peer_id not in self.truth.newest.evicted:
+            host.left, host.leaving = False, False
+            self.start(host)
 
     # -- a shell's work ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +399,7 @@ class Swarm:
     # -- the network, clocks -----------------------------------------------------------------------------------------------
 
     def _send(self, sender: Host, receiver: Host, event: ev.Received) -> None:
-        if (sender.peer_id, receiver.peer_id) in self._blocked or receiver.council is None:
+        if (sender.peer_id, receiver.peer_id) in self._blocked | self._cut or receiver.council is None:
             return
         copies = 2 if self._random.random() < self._duplicates else 1
         for _ in range(copies):
@@ -469,7 +489,11 @@ class Swarm:
                         self._later(fault.seconds, one, ev.Connected(two.peer_id))
             case "leave" if host.states and sum(bool(other.states) for other in self.hosts.values()) > 2:
                 self._after(3.0, host, lambda: self._stop_waiting(host))
+                host.leaving = True
                 self.handle(host, ev.LeaveAsked())
+            case "evict" if self._can_lose(host):
+                for each in self.hosts.values():  # the order goes to who leads; the others refuse it
+                    self.handle(each, ev.Evict(host.peer_id, "an order"))
             case "pause":
                 self.handle(host, ev.SetPhase(Phase.PAUSED))
                 self._later(fault.seconds, host, ev.SetPhase(Phase.RUNNING))
@@ -480,6 +504,9 @@ class Swarm:
         """A member that asked to leave ends, whether it was told or not."""
         host.left = not self.truth.newest.knows(host.name)
         self.kill(host, 0.1)
+        if host.left:
+            self.at(self.now + 1.0, lambda: self._come_back(host))
+        host.leaving = False
 
     def _block(self, pairs: set[tuple[str, str]], seconds: float) -> None:
         self._blocked |= pairs

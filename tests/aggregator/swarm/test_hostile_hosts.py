@@ -361,10 +361,10 @@ def test_who_is_evicted_gets_no_further_byte_of_a_state(tmp_path: Path) -> None:
 
 
 def test_a_voter_that_is_evicted_is_heard_until_it_is_voted_out(tmp_path: Path) -> None:
-    """Its word may be needed for that: without b, a and c were the quorum."""
+    """Its word may be needed for that: without b, the other three were the quorum."""
 
     async def body(swarm: Hosts) -> None:
-        swarm.running["a"].tell(ev.Evict("c", "it lies"))
+        swarm.running["a"].tell(ev.Evict("d", "it lies"))
         seen: list[tuple[bool, bool]] = []
         a = swarm.running["a"]
         drop = a.links.drop
@@ -376,10 +376,10 @@ def test_a_voter_that_is_evicted_is_heard_until_it_is_voted_out(tmp_path: Path) 
             drop(peer_id, reason)
 
         a.links.drop = dropped  # type: ignore[method-assign]
-        await swarm.until(lambda: "c" in swarm.record.evicted and seen)
+        await swarm.until(lambda: "d" in swarm.record.evicted and seen)
         assert {*seen} == {(True, False)}
 
-    scenario(tmp_path, body, "abc")
+    scenario(tmp_path, body, "abcd")
 
 
 def test_a_reader_that_reads_nothing_loses_its_stream(tmp_path: Path) -> None:

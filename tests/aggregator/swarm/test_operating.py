@@ -89,7 +89,7 @@ def test_status_says_who_leads_owns_holds_and_what_each_round_waits_for(tmp_path
         assert told.quorum == "3 of 3 here, 2 needed"
         (part,) = told.parts
         assert (part["owner"], part["outer_step"], part["holders"]) == (owner, 1, ["a", "b", "c"])
-        assert part["waits"].startswith("waits for peer (0 in, quorum 1)")
+        assert part["waits"] == "waits for peer (0 in, quorum 1)", "and nothing of how many were enrolled, which nobody knows"
         assert [(each["peer_id"], each["state"], each["voter"]) for each in told.members] == [
             ("a", "leads", True),
             ("b", "here", True),
