@@ -483,8 +483,8 @@ class Council:
     # -- elections (rules 3 and 4) -----------------------------------------------------------------------------------------
 
     def _stand(self) -> None:
-        """Ask for a trial vote."""
-        self.role, self._votes = Role.TRIAL, {self._me}
+        """Ask for a trial vote. It hears no leader from now on, also if its lease grows by what the answers took."""
+        self.role, self._votes, self._leader_at = Role.TRIAL, {self._me}, -math.inf
         self._ask_all(self.term + 1)
         if self._agreed(self._votes):
             self._elect()

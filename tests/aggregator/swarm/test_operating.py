@@ -302,6 +302,39 @@ def test_a_member_that_nobody_votes_out_ends_all_the_same(tmp_path: Path) -> Non
     scenario(tmp_path, body, "ab")
 
 
+def test_a_finished_run_is_not_left_and_a_member_waits_for_peers_that_still_take_the_last_step(tmp_path: Path) -> None:
+    """Nobody is voted out: `resume` finds the swarm as it was. All that ends, ends with exit code 0."""
+
+    async def body(swarm: Hosts) -> None:
+        owner = swarm.owner()
+        assert owner is not None
+        async with swarm.peer(owner.peer_id, "peer") as trainer:
+            await trainer.attend()
+            await in_thread(operate.drain, equip(swarm, "a", authority=True))
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+            leaving = asyncio.ensure_future(owner.leave())
+            await asyncio.sleep(0)
+            await swarm.until(lambda: owner.is_leaving)
+            assert not leaving.done(), "the peer is here"
+        await swarm.until(leaving.done, passes=0.2)
+        assert leaving.result() == "stops; the run is finished"
+        await owner.watch(owner._stop)
+        before = swarm.record
+        for peer_id in "abc":
+            await swarm.stop(peer_id)
+        for peer_id in "abc":
+            await swarm.start(peer_id)
+        await swarm.until(lambda: swarm.leader and swarm.settled("abc"), passes=1.0)
+        assert swarm.record.phase is Phase.FINISHED and swarm.record.voters == before.voters
+        told = await in_thread(operate.status, tmp_path / "a")
+        assert told.phase == "finished" and told.parts[0]["waits"] == ""
+        await in_thread(operate.resume, tmp_path / "a")
+        await swarm.contribute(0, ONES)
+        await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+
+    scenario(tmp_path, body)
+
+
 # -- recovery --------------------------------------------------------------------------------------------------------------
 
 

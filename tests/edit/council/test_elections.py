@@ -123,3 +123,18 @@ def test_latencies_above_the_lease_make_it_longer() -> None:
     assert len(table.leaders) == 1 and table.councils[table.leaders[0]].committed is not None
     assert 20 * LEASE_S < table.record.lease_s <= 30 * LEASE_S, "8 round trips of 3 s"
     assert all(council.role is not Role.CANDIDATE for council in table.councils.values())
+
+
+def test_answers_that_took_long_do_not_bring_a_lost_leader_back() -> None:
+    """A member that was stopped answers what it was asked meanwhile: that makes the lease longer, and no leader heard."""
+    table = Table("abc")
+    table.elect("a")
+    table.cut = {"a", "c"}
+    table.run(2 * LEASE_S)
+    b = table.councils["b"]
+    assert b.role is Role.TRIAL and b.leader == ""
+    for peer_id in "ac":
+        table.say(f"{peer_id}#1", "b", Vote(b.term, False, True, echo=table.now - 2 * LEASE_S))
+    assert b.lease_s > 10 * LEASE_S and b.leader == ""
+    (vote,) = table.say("c#1", "b", Ask(b.term + 1, table.record.stamp, True, table.now))
+    assert isinstance(vote, Vote) and vote.granted

@@ -18,7 +18,13 @@ def test_no_split_and_progress_after_healing(first: int) -> None:
     for seed in range(first, first + 50):
         assert failure(draw(seed), result=result) == "", f"python benchmarks/council.py --first {seed} --seeds 1"
     assert result.commits > 200
-    assert min(result.faults[kind] for kind in ("kill", "stop", "partition", "one-way", "jump", "drop", "power cut", "leave", "pause", "evict")) > 0
+    assert (
+        min(
+            result.faults[kind]
+            for kind in ("kill", "stop", "partition", "one-way", "jump", "drop", "power cut", "leave", "pause", "evict")
+        )
+        > 0
+    )
 
 
 def test_a_seed_is_the_same_each_time() -> None:
