@@ -23,6 +23,7 @@ import typer
 from torch.distributed.run import get_args_parser
 
 import aggregator.cli
+import aggregator.swarm.commands
 import edit.lab.cli
 import peers.cli
 from tests.test_documented_settings import blocks, without_blocks
@@ -34,6 +35,7 @@ APPS = {
     "edit-lab": edit.lab.cli.app,
 }
 GROUPS: dict[str, Any] = {program: typer.main.get_command(app) for program, app in APPS.items()}
+SWARM: Any = typer.main.get_command(aggregator.swarm.commands.app)  # of `python -m aggregator.swarm VERB FOLDER`
 BENCHMARKS = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 OTHERS = ("docker", "chmod", "ulimit")  # programs that are not ours
 UsageError = typer.BadParameter.__mro__[1]  # of a command line that is wrong
@@ -112,6 +114,10 @@ def check(words: Sequence[str]) -> None:
     elif program == "pip":
         assert arguments[0] == "install"
         check_package(arguments[1])
+    elif program == "python" and arguments[:2] == ["-m", "aggregator.swarm"]:
+        with SWARM.make_context("aggregator.swarm", arguments[2:]) as context:
+            name, command, rest = SWARM.resolve_command(context, [*context._protected_args, *context.args])
+            command.make_context(name, rest, parent=context).close()
     elif program == "python" or program.startswith("benchmarks/"):
         script, *options = arguments if program == "python" else words
         check_benchmark(REPOSITORY / script, options)
@@ -205,6 +211,8 @@ def test_a_command_that_is_named_is_taken(where: str, line: str) -> None:
         "edit-laboratory demo",
         "edit-lab bench exchange --codec int8 --codecs fp32",
         "edit-lab bench exchanges",
+        "python -m aggregator.swarm stauts folder",
+        "python -m aggregator.swarm evict folder",
     ],
 )
 def test_a_wrong_command_would_be_found(line: str) -> None:
@@ -222,7 +230,7 @@ def test_many_commands_are_named() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_options_that_are_named_exist(document: Path) -> None:
-    commands = [command for group in GROUPS.values() for command in (group, *commands_of(group))]
+    commands = [command for group in (*GROUPS.values(), SWARM) for command in (group, *commands_of(group))]
     options = {option for command in commands for each in command.params for option in (*each.opts, *each.secondary_opts)}
     options |= {option for action in get_args_parser()._actions for option in action.option_strings}
     options |= {option for path in BENCHMARKS for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text())}

@@ -32,6 +32,7 @@ from aggregator.swarm.replication import PartReplica
 from edit import LocalRun
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
+from edit.errors import EvictedError
 from edit.fragments.assignment import assign
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
@@ -313,6 +314,34 @@ def test_a_peer_leaves_an_owner_that_is_stopped_before_its_connection_tells(
         members.end()
     stopped = next(line for line in caplog.messages if line.startswith(f"{hosts['a']}: ") and "trying again" in line)
     assert "it is at" in stopped, "the news, and not the connection, ended it"
+
+
+def test_a_peer_that_trains_hears_why_its_member_was_evicted(tmp_path: Path) -> None:
+    """`edit-peer` ends with this error's exit code, as at a hub."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    replica = Replica(model)
+    theta = [fragment.clone() for fragment in replica.founding()]
+    with swarm(tmp_path, schema=replica.schema, parts=2, theta=theta, members="abc") as members:
+        members.grow()
+        write_atomic(tmp_path / "a" / "ca.key", (members.folder.path / "ca.key").read_bytes(), mode=0o600)
+        key, certificate = members.certificate("c")
+        credentials = grpc.ssl_channel_credentials((members.folder.path / "ca.pem").read_bytes(), key, certificate)
+        hosts = {peer_id: members.address(peer_id) for peer_id in members.members}
+        with (
+            IoThread() as io,
+            connect_swarm(io, hosts, 2, credentials, Identity(members.run_id, "peer", "c")) as (collective, config, _),
+        ):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with (
+                pytest.raises(EvictedError, match="it lies") as caught,
+                EditWorker(model, optimizer, collective, WorkerConfig(sync=config.sync, codec=config.codec)) as worker,
+            ):
+                train(model, optimizer, worker, until=2)
+                assert "c is evicted" in _verb("evict", tmp_path / "a", "c", "--reason", "it lies")
+                train(model, optimizer, worker, until=1 << 30)
+            assert caught.value.exit_code == 4
+        evicted = members.processes.pop("c")
+        assert evicted.finish() == 4, evicted.lines[-3:]
 
 
 def trained_at_a_hub(model: nn.Module, *, until: int) -> EditWorker:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
@@ -160,8 +162,8 @@ def test_peers_attend_and_contribute_at_the_owner_and_take_its_update(tmp_path: 
         async with hosts(tmp_path) as swarm:
             await swarm.grow("a", "b", "c")
             async with swarm.peer("b", "peer") as lost:
-                await lost.open_stream()
-                await swarm.until(lambda: lost._reader.done())
+                with contextlib.suppress(grpc.aio.AioRpcError):  # the refusal may come before the first message is written
+                    await lost.open_stream()
                 assert "part 0 is a's" in str(await lost._call.details())
             async with swarm.peer("a", "peer") as peer:
                 await peer.attend()
