@@ -10,6 +10,7 @@ one model that the peers settle on, and beside it the mean loss of the peers' ow
 over all pairs of ||phi_i - phi_j||, in percent of the length of their mean. Bytes are counted: what a peer sends and receives
 in an outer step, for each parameter; DiLoCo's and EDiT's updates are bf16, and a coordinator receives and sends as much for
 each peer. Settling costs an exchange in fp32, which is not in them. Refused: fragments that a pair did not take together.
+Outer settings: 0.7 / 0.6 for DiLoCo and EDiT (docs/outer-settings.md), the paper's 0.7 / 0.5 for gossip, or 1.0 / 0.
 
 Each run is a process of its own and appends one line of JSON to benchmarks/results/gossip.jsonl; runs that are there for the
 same setting, peers, steps, H and seed are not made again.

@@ -155,5 +155,5 @@ class Swap:
         return [Decided(self._own & self._theirs)]
 
     def _alone(self, reason: str) -> list[Effect]:
-        in_doubt, self.state = self.state is State.WAITING and bool(self._own), State.DECIDED
-        return [Decided(frozenset(), reason, in_doubt)]
+        self.state = State.DECIDED
+        return [Decided(frozenset(), reason, in_doubt=bool(self._own))]
