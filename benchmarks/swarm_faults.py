@@ -431,9 +431,7 @@ def faults(options: argparse.Namespace) -> list[Row]:
             )
         settled(at)
         at.at_the_end()
-    print(
-        f"no split, nothing lost: {len(at.digests)} digests of {sum(one.lines for one in at.seen.values())} reports, one each"
-    )
+    print(f"no split, nothing lost: {len(at.digests)} digests, of {sum(one.lines for one in at.seen.values())} reports")
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -62,6 +62,7 @@ class Run:
     Args:
         first_round_id: larger than any round id of an earlier process.
         aggregator: which of the run's aggregators this is; 0 is the coordinator.
+        awaited: the peers that the first round waits for, and for how many seconds.
         outer: the state that the run goes on from; None: what the store recovers, or the founder brings.
 
     Raises ConfigError when there are more aggregators than fragments.
@@ -75,6 +76,7 @@ class Run:
         *,
         first_round_id: int,
         aggregator: int = 0,
+        awaited: tuple[Collection[str], float] = ((), 0.0),
         outer: OuterState | None = None,
     ) -> None:
         self.run_id, self.config = run_id, config
@@ -95,7 +97,7 @@ class Run:
         self._resources = resources
         self._given = outer
         self._builtin = builtin_schema(config, aggregator) if outer is None else outer.schema
-        self.first_round_id = first_round_id
+        self.first_round_id, self._awaited = first_round_id, awaited
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
         self._told_ahead: set[str] = set()  # members whose outer step was above the run's, as the log has said
@@ -148,7 +150,9 @@ class Run:
         """Take the run's parameters: rounds may begin, as far as the operator's orders of an earlier process let them."""
         resources = self._resources
         published = PublishedState(outer, resources.store, resources.background, self.clock.monotonic)
-        self._rounds = RoundRunner(outer, self.config, resources, published, first_round_id=self.first_round_id)
+        self._rounds = RoundRunner(
+            outer, self.config, resources, published, first_round_id=self.first_round_id, awaited=self._awaited
+        )
         if resources.orders.paused:
             self._rounds.feed(events.Pause())
         if resources.orders.draining:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,6 +82,7 @@ class RoundRunner:
     Args:
         outer: the outer state; only the worker thread changes it.
         first_round_id: larger than any id of an earlier process.
+        awaited: the peers that the first round waits for, and for how many seconds.
         policy: what each contribution passes before it is merged; None: what the configuration chooses.
     """
 
@@ -93,6 +94,7 @@ class RoundRunner:
         published: PublishedState,
         *,
         first_round_id: int,
+        awaited: tuple[Collection[str], float] = ((), 0.0),
         policy: Admission | None = None,
     ) -> None:
         self.outer, self.published = outer, published
@@ -123,6 +125,8 @@ class RoundRunner:
             work=UsualWork.of(config),
             idle_s=self._idle_s(),
             overlap=config.sync.overlap,
+            awaited=awaited[0],
+            awaits_until=self._clock.monotonic() + awaited[1],
         )
         self._load_deadlines()
 

@@ -7,7 +7,7 @@ is paused, the record says: an engine has none of the operator's calls but Statu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from editpb.transport.chunk_frames import data_handlers, handlers_of
 __all__ = ["Engine", "first_round_id"]
 
 ROUNDS_PER_GRANT = 1_000_000  # ids of rounds of one grant
+AWAITS_S = 0.5  # whoever contributed to the outer step before comes back within that, once it has heard of the new owner
 _CONTROL = ("Attend", "Status")
 
 
@@ -49,6 +50,7 @@ class Engine:
     Args:
         outer: the part's state, which only the engine moves from now on.
         folder: for what it writes; nothing of it is needed again.
+        gone: the members that there is no connection to: the first round does not wait for them.
         files: the host's file thread.
         ended: is told when the last outer step is taken.
         fail: is told of a bug, after which the host must end.
@@ -64,6 +66,7 @@ class Engine:
         store: EngineStore,
         folder: Path,
         members: Members,
+        gone: Set[str],
         files: Executor,
         clock: Clock,
         ended: Callable[[], None],
@@ -87,7 +90,10 @@ class Engine:
             feed=feed,
             clock=clock,
         )
-        self.run = Run(run_id, config, resources, first_round_id=first_round_id(grant), outer=outer)
+        last = store.update(outer.outer_step)
+        contributors = {verdict.peer_id for fragment in last.fragments for verdict in fragment.verdicts} if last else set()
+        awaited = contributors - gone, AWAITS_S
+        self.run = Run(run_id, config, resources, first_round_id=first_round_id(grant), awaited=awaited, outer=outer)
         authorizer = Authorizer(run_id, members, clock.unix)
         feed.subscribe(authorizer.on_event)
         feed.subscribe(self._on_event)

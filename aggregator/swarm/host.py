@@ -690,6 +690,7 @@ class Host:
             store,
             self._folder.engine(number),
             self._members,
+            self._gone(),
             self._files,
             self._clock,
             lambda: self.tell(ev.Ended(number, grant)),
@@ -699,6 +700,10 @@ class Host:
         if (record := self.council.committed) is not None:
             part.engine.follow(record.phase)
         _log.info("owns part %d with grant %d, at outer step %d", number, grant, part.replica.state.outer_step)
+
+    def _gone(self) -> set[str]:
+        record = self.council.committed
+        return {*record.members} - self.links.connected - {self.peer_id} if record is not None else set()
 
     async def _cease(self, part: _HostedPart, reason: str) -> None:
         engine, part.engine, part.own = part.engine, None, None

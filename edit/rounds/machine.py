@@ -17,7 +17,8 @@ Opening
  3. A round that opened out of GATHERING (start, restart, everybody lost) also expects those who report t within floor_s of
     its opening, because the run is still assembling; any other round those who report t at the moment of its opening. A
     peer that comes later is OPTIONAL: what it delivers before the close counts, but nobody waits for it. The next round
-    expects it.
+    expects it. Where another process goes on with a run whose peers are there, as in a swarm, the first round does not open
+    before those are ready that are AWAITED, or awaits_until: else the first to come back would close it alone.
 
 Waiting
  4. A lost peer is expected no more, at once; a replica that lost a rank is lost, too. What it delivered stays in. If it
@@ -117,7 +118,7 @@ opens:      FINISHED with RunFinished when a drain was asked for; PAUSED when a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
@@ -173,6 +174,7 @@ class RoundMachine:
         work: what the configuration says of the work behind a contribution; None: what peers claim is believed.
         idle_s: seconds that the run stood still before the coordinator started.
         overlap: inner steps that a peer trains behind an exchange (`SyncConfig.overlap`).
+        awaited: the peers without which the first round does not open before `awaits_until` (rule 3).
         backs_off: whether a round waits after several that came to nothing (rule 18); not where the clock stands still.
     """
 
@@ -189,6 +191,8 @@ class RoundMachine:
         work: UsualWork | None = None,
         idle_s: float = 0.0,
         overlap: int = 0,
+        awaited: Collection[str] = (),
+        awaits_until: float = -math.inf,
         backs_off: bool = True,
     ) -> None:
         if first_round_id < 1:
@@ -208,6 +212,7 @@ class RoundMachine:
         self._faults = Faults()
         self._backs_off = backs_off
         self._aborts = 0  # in a row, by faults and failures
+        self._awaited, self._awaits_until = frozenset(awaited), awaits_until
         self._opens_at = -math.inf  # no round opens before that
         self._held_back: tuple[float, str] | None = None  # until when no round opens at least, and why
         self.deadlines = Deadlines(config)
@@ -597,6 +602,9 @@ class RoundMachine:
             if shut_out := self._shut_out:
                 why = f"too few peers without {', '.join(sorted(shut_out))}, quarantined for bad bytes"
                 self._held_back = self._faults.next_release(), why
+            return []
+        if now < self._awaits_until and not self._awaited <= ready:
+            self._held_back = self._awaits_until, ""
             return []
         if now < self._opens_at:
             why = f"faults brought {self._aborts} rounds in a row to nothing, so the next one waits"

@@ -50,6 +50,7 @@ from editpb.messages import Expel, RunPhase, View, Welcome
 __all__ = ["HAS_PARAMETERS", "MOST_PASSED_OVER", "NEVER", "Asked", "Decision", "Link", "Sent", "Session"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 5.0
+CHANGES_S = 4.0  # within which another host takes the aggregator's place in a swarm
 QUICK_TRIES = 20  # after the first delay each, where another host takes the aggregator's place within seconds
 MOST_PASSED_OVER = 20  # Welcomes in a row of hosts that served earlier than one that was heard; one of them may have lied
 
@@ -218,9 +219,9 @@ class Session:
         return max(FIRST_DELAY_S, ceiling * (1 + self._random()) / 2)
 
     def cut_off(self, now: float) -> bool:
-        """Return whether there has been no connection for longer than two heartbeats."""
+        """Return whether there has been no connection for longer than two heartbeats; in a swarm, than four seconds, too."""
         connected = self._link in (Link.WELCOMED, Link.ATTENDING)
-        return not connected and now - self._offline_since > 2 * self._heartbeat_s
+        return not connected and now - self._offline_since > max(2 * self._heartbeat_s, CHANGES_S if self.follows else 0.0)
 
     def open_round(self, outer_step: int, after: int = 0) -> int:
         """Return the round, newer than `after`, that takes contributions computed against `outer_step`; 0: there is none."""

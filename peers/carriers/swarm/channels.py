@@ -15,6 +15,8 @@ from peers.carriers.hub.channels import Channels
 
 __all__ = ["PartChannels"]
 
+MOST_STAYS = 10  # refusals of a host that owns the part by the news, and has not heard so itself; or the news was a lie
+
 _Stub = TypeVar("_Stub")
 
 
@@ -35,6 +37,7 @@ class PartChannels(Channels):
         self._own, self._hosts = next(iter(hosts)), dict(hosts)
         self._served_from = 0  # the first round of the owner that was heard last
         self._told: PartOwner | None = None  # the news that was acted on last
+        self._stays = 0  # refusals after it
         self._endpoints = tuple(self._hosts.values())
 
     @property
@@ -53,6 +56,9 @@ class PartChannels(Channels):
     def rotate(self) -> None:
         """See `Channels`."""
         named, self._named = self._named, ""
+        if named and self._told is not None and self._told.first_round_id > self._served_from and self._stays < MOST_STAYS:
+            self._stays += 1
+            named = self._told.peer_id
         super().rotate()
         if named in self._hosts:
             self._turn = list(self._hosts).index(named)
@@ -67,7 +73,7 @@ class PartChannels(Channels):
         """Take the news of who owns the part, and go there unless that is old. Who said so may lie: then that host refuses."""
         if owner.first_round_id <= self._served_from or owner == self._told:
             return
-        self._told = owner
+        self._told, self._stays = owner, 0
         known = owner.peer_id in self._hosts
         if owner.addresses and owner.peer_id != self._own and (known or len(self._hosts) < MOST_MEMBERS):
             self._hosts[owner.peer_id] = owner.addresses[0]

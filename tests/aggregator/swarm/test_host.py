@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -175,6 +176,42 @@ def test_peers_attend_and_contribute_at_the_owner_and_take_its_update(tmp_path: 
                 commit = await peer.fetch(1)
                 assert after.digest == commit.digest and swarm.taken[0, 1] == {commit.digest}
             await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+
+    run_held(body())
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_the_next_owner_waits_for_those_who_contributed_before_it_opens_a_round(tmp_path: Path, returns: bool) -> None:
+    """Else the first that is there again would be alone in the outer step. c is a member that is gone, and not waited for."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b", "c")
+            async with AsyncExitStack() as stack:
+                peers = [await stack.enter_async_context(swarm.peer("a", name)) for name in ("p", "q", "c")]
+                for peer in peers:
+                    await peer.attend()
+                    await peer.report(0)
+                machine = swarm.running["a"].parts[0].engine.run.rounds.machine
+                await swarm.until(lambda: machine.expected == {"p", "q", "c"})
+                for peer in peers:
+                    await peer.contribute(machine.round_id, 0, ONES)
+                await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
+            await swarm.stop("c")
+            await swarm.until(lambda: not swarm.running["b"].links.connected & {"c"})
+            swarm.running["a"].tell(ev.Disputed(0, swarm.record.parts[0].grant, "it is slow"))
+            await swarm.until(lambda: swarm.record.parts[0].owner == "b" and swarm.owner() is not None, passes=0.1)
+            machine = swarm.owner().parts[0].engine.run.rounds.machine
+            async with swarm.peer("b", "p") as p, swarm.peer("b", "q") as q:
+                await p.attend()
+                await p.report(1)
+                await swarm.until(lambda: machine.ready == {"p"})
+                assert machine.round_id == 0
+                if returns:
+                    await q.attend()
+                    await q.report(1)
+                await swarm.until(lambda: machine.round_id, passes=0.0 if returns else 1.0)
+                assert machine.expected == ({"p", "q"} if returns else {"p"})
 
     run_held(body())
 

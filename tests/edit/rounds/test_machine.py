@@ -437,3 +437,22 @@ def test_the_deciding_modules_do_no_io(name: str) -> None:
         "os",
         "threading",
     }
+
+
+def test_who_goes_on_with_a_run_waits_for_its_peers_before_the_first_round_opens() -> None:
+    config = RoundsConfig()
+
+    def taken_over() -> RoundMachine:
+        made = RoundMachine(
+            config, due=due, outer_step=3, outer_steps=6, first_round_id=1, awaited=("a", "b"), awaits_until=10.5
+        )
+        assert made.handle(MemberReady("a", 3, 0.0), 10.0) == [] and made.handle(MemberReady("c", 3, 0.0), 10.1) == []
+        assert made.phase is Phase.GATHERING and made.next_wakeup() == 10.5 and not made.held_back
+        return made
+
+    back, late = taken_over(), taken_over()
+    (opened,) = back.handle(MemberReady("b", 3, 0.0), 10.2)
+    assert isinstance(opened, RoundOpened) and opened.expected == {"a", "b", "c"}
+    assert late.handle(Tick(), 10.4) == []
+    (opened,) = late.handle(Tick(), 10.5)
+    assert isinstance(opened, RoundOpened) and opened.expected == {"a", "c"}

@@ -238,6 +238,13 @@ def test_cut_off_only_after_two_heartbeats() -> None:
     assert session.decide(5, Sent(R, 5), now=99.0)[0] is Decision.COMMITTED
 
 
+def test_in_a_swarm_it_is_not_cut_off_while_another_host_takes_over() -> None:
+    session = Session(lambda: 0.5, 0.0, heartbeat_s=0.5, follows=True)
+    assert not session.cut_off(4.0) and session.cut_off(4.1)
+    session.configure(10.0)
+    assert not session.cut_off(20.0) and session.cut_off(20.1)
+
+
 def test_configure_changes_the_patience() -> None:
     session = Session(lambda: 0.0, 0.0, heartbeat_s=1.0)
     session.configure(10.0)

@@ -11,7 +11,7 @@ import pytest
 from edit.errors import TransportError
 from editpb.council_messages import PartOwner
 from editpb.transport.parts import metadata_of_owner
-from peers.carriers.swarm.channels import PartChannels
+from peers.carriers.swarm.channels import MOST_STAYS, PartChannels
 from tests.support.loops import on_a_loop
 
 HOSTS = {"a": "127.0.0.1:1", "b": "127.0.0.1:2", "c": "127.0.0.1:3"}
@@ -102,6 +102,7 @@ async def test_an_owner_that_came_later_or_moved_is_followed_and_where_the_own_h
     assert part.endpoint == "127.0.0.1:7"
     part.owned_by(PartOwner("a", 5_000_001, ("elsewhere.example:443",)))
     assert part.endpoint == HOSTS["a"] and part.hosts == {**HOSTS, "b": "127.0.0.1:7", "d": "127.0.0.1:6"}
+    part.welcomed(5_000_001)
     part.refused(refusal(*metadata_of_owner("d")))
     part.rotate()
     assert part.endpoint == "127.0.0.1:6"
@@ -115,3 +116,21 @@ async def test_a_pause_ends_when_the_owner_is_there_again() -> None:
     async with part.while_here():
         part.welcomed(1)
         await pausing
+
+
+@on_a_loop
+async def test_an_owner_that_has_not_heard_so_itself_is_asked_again_but_not_for_ever() -> None:
+    """It names the one before, which was stopped: whoever connects to that one waits for a handshake."""
+    part = channels()
+    part.welcomed(1_000_001)
+    part.owned_by(PartOwner("c", 2_000_001))
+    for _ in range(MOST_STAYS):
+        part.refused(refusal(*metadata_of_owner("a")))
+        part.rotate()
+        assert part.endpoint == HOSTS["c"]
+    part.refused(refusal(*metadata_of_owner("a")))
+    part.rotate()
+    assert part.endpoint == HOSTS["a"]
+    part.owned_by(PartOwner("b", 3_000_001))
+    part.rotate()
+    assert part.endpoint == HOSTS["c"], "it does not answer"
