@@ -114,11 +114,14 @@ class _Door:
 def _doors(invitation: Invitation) -> tuple[_Door, ...]:
     if (swarm := invitation.swarm) is None:
         return tuple(map(_Door, invitation.enrol))
+    key = guest_key(invitation.token)
     try:
-        certificate = x509.load_der_x509_certificate(swarm.certificate).public_bytes(serialization.Encoding.PEM)
+        certificate = x509.load_der_x509_certificate(swarm.certificate)
     except ValueError as error:
         raise ConfigError("the invitation's certificate is damaged; copy the whole line again") from error
-    guest = key_pem(guest_key(invitation.token)), certificate
+    if certificate.public_key() != key.public_key():
+        raise ConfigError("the invitation is altered: its certificate is for another token; copy the whole line again")
+    guest = key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
     names = {peer_id: Identity(invitation.identity.run_id, "peer", peer_id).server_name for peer_id in swarm.hosts}
     return tuple(_Door(each, names[peer_id], guest) for peer_id, addresses in swarm.hosts.items() for each in addresses)
 

@@ -231,6 +231,97 @@ def invite(
     _print_invitation(home, name, hours)
 
 
+@app.command()
+def status(
+    home: HomeOption = Path("edit-peer"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Show who leads, who owns and holds which part, who is late and why.
+
+    Example: edit-peer swarm status --home a
+    """
+    _operate("status", home, *(["--json"] if as_json else []))
+
+
+@app.command()
+def evict(
+    name: Annotated[str, typer.Argument(help="The name of the member.")],
+    home: HomeOption = Path("edit-peer"),
+    reason: Annotated[str, typer.Option(help="Shown to the member's operator, and kept.")] = "evicted by the operator",
+) -> None:
+    """Remove a member from the swarm permanently. Needs the run's authority in --home.
+
+    Example: edit-peer swarm evict university-b --home a --reason "key lost"
+    """
+    _operate("evict", home, name, "--reason", reason)
+
+
+@app.command()
+def pause(home: HomeOption = Path("edit-peer")) -> None:
+    """Pause the run until `resume`. Needs the run's authority in --home.
+
+    Example: edit-peer swarm pause --home a
+    """
+    _operate("pause", home)
+
+
+@app.command()
+def resume(home: HomeOption = Path("edit-peer")) -> None:
+    """Continue after `pause`, or after `drain` if outer steps are left. Needs the run's authority in --home.
+
+    Example: edit-peer swarm resume --home a
+    """
+    _operate("resume", home)
+
+
+@app.command()
+def drain(home: HomeOption = Path("edit-peer")) -> None:
+    """End the run early: finish the open rounds, then let every member save and exit. Needs the run's authority in --home.
+
+    Example: edit-peer swarm drain --home a
+    """
+    _operate("drain", home)
+
+
+@app.command()
+def leave(home: HomeOption = Path("edit-peer")) -> None:
+    """Let the host of this folder hand over its parts, be voted out and end. The command that started it joins again.
+
+    Example: edit-peer swarm leave --home c
+    """
+    _operate("leave", home)
+
+
+@app.command()
+def recover(
+    home: HomeOption = Path("edit-peer"),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Go on from this member alone, when more than half of those that vote are gone for good. The others then `rejoin`.
+
+    Example: edit-peer swarm recover --home b
+    """
+    _operate("recover", home, *(["--yes"] if yes else []))
+
+
+@app.command()
+def rejoin(home: HomeOption = Path("edit-peer")) -> None:
+    """After another member has recovered: put aside what this one has of before, so that it can join again.
+
+    Example: edit-peer swarm rejoin --home c
+    """
+    _operate("rejoin", home)
+
+
+def _operate(*words: object) -> None:
+    """Become the aggregator's command, which prints, asks and exits as it does."""
+    from peers.swarm.aggregator_process import command
+
+    sys.stdout.flush()
+    line = command(*words)
+    os.execv(line[0], line)
+
+
 def _print_invitation(home: Path, name: str, hours: float) -> None:
     from peers.swarm.aggregator_process import ask
     from peers.swarm.membership import is_loopback

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,9 @@ from edit.config.run import RunConfig
 from edit.council.record import Phase, Record
 from edit.lab.council.replicated import same
 from edit.lab.run_toml import to_toml
+from editpb.invitation import Invitation
 from tests.support.daemons import Daemon, call, small
+from tests.support.fork_server import REPOSITORY
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -153,3 +158,37 @@ def test_one_signal_saves_and_ends_the_host_too(tmp_path: Path) -> None:
         (host,) = a.children()
         os.kill(host, signal.SIGTERM)
         assert a.finish() == 69 and "this member's host ended" in "".join(a.lines)
+
+
+def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
+    with swarm(tmp_path, outer_steps=1000, start_peers=2) as members:
+        members.start().until("owns part")
+        b = members.host("b")
+        b.until("2 vote, of 2 members")
+        before = Invitation.decode(members.invitation("b").read_text())
+        altered = dataclasses.replace(before, token="A" * 43)
+        (tmp_path / "altered").write_text(altered.encode())
+        expired = dataclasses.replace(before, expires=1)
+        (tmp_path / "expired").write_text(expired.encode())
+        for invitation, home, code, said in (
+            (members.invitation("b"), "thief", 3, "used already, by another key"),
+            (tmp_path / "altered", "x", 2, "the invitation is altered"),
+            (tmp_path / "expired", "x", 3, "expired"),
+            (tmp_path / "run.toml", "x", 2, "not an invitation"),
+            (members.invitation("c"), "b", 3, "of another member than the invitation"),
+        ):
+            refused = Daemon("peers", "swarm", "host", invitation, "--home", tmp_path / home)
+            assert refused.finish() == code and said in refused.lines[-1], refused.lines
+        assert not (tmp_path / "x" / "identity.json").exists()
+        told = Daemon("peers", "swarm", "join", "--home", tmp_path / "x", "--data", tmp_path / "text.py")
+        assert told.finish() == 2 and "edit-peer swarm join INVITATION" in told.lines[-1]
+        told = Daemon("peers", "run", "--home", tmp_path / "b", "--data", tmp_path / "text.py")
+        assert told.finish() == 2 and "edit-peer swarm join" in told.lines[-1]
+        asked = subprocess.run(
+            [sys.executable, "-m", "peers", "swarm", "status", "--home", str(tmp_path / "b")],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            check=True,
+        )
+        assert "a leads" in asked.stdout and "2 of 2 here" in asked.stdout
