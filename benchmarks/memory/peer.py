@@ -1,30 +1,35 @@
 """Memory of a peer above the same training without exchange, in bytes per parameter of its own.
 
-    python benchmarks/memory/peer.py  # 48M and 12M parameters; about 6 minutes, 2 GB
+    python benchmarks/memory/peer.py  # 48M parameters, 12 cases, 2 GB; --only picks some
 
 Every peer is a process (or two: ranks of FSDP2 on gloo) with AdamW, an `EditWorker`, the hub's connection over mTLS and the
-daemon's checkpoints; the coordinator is another process. Gradients are noise, so activations take nothing. `RssAnon` of each
-rank is read from /proc every 2 ms. What is shown is the difference of two sizes of the model, less the same difference of a
-training without exchange, divided by the difference in parameters per rank: so what does not grow with the model is not in it.
+daemon's checkpoints; the coordinator is another process. Gradients are noise, so activations take nothing.
 
-at rest: between an update and the next contribution, the least that was seen. rounds: the peak over whole rounds. checkpoint:
-the peak over rounds with a checkpoint after each (the training alone saves parameters and moments, too).
-Appends to benchmarks/results/peer_memory.jsonl.
+What is counted is all resident memory of a rank's process, as the operating system has it: VmRSS between two steps, or the peak
+of a phase, VmHWM, which is reset before each. Shown is that with exchange less that of the same training without, less the same
+difference of a model of almost no parameters, which is libraries and connections; by the parameters of a rank.
+
+    at rest     between two steps far from an exchange, the least that was seen
+    rounds      the peak over whole rounds
+    checkpoint  the peak over rounds with a checkpoint after each; the training alone saves parameters and moments, too
+
+Beside each stands what docs/operating.md lists for it, without fragments in flight: see `Case.expected`. No variable of the C
+library is set. Appends to benchmarks/results/peer_memory.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import datetime
+import functools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import socket
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -53,8 +58,10 @@ from peers.training.checkpoint_files import Checkpoints, Owner
 
 RESULTS = Path(__file__).parents[1] / "results" / "peer_memory.jsonl"
 BLOCKS, WIDTH = 12, 512
-EVERY, ROUNDS = 4, 2
-PHASES = ("start", "training", "exchange", "saving")
+TINY = 8 * BLOCKS * WIDTH  # parameters
+EVERY, ROUNDS = 3, 2
+BYTES = {"fp32": 4.0, "int8": 1.0 + 1 / 64, "none": 0.0}  # for each element
+PHASES = ("at_rest", "rounds", "checkpoint")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -84,6 +91,18 @@ class Case:
             "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0"},
         }
 
+    @property
+    def expected(self) -> dict[str, float]:
+        """Bytes per own parameter, from what has to be held."""
+        residual = BYTES["none" if self.up == "fp32" else self.residual]
+        at_rest = 4 + residual
+        rounds = at_rest + BYTES[self.up] + BYTES["int8"]  # the contribution until its outcome, the update until it is whole
+        if self.mode == "delayed":
+            at_rest += 4 + BYTES[self.up]  # the local parameters as they were sent, and the contribution: always one is pending
+            rounds += 4
+        # While a checkpoint is written, an update is applied: the outer parameters before it, and copies of the residual.
+        return {"at_rest": at_rest, "rounds": rounds, "checkpoint": rounds + 4 + residual}
+
 
 CASES = [
     Case(up=up, residual=residual, mode=mode, ranks=ranks)
@@ -103,8 +122,8 @@ class _Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, rows, bias=False) for _ in range(BLOCKS))
 
 
-def rank_main(case: Case, parameters: int, rank: int, port: int, home: Path | None, scratch: Path, phase: Any) -> None:
-    """Train one rank. home: of the peer's identity; None: without exchange."""
+def rank_main(case: Case, parameters: int, rank: int, port: int, home: Path | None, scratch: Path, found: Any) -> None:
+    """Train one rank, and put (rank, bytes by phase) into `found`. home: of the peer's identity; None: without exchange."""
     torch.set_num_threads(1)
     limit_heaps()
     ranks = ALONE
@@ -129,44 +148,42 @@ def rank_main(case: Case, parameters: int, rank: int, port: int, home: Path | No
             stack.callback(collective.close, "measured")
             config = dataclasses.replace(WorkerConfig.of(RunConfig.from_mapping(case.settings)), only_steps_write=True)
             worker = stack.enter_context(EditWorker(model, optimizer, collective, config, ranks))
-            return_free_memory()
-        _train(model, optimizer, worker, checkpoints, phase, ranks)
+        return_free_memory()  # as peers.training.loop does
+        found.put((rank, _train(model, optimizer, worker, checkpoints, ranks)))
     if case.ranks > 1:
         dist.destroy_process_group()
 
 
 def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    worker: EditWorker | None,
-    checkpoints: Checkpoints,
-    phase: Any,
-    ranks: Ranks,
-) -> None:
+    model: nn.Module, optimizer: torch.optim.Optimizer, worker: EditWorker | None, checkpoints: Checkpoints, ranks: Ranks
+) -> dict[str, int]:
     generator = torch.Generator().manual_seed(ranks.rank)
-
-    def step(number: int, exchanges: str) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-                local.normal_(0, 1e-3, generator=generator)
-        # The outcome is taken at the next step in every mode, and the contribution is made after the EVERY-th one.
-        rests = exchanges == "exchange" and number % EVERY == EVERY - 2
-        phase.value = PHASES.index("training" if rests else exchanges)
-        optimizer.step()
-
-    steps = 0
-    for exchanges in ("start", "exchange", "saving"):
-        for _ in range(ROUNDS * EVERY):
-            step(steps, exchanges)
-            steps += 1
-            if exchanges == "saving" and steps % EVERY == 0:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        local.normal_(0, 1e-3, generator=generator)
+    peaks, least = dict[str, int](), 1 << 60
+    for phase in ("start", "rounds", "checkpoint"):
+        ranks.all([True])  # no rank begins before the others have read their peaks
+        Path("/proc/self/clear_refs").write_text("5")
+        for number in range(ROUNDS * EVERY):
+            optimizer.step()
+            # A contribution is made after the last step of a round; its outcome is taken at the next one in every mode.
+            if phase == "rounds" and number % EVERY == EVERY - 2:
+                least = min(least, _memory("VmRSS"))
+            if phase == "checkpoint" and number % EVERY == EVERY - 1:
                 _save(checkpoints, model, optimizer, worker, ranks)
-    checkpoints.wait()
+        checkpoints.wait()
+        peaks[phase] = _memory("VmHWM")
     if worker is not None:
         assert worker.outer_step >= 3 * ROUNDS - 1
+    return {"at_rest": least, "rounds": peaks["rounds"], "checkpoint": peaks["checkpoint"]}
+
+
+def _memory(name: str) -> int:
+    """Return VmRSS or VmHWM of this process, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def _save(
@@ -188,40 +205,30 @@ def _save(
 # ---- the measurement --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Seen:
-    """Bytes of one rank."""
-
-    least: float = float("inf")  # while it trains
-    rounds: float = 0.0
-    saving: float = 0.0
-
-
-def measure(case: Case, parameters: int, *, exchange: bool) -> list[Seen]:
-    """Return what was seen of each rank."""
+def measure(case: Case, parameters: int, *, exchange: bool) -> list[dict[str, int]]:
+    """Return the bytes of each phase, of each rank."""
     with tempfile.TemporaryDirectory(prefix="edit-memory-") as folder, Supervisor(Path(folder) / "logs") as supervisor:
-        root = Path(folder)
+        root, found = Path(folder), SPAWN.Queue()
         home = _coordinator(case, root, supervisor) if exchange else None
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = int(probe.getsockname()[1])
-        phases = [SPAWN.Value(ctypes.c_int, 0) for _ in range(case.ranks)]
         ranks = [
-            SPAWN.Process(target=rank_main, args=(case, parameters, rank, port, home, root, phase))
-            for rank, phase in enumerate(phases)
+            SPAWN.Process(target=rank_main, args=(case, parameters, rank, port, home, root, found))
+            for rank in range(case.ranks)
         ]
         for each in ranks:
             each.start()
-        seen = [Seen() for _ in ranks]
-        while any(each.is_alive() for each in ranks):
-            for each, phase, into in zip(ranks, phases, seen, strict=True):
-                _look(int(each.pid or 0), PHASES[phase.value], into)
-            time.sleep(0.002)
-            if any(each.exitcode for each in ranks):
-                for each in ranks:
-                    each.kill()
-        if any(each.exitcode for each in ranks):
-            raise SystemExit(f"{case}: a rank failed; see above")
-        return seen
+        running = {each.sentinel: each for each in ranks}
+        while running:
+            for sentinel in multiprocessing.connection.wait(running):
+                assert isinstance(sentinel, int)
+                ended = running.pop(sentinel)
+                ended.join()
+                if ended.exitcode:
+                    for each in running.values():
+                        each.kill()
+                    raise SystemExit(f"{case}: a rank failed; see above")
+        return [bytes_ for _, bytes_ in sorted((found.get() for _ in ranks), key=lambda each: each[0])]
 
 
 def _coordinator(case: Case, root: Path, supervisor: Supervisor) -> Path:
@@ -239,60 +246,58 @@ def _coordinator(case: Case, root: Path, supervisor: Supervisor) -> Path:
     return root / "peer"
 
 
-def _look(pid: int, phase: str, into: Seen) -> None:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return
-    anonymous = next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon")), 0)
-    if phase == "start" or not anonymous:
-        return
-    if phase == "training":
-        into.least = min(into.least, anonymous)
-    elif phase == "saving":
-        into.saving = max(into.saving, anonymous)
-    else:
-        into.rounds = max(into.rounds, anonymous)
+@functools.cache
+def alone(ranks: int, parameters: int) -> list[dict[str, int]]:
+    """Return what `measure` does of the training without exchange."""
+    return measure(Case(up="fp32", residual="fp32", mode="blocking", ranks=ranks), parameters, exchange=False)
 
 
-def per_parameter(case: Case, sizes: tuple[int, int]) -> dict[str, float]:
-    """Return bytes per own parameter above the training alone; of the ranks the mean."""
-    small, large = sizes
-    own = (large - small) / case.ranks
-    found: dict[str, list[float]] = {"at_rest": [], "rounds": [], "checkpoint": []}
-    seen = {(size, exchange): measure(case, size, exchange=exchange) for size in sizes for exchange in (False, True)}
-    for rank in range(case.ranks):
-        for name, attribute in (("at_rest", "least"), ("rounds", "rounds"), ("checkpoint", "saving")):
-            values = {key: getattr(ranks[rank], attribute) for key, ranks in seen.items()}
-            above = [values[size, True] - values[size, False] for size in sizes]
-            found[name].append((above[1] - above[0]) / own)
-    return {name: round(statistics.fmean(values), 2) for name, values in found.items()}
+@functools.cache
+def tiny(ranks: int) -> list[dict[str, int]]:
+    """Return what `measure` does of an exchange of almost no parameters."""
+    return measure(Case(up="int8", residual="fp32", mode="blocking", ranks=ranks), TINY, exchange=True)
+
+
+def per_parameter(case: Case, parameters: int) -> dict[str, float]:
+    """Return bytes per own parameter; of the ranks the mean."""
+    bytes_ = dict.fromkeys(PHASES, 0)
+    for parts in zip(
+        measure(case, parameters, exchange=True),
+        alone(case.ranks, parameters),
+        tiny(case.ranks),
+        alone(case.ranks, TINY),
+        strict=True,
+    ):
+        for phase in PHASES:
+            exchanging, training, little, nothing = (part[phase] for part in parts)
+            bytes_[phase] += exchanging - training - (little - nothing)
+    return {phase: round(each / parameters, 2) for phase, each in bytes_.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=48e6, help="of the larger model; the smaller has a quarter")
+    parser.add_argument("--parameters", type=float, default=48e6, help="of the model")
     parser.add_argument("--only", default="", help="only rows with this in their name, as: int8/int8 blocking 1")
     parser.add_argument("--label", default="", help="kept in the results, to tell recordings apart")
     options = parser.parse_args()
-    large = int(options.parameters) // (4 * BLOCKS * WIDTH) * (4 * BLOCKS * WIDTH)
-    print(
-        f"{large:,} and {large // 4:,} parameters in {BLOCKS} equal fragments: one as fp32 is {4 / BLOCKS:.2f} B per parameter"
-    )
-    print(f"{'up/residual mode ranks':28} {'at rest':>8} {'rounds':>8} {'checkpoint':>10}   bytes per own parameter")
+    parameters = int(options.parameters) // (4 * BLOCKS * WIDTH) * (4 * BLOCKS * WIDTH)
+    print(f"{parameters:,} parameters in {BLOCKS} equal fragments: one as fp32 is {4 / BLOCKS:.2f} bytes per parameter")
+    print("bytes per own parameter, as measured (and as listed in docs/operating.md, without fragments in flight)")
+    print(f"{'up/residual mode ranks':28}" + "".join(f"{phase.replace('_', ' '):>16}" for phase in PHASES))
     for case in CASES:
         name = f"{case.up}/{case.residual} {case.mode} {case.ranks}"
         if options.only not in name:
             continue
-        found = per_parameter(case, (large // 4, large))
-        print(f"{name:28} {found['at_rest']:8.2f} {found['rounds']:8.2f} {found['checkpoint']:10.2f}", flush=True)
+        found, expected = per_parameter(case, parameters), case.expected
+        print(f"{name:28}" + "".join(f"{found[phase]:8.2f} ({expected[phase]:5.2f})" for phase in PHASES), flush=True)
         row = {
             "date": datetime.date.today().isoformat(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
             "label": options.label,
-            "parameters": large,
+            "parameters": parameters,
             **dataclasses.asdict(case),
             **found,
+            "expected": {phase: round(bytes_, 2) for phase, bytes_ in expected.items()},
         }
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
