@@ -97,6 +97,13 @@ class Swarm:
         issued = self._authority.issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
         return key_pem(key), issued.public_bytes(serialization.Encoding.PEM)
 
+    def share_authority(self, peer_id: str) -> None:
+        """Give a member the authority's key, by hand."""
+        folder = self.path / peer_id / "authority"
+        folder.mkdir(mode=0o700)
+        for name in ("ca.key", "ca.pem"):
+            write_atomic(folder / name, (self.folder.path / name).read_bytes(), mode=0o600)
+
     def start(self, peer_id: str, **settings: Any) -> None:
         """Start a host; it knows those that were started before. settings: of host.json, that are different."""
         seeds = {other: (self.address(other),) for other in self.members if (self.path / other / "port").exists()}
@@ -323,7 +330,7 @@ def test_a_peer_that_trains_hears_why_its_member_was_evicted(tmp_path: Path) -> 
     theta = [fragment.clone() for fragment in replica.founding()]
     with swarm(tmp_path, schema=replica.schema, parts=2, theta=theta, members="abc") as members:
         members.grow()
-        write_atomic(tmp_path / "a" / "ca.key", (members.folder.path / "ca.key").read_bytes(), mode=0o600)
+        members.share_authority("a")
         key, certificate = members.certificate("c")
         credentials = grpc.ssl_channel_credentials((members.folder.path / "ca.pem").read_bytes(), key, certificate)
         hosts = {peer_id: members.address(peer_id) for peer_id in members.members}
@@ -370,9 +377,7 @@ def test_a_host_that_is_told_to_stop_leaves_and_joins_again_and_one_that_is_evic
     """By the commands, as an operator types them."""
     with swarm(tmp_path, members="abc") as members:
         members.grow()
-        (tmp_path / "b" / "authority").mkdir(mode=0o700)
-        for name in ("ca.key", "ca.pem"):
-            write_atomic(tmp_path / "b" / "authority" / name, (members.folder.path / name).read_bytes(), mode=0o600)
+        members.share_authority("b")
         leaver = members.processes.pop("c")
         leaver.process.send_signal(signal.SIGTERM)
         assert leaver.finish() == 0 and any("c has left" in line for line in leaver.lines), leaver.lines
