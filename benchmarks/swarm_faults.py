@@ -57,7 +57,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from edit.command_line import log_to_stderr
 from edit.config.run import RunConfig
-from edit.council.record import Record, Saved, peer_of
+from edit.council.record import Record, Saved, Stamp, peer_of
 from edit.durable_files import write_atomic
 from edit.fragments.assignment import assign
 from edit.lab.bench.exchange_peer import blocks
@@ -247,6 +247,10 @@ class Swarm:
         saved = self.saved(peer_id)
         return saved.record if saved is not None else None
 
+    def stamps(self) -> list[Stamp]:
+        """Return which version of the record each member has on disk."""
+        return [record.stamp if record is not None else Stamp(0, 0, 0) for record in map(self.record, MEMBERS)]
+
     def roles(self) -> tuple[str, set[str]]:
         """Return who leads (whom most have voted for in the latest term), and who owns parts."""
         found = [saved for peer_id in MEMBERS if (saved := self.saved(peer_id)) is not None and saved.record is not None]
@@ -361,8 +365,10 @@ def victim_of(kind: str, leader: str, owners: set[str], draw: random.Random) -> 
 
 
 def settled(at: Swarm) -> None:
-    """Wait until all vote, and each has taken three outer steps of each part."""
+    """Wait until all vote and follow the record, and each has taken three outer steps of each part."""
     at.wait(at.formed, SETTLES_S, "all vote again")
+    newest = max(at.stamps())
+    at.wait(lambda: min(at.stamps()) > newest, SETTLES_S, "all hosts follow the record")
     at.look()
     wanted = {part: step + 3 for part, step in at.reached(MEMBERS).items()}
     at.wait(lambda: at.all_at(MEMBERS, wanted), SETTLES_S, "all train")
