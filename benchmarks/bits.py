@@ -43,7 +43,7 @@ from edit.fragments.shards import Shard
 from edit.lab.bench.results import append_lines, circumstances, write_picture
 from edit.lab.charts import Point, points_picture
 from edit.local import LocalRun
-from edit.records import Contribution, Outcome, Snapshot
+from edit.records import Contribution, Outcome, Progress, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import evaluate
@@ -125,6 +125,9 @@ class Counting:
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         """See `Collective.join`."""
         return self.inner.join(schema, found, shards)
+
+    def report(self, progress: Progress) -> None:
+        """See `Collective.report`."""
 
     def contribute(self, contribution: Contribution) -> None:
         """See `Collective.contribute`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from edit.errors import LocalProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Contribution, Outcome, Snapshot
+from edit.records import Contribution, Outcome, Progress, Snapshot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,10 @@ class Collective(Protocol):
 
     def snapshot(self) -> Snapshot:
         """The outer parameters of the latest committed step; blocks. Raises TransportError when cut off."""
+        ...
+
+    def report(self, progress: Progress) -> None:
+        """Tell the run how far this peer is, in place of what was told before; returns at once."""
         ...
 
 

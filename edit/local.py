@@ -39,6 +39,7 @@ from edit.records import (
     NeedsSnapshot,
     Outcome,
     PeerVerdict,
+    Progress,
     Snapshot,
     Verdict,
 )
@@ -664,6 +665,7 @@ class LocalCollective:
         self._peer_id = peer_id
         self._shards: tuple[Shard, ...] | None = None
         self._told = 0  # losses before so many need no answer any more
+        self.reported: Progress | None = None  # what this peer has told of itself
 
     @property
     def peer_id(self) -> str:
@@ -692,6 +694,10 @@ class LocalCollective:
             case Committed(commit):
                 return replace(outcome, commit=self._cut_commit(commit))
         return outcome
+
+    def report(self, progress: Progress) -> None:
+        """See `Collective.report`."""
+        self.reported = progress
 
     def snapshot(self) -> Snapshot:
         """theta at the last commit, of this rank's shards."""

@@ -6,6 +6,7 @@ arrives.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +31,7 @@ __all__ = [
     "NeedsSnapshot",
     "Outcome",
     "PeerVerdict",
+    "Progress",
     "RolledBack",
     "Snapshot",
     "Update",
@@ -143,6 +145,20 @@ class Commit:
     def has(self, peer_id: str) -> bool:
         """Return whether this peer contributed to it, whatever the verdict."""
         return any(part.verdict_of(peer_id) is not None for part in self.fragments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far one peer is in its training, at one rank: what a carrier tells the others of it."""
+
+    outer_step: int  # of its outer parameters
+    digest: str  # of its outer parameters
+    exchanging: bool  # whether a contribution waits for its outcome
+    inner_steps: int  # since its process started
+    round_inner_steps: int  # since its last contribution
+    loss: float = math.nan  # training loss, moving mean; NaN where the peer does not tell it
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0  # seconds per inner step without waits for exchanges, moving median
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from edit.errors import ConfigError, RefusedError
 from edit.fragments.schema import Schema, plan_fragments
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injected, Injection, check_run
-from edit.records import Committed, Contribution, Outcome, Snapshot
+from edit.records import Committed, Contribution, Outcome, Progress, Snapshot
 from edit.replica.flat import flatten, load_fragment
 from edit.replica.ranks import ALONE
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -359,6 +359,9 @@ class _Noting:
 
     def snapshot(self) -> Snapshot:
         return self._collective.snapshot()
+
+    def report(self, progress: Progress) -> None:
+        """Leave it out: the region tells of itself."""
 
 
 def _check_fit(upper: RunConfig, lower: RunConfig) -> None:

@@ -73,8 +73,11 @@ class EditCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop when the run has finished."""
-        if self._attached is not None and self._attached.worker.finished:
+        """Report the loss; stop when the run has finished."""
+        if self._attached is None:
+            return
+        self._attached.worker.report(loss=outputs.get("loss") if isinstance(outputs, Mapping) else None)
+        if self._attached.worker.finished:
             trainer.should_stop = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

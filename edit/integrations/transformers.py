@@ -94,6 +94,18 @@ class EditCallback(TrainerCallback):
         self._show_outer(control)
         return control
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Report the loss as often as the Trainer logs it: the mean since the last time."""
+        if self._attached is not None and logs and "loss" in logs:
+            self._attached.worker.report(loss=logs["loss"])
+
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the outer parameters to what the Trainer does once per pass over the data."""
         self._show_outer(control)

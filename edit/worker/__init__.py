@@ -10,6 +10,7 @@ Reading order:
 - hooks: a hook that a copy of the model does not take along.
 - unwrap: what other libraries have wrapped around a model and its optimizers, taken off.
 - batches: the batches of a user's loop, for as long as a run goes on.
+- speed: loss and speed of the last inner steps, for what a peer reports.
 - config: `WorkerConfig`, the sections of the run's configuration that a worker needs.
 - exchange: what a peer decides, as a table and a class without tensors. Sans-IO; the simulator runs it, too.
 - apply: carries the decisions out on a model and a collective.

@@ -35,7 +35,7 @@ from edit.config.validation import one_of
 from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
-from edit.records import Commit
+from edit.records import Commit, Progress
 from edit.replica.layout import is_sharded
 from edit.replica.ranks import ALONE, Ranks
 from edit.replica.replica import Outer, Replica
@@ -51,6 +51,7 @@ from edit.worker.batches import agreed, epochs
 from edit.worker.checkpoint import Checkpoint, goes_forward, skeleton
 from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook
+from edit.worker.speed import Speed, Stopwatch
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated
 
 __all__ = ["EditWorker", "WorkerConfig"]
@@ -82,7 +83,8 @@ class EditWorker:
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
             alone.
-        clock: monotonic seconds in float64, read only where the run's schedule is by time, at rank 0; None: the system's.
+        clock: monotonic seconds in float64, for the speed that is reported and, at rank 0, for a run's schedule by time; None:
+            the system's.
         leave: what the model holds after leaving, and as soon as `finished` is True after an optimizer step: "outer", the outer
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
             local ones.
@@ -117,6 +119,7 @@ class EditWorker:
         self._hooks: list[RemovableHandle] = []
         self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
         self._swapped = False
+        self._speed, self._stopwatch = Speed(), Stopwatch(self._clock)
         self._ended = False  # whether the run had finished and the outer parameters were loaded
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
 
@@ -143,6 +146,7 @@ class EditWorker:
             self._optimizers[-1].register_step_post_hook(Hook(self._after_step)),
             *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
         ]
+        self._tell()  # a peer that is where the run is, is waited for
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -249,7 +253,7 @@ class EditWorker:
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
         sync = self._config.sync
-        with _outside_autograd():
+        with _outside_autograd(), self._stopwatch.paused():
             for each in self._entered:
                 pending = each.exchange.pending
                 if pending is not None and pending.outer_step + 1 >= sync.outer_steps:
@@ -262,11 +266,28 @@ class EditWorker:
         last = self._config.sync.outer_steps
         return all(each.exchange.finished or each.replica.outer_step >= last for each in self._entered)
 
+    def report(self, *, loss: float | Tensor | None = None, tokens: int = 0) -> None:
+        """Say how the inner step now taken went, once for each: the run's status shows it from the next step on, with this
+        peer's speed.
+
+        loss: of this step; a tensor is read one step later, so that nothing waits for the device. tokens: see `count_tokens`.
+        """
+        if loss is not None:
+            self._speed.add_loss(loss)
+        if tokens:
+            self.count_tokens(tokens)
+
+    @property
+    def speed(self) -> Speed:
+        """Loss and speed of the last inner steps, without the time in which this worker exchanged or waited."""
+        return self._speed
+
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens behind the next contribution (they weigh it when the run says `weighting = "tokens"`).
 
         They are the whole replica's, so every rank adds the same.
         """
+        self._speed.count_tokens(tokens)
         for each in self._entered:
             each.exchange.schedule.count_tokens(tokens)
 
@@ -276,7 +297,7 @@ class EditWorker:
         block: False applies what is known and does not wait; an outcome that is still open is asked for after later steps.
         """
         self._require_local("synchronize()")
-        with _outside_autograd():
+        with _outside_autograd(), self._stopwatch.paused():
             known = [each.synchronize(block=block) for each in self._entered]
         return all(known)
 
@@ -357,7 +378,7 @@ class EditWorker:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self._swapped or not self.pending:
             return
-        with _outside_autograd():
+        with _outside_autograd(), self._stopwatch.paused():
             for each, update_points in zip(self._exchanges, self._update_points, strict=True):
                 if each.exchange.pending is not None:
                     each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
@@ -376,17 +397,36 @@ class EditWorker:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
-        with _outside_autograd():
+        with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with _outside_autograd():
+        self._speed.add_step(self._stopwatch.lap())
+        with _outside_autograd(), self._stopwatch.paused():
             ready = [each.run(each.exchange.stepped()) for each in self._exchanges]
             if all(ready):
                 self._contribute_if_due()
             if self.finished:
                 self._end()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell each aggregator how far this peer is."""
+        for each, collective in zip(self._exchanges, self._collectives, strict=True):
+            schedule = each.exchange.schedule
+            collective.report(
+                Progress(
+                    outer_step=each.replica.outer_step,
+                    digest=each.replica.digest,
+                    exchanging=each.exchange.pending is not None,
+                    inner_steps=schedule.inner_steps,
+                    round_inner_steps=schedule.round_inner_steps,
+                    loss=self._speed.loss,
+                    tokens_per_s=self._speed.tokens_per_s,
+                    step_s=self._speed.step_s,
+                )
+            )
 
     def _contribute_if_due(self) -> None:
         if not self.finished:

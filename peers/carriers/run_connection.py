@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from edit.collective import Collective
 from edit.fragments.schema import Schema
 from edit.replica.replica import Outer
-from editpb.messages import Heartbeat, View
+from editpb.messages import View
 
 __all__ = ["AggregatorConnection", "Interrupted", "Origin", "RunConnection", "Traffic", "leaving"]
 
@@ -61,10 +61,6 @@ class AggregatorConnection(Collective, Protocol):
     @property
     def origin(self) -> Origin | None:
         """Where the last snapshot came from; None before the first."""
-        ...
-
-    def report(self, heartbeat: Heartbeat) -> None:
-        """Say this in heartbeats from now on (the carrier fills in the bytes); return at once."""
         ...
 
 

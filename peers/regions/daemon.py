@@ -15,8 +15,9 @@ from edit import kernels
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import Schema
+from edit.records import Progress
 from edit.regional_peer import Below, Memory, RegionalPeer
-from editpb.messages import Heartbeat, InjectionState, PeerState, RunPhase
+from editpb.messages import InjectionState, RunPhase
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
@@ -160,8 +161,8 @@ class _Regional:
     def _report(self, region: RegionalPeer, collective: HubCollective) -> None:
         worker = region.worker
         collective.report(
-            Heartbeat(
-                state=PeerState.EXCHANGING if worker.pending else PeerState.TRAINING,
+            Progress(
+                exchanging=worker.pending,
                 outer_step=worker.outer_step,
                 digest=worker.digest,
                 inner_steps=worker.inner_steps,

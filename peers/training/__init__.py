@@ -11,7 +11,6 @@ torchrun             what torchrun says of this process
 checkpoint           what a checkpoint holds, and when one is written
 checkpoint_files     checkpoints on disk
 checkpoint_manifest  their metadata, checked
-throughput           loss and speed of the last steps
 metrics              the peer's metrics file
 options              what the peer's operator sets
 fault_injection      damage on purpose, for tests

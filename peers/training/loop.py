@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from blake3 import blake3
@@ -23,7 +25,6 @@ from edit.heaps import return_free_memory
 from edit.replica.ranks import Ranks
 from edit.worker.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
-from editpb.messages import Heartbeat, PeerState
 from peers.carriers.run_connection import Interrupted, Origin, RunConnection
 from peers.models.registry import build
 from peers.training.checkpoint import PeriodicCheckpoints, Resumable
@@ -33,7 +34,6 @@ from peers.training.fault_injection import FaultInjector
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
 from peers.training.sharding import RankLayout, shard_model
-from peers.training.throughput import Throughput
 from peers.training.trainer import Trainer
 
 __all__ = ["Place", "Training"]
@@ -68,8 +68,8 @@ class Training:
         self._place = place
         self._connection = connection
         self._metrics = metrics
-        self._throughput = Throughput(options.throttle)
         self._kind = "aggregator" if config.swarm is None else "part"  # what has a share of the model
+        self._seconds: deque[float] = deque(maxlen=20)  # of the last inner steps
         self._origins: dict[int, Origin] = {}  # by aggregator: of the last snapshot that metrics tell of
         self._told: dict[int, tuple[int, str]] = {}  # by aggregator: the outer step and reason logged last
 
@@ -97,7 +97,6 @@ class Training:
             return_free_memory()  # of the initial parameters, the snapshot's messages, the checkpoint
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
             self._told = {number: (share.outer_step, "") for number, share in enumerate(worker.shares)}
-            self._report(worker)  # a peer that is where the run is, is waited for
             saving.begin(worker.outer_step)
             self._show(worker)
             self._loop(trainer, worker, saving)
@@ -188,14 +187,14 @@ class Training:
         inner = self._config.inner
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
         result = trainer.step(lambda: self._position(worker))
-        self._throughput.add(result)
+        worker.report(loss=result.loss)
+        self._seconds.append(result.seconds)
         self._show(worker)
-        self._report(worker)
         self._tell(worker)
-        self._metrics.step(worker.inner_steps, result.loss, self._throughput.tokens_per_s, worker.outer_step)
+        self._metrics.step(worker.inner_steps, result.loss, worker.speed.tokens_per_s, worker.outer_step)
         if self._options.throttle > 1:
             with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
-                self._connection.pause(self._throughput.idle_s)
+                self._connection.pause((self._options.throttle - 1) * median(self._seconds))
 
     def _show(self, worker: EditWorker) -> None:
         """Tell metrics where the outer parameters came from, and offer them to members that join."""
@@ -204,21 +203,6 @@ class Training:
                 self._origins[number] = origin
                 self._metrics.snapshot(origin.outer_step, origin.digest, origin.sources)
         self._connection.show(worker.outer_of)
-
-    def _report(self, worker: EditWorker) -> None:
-        for share, connection in zip(worker.shares, self._connection.shares, strict=True):
-            connection.report(
-                Heartbeat(
-                    state=PeerState.EXCHANGING if share.pending else PeerState.TRAINING,
-                    outer_step=share.outer_step,
-                    digest=share.digest,
-                    inner_steps=worker.inner_steps,
-                    round_inner_steps=share.round_inner_steps,
-                    loss=self._throughput.loss,
-                    tokens_per_s=self._throughput.tokens_per_s,
-                    step_s=self._throughput.step_s,
-                )
-            )
 
     def _tell(self, worker: EditWorker) -> None:
         """Log, for each aggregator, a change of its outer step or reason: in one line what is the same of all."""
@@ -229,7 +213,7 @@ class Training:
         for number, (outer_step, reason) in changed.items():
             if number == 0 or not together:
                 of = f"{self._kind} {number}: " if not together else ""
-                _log.info("%souter step %d, loss %.4f: %s", of, outer_step, self._throughput.loss, reason)
+                _log.info("%souter step %d, loss %.4f: %s", of, outer_step, worker.speed.loss, reason)
             self._metrics.outer(outer_step, worker.shares[number].digest, reason, number)
 
 

@@ -13,7 +13,7 @@ from edit.errors import TransportError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Commit, Committed, Contribution, FragmentCommit, Outcome, PeerVerdict, Snapshot, Verdict
+from edit.records import Commit, Committed, Contribution, FragmentCommit, Outcome, PeerVerdict, Progress, Snapshot, Verdict
 from tests.support.encoded import encode
 
 ME = "me"
@@ -65,6 +65,7 @@ class ScriptedCollective:
         self.contributed: list[Contribution] = []
         self.snapshots: list[Snapshot | TransportError] = []
         self.schema: Schema | None = None
+        self.told: list[Progress] = []
 
     @property
     def peer_id(self) -> str:
@@ -99,6 +100,9 @@ class ScriptedCollective:
             return self.answers[outer_step].pop(0)
         assert not block, f"a blocking question about outer step {outer_step} without an answer"
         return None
+
+    def report(self, progress: Progress) -> None:
+        self.told.append(progress)
 
     def snapshot(self) -> Snapshot:
         answer = self.snapshots.pop(0)

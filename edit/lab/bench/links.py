@@ -37,9 +37,8 @@ from edit.lab.joining import enrol, lead_through
 from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
 from edit.lab.run_toml import Settings
-from edit.records import Committed, Contribution, EncodedTensor
+from edit.records import Committed, Contribution, EncodedTensor, Progress
 from editpb import control_pb2, control_pb2_grpc
-from editpb.messages import Heartbeat, PeerState
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
@@ -298,8 +297,15 @@ class _Beats:
             now = int(1e3 * time.monotonic())
             digest = "" if len(self._said) % 2 else view.digest  # another than before, so that it is said at once
             self._said.append(now)
-            state = PeerState.EXCHANGING if self._collective.sending else PeerState.TRAINING
-            self._collective.report(Heartbeat(state=state, outer_step=view.outer_step, digest=digest, inner_steps=now))
+            self._collective.report(
+                Progress(
+                    outer_step=view.outer_step,
+                    digest=digest,
+                    exchanging=self._collective.sending,
+                    inner_steps=now,
+                    round_inner_steps=0,
+                )
+            )
 
     def _listen(self) -> None:
         observer = open_observer(self._state)

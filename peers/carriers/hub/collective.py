@@ -31,7 +31,7 @@ from edit.errors import (
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Snapshot
+from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
 from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
@@ -162,7 +162,8 @@ class HubCollective:
         held = [Shard(each) for each in schema.fragments] if shards is None else shards
         self._io.change(partial(self._configure, config, schema, held, self._ranks.lead(lambda: time.time_ns() // 10**6)))
         snapshot = self._take_prefetched(schema) or self._first_snapshot()
-        self.report(Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest))
+        starting = Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest)
+        self._io.post(partial(self._say, starting))
         together = self._siblings.joined(self)
         for one in together:
             one._io.post(partial(one._set_state, PeerState.TRAINING))
@@ -407,8 +408,18 @@ class HubCollective:
 
     # ---- reporting and leaving -------------------------------------------------------------------------------------------
 
-    def report(self, heartbeat: Heartbeat) -> None:
+    def report(self, progress: Progress) -> None:
         """Say this in heartbeats from now on (bytes are filled in); one goes out at once when step, digest or state changed."""
+        heartbeat = Heartbeat(
+            state=PeerState.EXCHANGING if progress.exchanging else PeerState.TRAINING,
+            outer_step=progress.outer_step,
+            digest=progress.digest,
+            inner_steps=progress.inner_steps,
+            round_inner_steps=progress.round_inner_steps,
+            loss=progress.loss,
+            tokens_per_s=progress.tokens_per_s,
+            step_s=progress.step_s,
+        )
         self._io.post(partial(self._say, heartbeat))
 
     @property

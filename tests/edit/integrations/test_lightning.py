@@ -165,6 +165,13 @@ def test_training_can_end_with_the_peers_own_parameters(tmp_path: Path) -> None:
     assert not same(parameters(module), theta(run))
 
 
+def test_the_run_hears_of_loss_and_speed(tmp_path: Path) -> None:
+    collective = run_of().collective("me")
+    fit(tmp_path, Module(), [EditCallback(collective, CONFIG)])
+    told = collective.reported
+    assert told is not None and 0 < told.loss < 10 and told.step_s > 0 and told.tokens_per_s > 0
+
+
 def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:
     """T8: validating and saving leave the run as it is without them."""
     digests = []

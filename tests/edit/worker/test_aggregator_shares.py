@@ -17,7 +17,7 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
-from edit.records import Aborted, Contribution, Outcome, Snapshot
+from edit.records import Aborted, Contribution, Outcome, Progress, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import LOSSY
 from tests.support.models import TinyTransformer, token_batches, train_step
@@ -76,6 +76,9 @@ class Gate:
 
     def snapshot(self) -> Snapshot:
         return self._inner.snapshot()
+
+    def report(self, progress: Progress) -> None:
+        self._inner.report(progress)
 
 
 class Peer:

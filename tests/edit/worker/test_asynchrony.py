@@ -214,14 +214,18 @@ def test_by_the_clock_a_contribution_comes_with_the_first_step_after_the_deadlin
     assert [c.inner_steps for c in peer.collective.contributed] == [4, 4, 4, 4]
 
 
-def test_the_clock_is_not_read_where_nothing_depends_on_it() -> None:
-    def never() -> float:
-        raise AssertionError("read the clock")
-
-    model = small_mlp(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with EditWorker(model, optimizer, ScriptedCollective(), worker_config(every=5), clock=never):
-        train_step(model, optimizer, next(regression_batches(0)))
+def test_a_clock_decides_nothing_where_the_schedule_is_by_steps() -> None:
+    sent = []
+    for clock in (lambda: 0.0, iter(range(10**9, 0, -(10**6))).__next__):
+        model, collective = small_mlp(0), ScriptedCollective()
+        optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.05), regression_batches(0)
+        with EditWorker(model, optimizer, collective, worker_config(every=5), clock=clock) as worker:
+            for _ in range(5):
+                train_step(model, optimizer, next(batches))
+            assert worker.pending
+            collective.answers[0].append(Aborted("for the test"))
+        sent.append([(one.inner_steps, bytes(one.payload.data)) for one in collective.contributed])
+    assert len(sent[0]) == 2 and sent[0] == sent[1]
 
 
 def test_the_run_says_how_many_steps_to_take_and_a_peer_adopts_it_with_the_commit() -> None:

@@ -33,6 +33,7 @@ from edit.records import (
     FragmentCommit,
     Outcome,
     PeerVerdict,
+    Progress,
     Snapshot,
     Verdict,
 )
@@ -85,6 +86,9 @@ class Oracle:
     def snapshot(self) -> Snapshot:
         parts = tuple(shard.take(part).clone() for shard, part in zip(self.shards, self.theta, strict=True))
         return Snapshot(self.outer_step, digest(self.theta), parts)
+
+    def report(self, progress: Progress) -> None:
+        pass
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
         if outer_step < self.outer_step:

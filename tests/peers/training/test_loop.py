@@ -12,10 +12,11 @@ import torch
 from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.local import LocalCollective, LocalRun
+from edit.records import Progress
 from edit.replica.ranks import ALONE
 from edit.replica.replica import Outer
 from editpb.identity import Identity
-from editpb.messages import Heartbeat, PeerState, RunPhase, View
+from editpb.messages import RunPhase, View
 from peers.carriers.run_connection import Interrupted, Origin, RunConnection, Traffic
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
@@ -31,7 +32,7 @@ class LocalShare(LocalCollective):
     def __init__(self, run: LocalRun, peer_id: str) -> None:
         super().__init__(run, peer_id)
         self.run = run
-        self.heartbeats: list[Heartbeat] = []
+        self.told: list[Progress] = []
         self.connected, self.cut_off = True, False
         self.origin = Origin(0, "abcd", ("this process",))
 
@@ -40,8 +41,8 @@ class LocalShare(LocalCollective):
         phase = RunPhase.FINISHED if self.run.finished else RunPhase.COLLECTING
         return View(sequence=1, phase=phase, outer_step=self.run.state.outer_step)
 
-    def report(self, heartbeat: Heartbeat) -> None:
-        self.heartbeats.append(heartbeat)
+    def report(self, progress: Progress) -> None:
+        self.told.append(progress)
 
 
 class LocalConnection:
@@ -99,9 +100,9 @@ def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, confi
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         training(tmp_path, connection, config, metrics).run(0)
     assert run.finished and run.state.outer_step == ROUNDS
-    beats = connection.shares[0].heartbeats
+    beats = connection.shares[0].told
     assert [beat.outer_step for beat in beats] == [0] * (H + 1) + [1] * H + [2] * H
-    assert beats[0].state is PeerState.TRAINING and beats[0].digest
+    assert not beats[0].exchanging and beats[0].digest
     assert {outer.outer_step for _, outer in connection.shown} == {0, 1, 2} and not connection.pauses
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (kinds.count("snapshot"), kinds.count("outer")) == (1, ROUNDS)  # the last one, too, although no step follows it

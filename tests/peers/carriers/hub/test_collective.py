@@ -9,8 +9,8 @@ import torch
 from edit.codecs import decode
 from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.digest import digest
-from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome
-from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
+from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress
+from editpb.messages import Expel, PeerState, RunPhase
 from peers.carriers.run_connection import Interrupted
 from tests.support.encoded import encode
 from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
@@ -381,6 +381,9 @@ def test_waits_can_be_interrupted_and_goodbye_is_said() -> None:
 
 def test_a_report_goes_out_with_the_next_heartbeat() -> None:
     with run_of() as (fake, peer):
-        peer.collective.report(Heartbeat(state=PeerState.TRAINING, outer_step=3, loss=1.5, inner_steps=40, step_s=0.1))
+        progress = Progress(
+            outer_step=3, digest="", exchanging=False, inner_steps=40, round_inner_steps=0, loss=1.5, step_s=0.1
+        )
+        peer.collective.report(progress)
         fake.await_(lambda f: f.heartbeats[-1].inner_steps == 40)
         assert fake.heartbeats[-1].loss == 1.5 and fake.heartbeats[-1].outer_step == 3

@@ -1,0 +1,117 @@
+"""What a peer tells of itself: its progress at every step, its speed without waits, and what its loop says of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from edit.worker.speed import Speed, Stopwatch
+from edit.worker.worker import EditWorker
+from tests.support.models import regression_batches, small_mlp, train_step
+from tests.support.scripted import ScriptedCollective
+from tests.support.scripted_peer import Peer, commit_next
+from tests.support.settings import worker_config
+
+
+class TestProgress:
+    def test_it_is_told_on_entering_and_after_every_step(self, peer: Callable[..., Peer]) -> None:
+        p = peer(every=2)
+        (entered,) = p.collective.told
+        assert (entered.outer_step, entered.digest, entered.inner_steps) == (0, p.worker.digest, 0)
+        p.step(2)
+        one, two = p.collective.told[1:]
+        assert (one.inner_steps, one.round_inner_steps, one.exchanging) == (1, 1, False)
+        assert (two.inner_steps, two.round_inner_steps, two.exchanging) == (2, 0, True)
+        after = commit_next(p)
+        p.step()
+        assert (p.collective.told[-1].outer_step, p.collective.told[-1].digest) == (1, after.digest)
+
+    def test_a_loop_that_says_nothing_has_no_loss(self, peer: Callable[..., Peer]) -> None:
+        p = peer()
+        p.step()
+        assert math.isnan(p.collective.told[-1].loss) and p.collective.told[-1].tokens_per_s == 0
+
+    def test_the_loss_is_the_mean_of_the_last_finite_ones(self, peer: Callable[..., Peer]) -> None:
+        p = peer(every=100)
+        for loss in (5.0, math.nan, 7.0):
+            p.step()
+            p.worker.report(loss=loss)
+        p.step()
+        assert p.collective.told[-1].loss == 6.0
+        for _ in range(20):
+            p.step()
+            p.worker.report(loss=1.0)
+        p.step()
+        assert p.collective.told[-1].loss == 1.0
+
+    def test_a_tensor_is_read_one_step_later(self, peer: Callable[..., Peer]) -> None:
+        p = peer(every=100)
+        for loss in (5.0, 7.0):
+            p.step()
+            p.worker.report(loss=torch.tensor(loss, requires_grad=True))
+        p.step()
+        assert p.collective.told[-1].loss == 5.0
+
+    def test_tokens_count_for_the_weight_too(self, peer: Callable[..., Peer]) -> None:
+        p = peer(every=1)
+        p.worker.report(tokens=30)
+        p.step()
+        assert {one.tokens for one in p.collective.contributed} == {30}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(ScriptedCollective):
+    """Each question takes a minute."""
+
+    clock = Clock()
+
+    def outcome(self, outer_step: int, *, block: bool):  # type: ignore[no-untyped-def]
+        self.clock.now += 60.0
+        return super().outcome(outer_step, block=block)
+
+
+def test_waits_for_an_outcome_are_no_part_of_a_step() -> None:
+    model, batches, collective = small_mlp(), regression_batches(0), Slow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32"), clock=collective.clock) as worker:
+        p = Peer(model, optimizer, collective, worker, batches)
+        for _ in range(4):
+            collective.clock.now += 2.0
+            train_step(model, optimizer, next(batches))
+            worker.report(tokens=100)
+            commit_next(p)
+        assert collective.clock.now > 200
+        assert worker.speed.step_s == 2.0
+        assert collective.told[-1].step_s == 2.0
+        assert 25 <= worker.speed.tokens_per_s <= 50
+
+
+def test_a_lap_leaves_out_what_was_paused() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    assert watch.lap() is None
+    clock.now = 3.0
+    with pytest.raises(KeyboardInterrupt), watch.paused():
+        clock.now = 10.0
+        raise KeyboardInterrupt
+    clock.now = 11.0
+    assert watch.lap() == 4.0
+    clock.now = 11.5
+    assert watch.lap() == 0.5
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    speed = Speed()
+    assert math.isnan(speed.loss) and (speed.step_s, speed.tokens_per_s) == (0.0, 0.0)
+    speed.add_step(None)
+    assert speed.step_s == 0.0
