@@ -22,6 +22,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import stat
 import tempfile
@@ -52,7 +53,8 @@ TTL_S = 60.0  # that an announcement lasts
 REFRESH_S = 20.0
 EMPTY_S = 2.0  # likewise, while there are nodes to dial, and none answered
 WATCH_S = 1.0  # p2pd is asked whether it is there; its end is noticed at once
-FIRST_AGAIN_S, AGAIN_S = 0.2, 20.0  # until another node is made after one failed; doubled from the first to the last
+FIRST_AGAIN_S, AGAIN_S = 0.2, 20.0  # until another node is made after one that did not come up; doubled from first to last
+UP_AGAIN_S = 0.5  # likewise, after one that did
 START_S = 20.0  # within which a node is there
 CALL_S = 3.0  # within which another node answers
 CLOSE_S = 2.0  # within which the thread ends; then it is left behind
@@ -124,7 +126,7 @@ class Discovery:
         self._host: asyncio.AbstractEventLoop | None = None
         self._loop = asyncio.new_event_loop()  # the thread's
         self._news, self._stop = asyncio.Event(), asyncio.Event()  # set on that loop
-        self._closed = False
+        self._closed = self._up = False  # up: the present node is there
         self._ended: Future[None] = Future()
         self._complaint = ""
 
@@ -195,16 +197,17 @@ class Discovery:
     async def _live(self) -> None:
         """Make a node, and another one when it has failed, until `close`."""
         self._loop.set_exception_handler(_ignore)
-        stop, again_s = asyncio.ensure_future(self._stop.wait()), FIRST_AGAIN_S
+        stop, failed = asyncio.ensure_future(self._stop.wait()), 0
         while not stop.done():
-            begun = time.monotonic()
+            self._up = False
             life = asyncio.ensure_future(self._one_life())
             await asyncio.wait([stop, life], return_when=asyncio.FIRST_COMPLETED)
             life.cancel()
             await asyncio.wait([life], timeout=CLOSE_S)
             if life.done() and not life.cancelled() and (error := life.exception()) is not None:
                 self._complain(error)
-            again_s = FIRST_AGAIN_S if time.monotonic() - begun > AGAIN_S else min(2 * again_s, AGAIN_S)
+            failed = 0 if self._up else min(failed + 1, 16)
+            again_s = min(FIRST_AGAIN_S * 2**failed, AGAIN_S) if failed else UP_AGAIN_S
             await asyncio.wait([stop], timeout=again_s)
 
     def _complain(self, error: BaseException) -> None:
@@ -226,7 +229,7 @@ class Discovery:
             evicted=lambda peer_id: peer_id in self._known.evicted,
         )
         async with self._node(hivemind, records) as node:
-            self._complaint = ""
+            self._complaint, self._up = "", True
             _log.info("the DHT: %s", f"this member's node is {node.maddr}" if node.maddr else "a node that only asks")
             self._tell_host(self._reached, node.maddr)
             async with asyncio.TaskGroup() as tasks:  # the first that fails ends the other
@@ -394,12 +397,12 @@ def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 async def _drop(p2p: Any) -> None:
     """Leave a node, and end its p2pd. Its shutdown would wait for a p2pd that does not answer, and there is nothing to save."""
-    p2p._terminate()
     if p2p._child is not None:
         if p2p._child.returncode is None:
             with suppress(ProcessLookupError):
-                p2p._child.kill()
+                os.kill(p2p._child.pid, signal.SIGKILL)  # its own `kill` may reap it before asyncio does, which then complains
         await p2p._child.wait()
+    p2p._terminate()
 
 
 def _items_here(stored: Any) -> list[tuple[bytes, bytes, float]]:

@@ -48,7 +48,7 @@ class HostFolder:
     listen: str = "127.0.0.1:0"  # HOST:PORT; port 0 is chosen once
     advertise: str = ""  # the host at which others reach it; empty: nobody does
     seeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # HOST:PORT of members to begin with
-    discovery: str = "auto"  # "dht": with hivemind's DHT, too; "addresses": without; "auto": with it where it is installed
+    discovery: str = ""  # as swarm.discovery in run.toml, which it goes before here; '': what that says
     dht_peers: tuple[str, ...] = ()  # multiaddresses of nodes of the DHT to begin with, members or not
     dht_port: int = 0  # that this member's node binds, at the host of `listen`; 0: one that is chosen once
 
@@ -56,7 +56,7 @@ class HostFolder:
         host, _, port = self.listen.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise ConfigError(f"--listen {self.listen!r:.80}: must be HOST:PORT; port 0 chooses one")
-        if self.discovery not in ("auto", "addresses", "dht"):
+        if self.discovery not in ("", "auto", "addresses", "dht"):
             raise ConfigError(f"discovery = {self.discovery!r:.80}: must be auto, addresses or dht")
         if wrong := next((each for each in self.dht_peers if not is_maddr(each)), None):
             raise ConfigError(f"dht_peers: {wrong!r:.200} is not like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
@@ -91,14 +91,14 @@ class HostFolder:
         """Write host.json. Raises StorageError."""
         write_json(path / "host.json", asdict(self), version=FORMAT)
 
-    def uses_dht(self) -> bool:
+    def uses_dht(self, swarm: SwarmConfig) -> bool:
         """Return whether the DHT is to be used; only then import `aggregator.swarm.discovery`. Raises ConfigError."""
-        installed = find_spec("hivemind") is not None
-        if self.discovery == "dht" and not installed:
+        installed, discovery = find_spec("hivemind") is not None, self.discovery or swarm.discovery
+        if discovery == "dht" and not installed:
             raise ConfigError(f'discovery = "dht": {_NOT_INSTALLED}; discovery = "addresses" works without')
-        if self.discovery == "auto" and not installed:
+        if discovery == "auto" and not installed:
             _log.info("members are found by their addresses alone: %s", _NOT_INSTALLED)
-        return installed and self.discovery != "addresses"
+        return installed and discovery != "addresses"
 
 
 @dataclass(frozen=True, slots=True)

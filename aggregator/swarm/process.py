@@ -78,7 +78,7 @@ async def _open(path: Path) -> Host:
         await take_settings(path, client, identity, folder.seeds)
     settings, config = Settings.load(path), RunConfig.from_toml(path / "run.toml")
     discovery = None
-    if folder.uses_dht():
+    if folder.uses_dht(settings.swarm(config)):
         from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
 
         discovery = Discovery.of(folder, identity, path)

@@ -23,7 +23,7 @@ from edit.config.algorithm import (
     check_together,
 )
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
-from edit.config.validation import build, positive, require, within
+from edit.config.validation import build, one_of, positive, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
 
@@ -217,8 +217,12 @@ class SwarmConfig:
     lease_s: float = 1.0
     # Seconds of silence after which a member has no vote any more.
     forget_s: float = 60.0
+    # How members find each other beside the addresses that they know: "dht": by hivemind's DHT; "auto": where it is installed;
+    # "addresses": not at all.
+    discovery: str = "auto"
 
     def __post_init__(self) -> None:
+        one_of("swarm.discovery", self.discovery, ("auto", "addresses", "dht"))
         within("swarm.parts", self.parts, 1, 1024)
         within("swarm.heartbeat_s", self.heartbeat_s, 0.01, 30)
         within("swarm.lease_s", self.lease_s, 0.02, 60)

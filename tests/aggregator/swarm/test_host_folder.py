@@ -9,9 +9,11 @@ import pytest
 
 from aggregator.swarm import host_folder
 from aggregator.swarm.host_folder import HostFolder
+from edit.config.run import SwarmConfig
 from edit.errors import ConfigError
 
 MADDR = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWMeRyCUk5dyG5REHphBwiG8eP4C13hyyyzheUgS5g4B5m"
+AUTO = SwarmConfig()
 
 
 def folder(**settings: object) -> HostFolder:
@@ -24,16 +26,17 @@ def test_the_dht_is_used_where_hivemind_is_installed(
 ) -> None:
     monkeypatch.setattr(host_folder, "find_spec", lambda name: object() if installed and name == "hivemind" else None)
     with caplog.at_level(logging.INFO):
-        assert folder().uses_dht() is installed
-        assert folder(discovery="addresses").uses_dht() is False
+        assert folder().uses_dht(AUTO) is installed
+        assert folder(discovery="addresses").uses_dht(AUTO) is False
+        assert folder().uses_dht(SwarmConfig(discovery="addresses")) is False
     assert len(caplog.messages) == (not installed) and all("pip install 'edit-localsgd[swarm]'" in m for m in caplog.messages)
     if installed:
-        assert folder(discovery="dht").uses_dht()
+        assert folder(discovery="dht").uses_dht(AUTO)
         return
     with pytest.raises(
         ConfigError, match=r"^discovery = \"dht\": the DHT needs hivemind.*\[swarm\].*addresses\" works without$"
     ):
-        folder(discovery="dht").uses_dht()
+        folder().uses_dht(SwarmConfig(discovery="dht"))
 
 
 @pytest.mark.parametrize(
