@@ -43,7 +43,8 @@ def ask(*arguments: object) -> list[str]:
 class HostProcess:
     """The host of this peer, beside it: it ends with this process, however that ends.
 
-    A host that is killed is started again; one that ends by itself has said why, and ends this peer, too.
+    A host that is killed is started again; one that fails has said why, and ends this peer, too. So does one that was told to
+    leave, but that is no failure.
 
     Args:
         folder: of the member.
@@ -132,12 +133,15 @@ class HostProcess:
                 return
             often = len(self._starts) > MOST_RESTARTS and time.monotonic() - self._starts[0] < RESTARTS_S
             if code >= 0 or often:
-                kind = TransportError if code == 0 else ERRORS.get(code, EditError)
                 why = (
                     f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}, {len(self._starts)} times"
                 )
                 with self._news:
-                    self.failure = kind(f"this member's host {why}; its last lines say why")
+                    if code == 0 and self.listen:
+                        _log.info("this member's host was told to end; so does the peer")
+                    else:
+                        kind = TransportError if code == 0 else ERRORS.get(code, EditError)
+                        self.failure = kind(f"this member's host {why}; its last lines say why")
                     self._news.notify_all()
                     failed = self._failed
                 failed()

@@ -157,7 +157,7 @@ def test_one_signal_saves_and_ends_the_host_too(tmp_path: Path) -> None:
         a.until("owns part")
         (host,) = a.children()
         os.kill(host, signal.SIGTERM)
-        assert a.finish() == 69 and "this member's host ended" in "".join(a.lines)
+        assert a.finish() == 0 and "this member's host was told to end" in "".join(a.lines)
 
 
 def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
