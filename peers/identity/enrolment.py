@@ -20,7 +20,7 @@ from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleErr
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity
-from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, Invitation, guest_key, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
@@ -35,7 +35,7 @@ _MAX_PATH_CHARS = 255  # of the argument that names a file; an invitation is lon
 def invitation_text(argument: str, stdin: TextIO) -> str:
     """Return the invitation that an argument of the command line means.
 
-    `-` is a line of `stdin`, the path of a file what that file holds, and anything else the invitation itself. Raises
+    `-` is a line of `stdin`, the path of a file the invitation among its lines, and anything else the invitation itself. Raises
     ConfigError when the file cannot be read.
     """
     if argument == "-":
@@ -44,7 +44,8 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
     try:
         if len(argument) <= _MAX_PATH_CHARS and path.is_file():
             with path.open(encoding="utf-8") as file:
-                return file.read(MAX_TEXT_CHARS + 1)
+                text = file.read(MAX_TEXT_CHARS + 1)
+                return next((line for line in text.splitlines() if line.startswith(f"edit{VERSION}.")), text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{argument}: cannot be read ({error})") from error
     return argument

@@ -172,6 +172,8 @@ def test_an_invitation_need_not_stand_on_the_command_line(run: Run, tmp_path: Pa
     (tmp_path / "edit1.txt").write_text(f"{text}\n")
     assert invitation_text("-", io.StringIO(f"{text}\nnot read\n")).strip() == text
     assert invitation_text(str(tmp_path / "edit1.txt"), io.StringIO()).strip() == text
+    (tmp_path / "printed").write_text(f"invite:\n{text}\nfor alice, single use\n")
+    assert invitation_text(str(tmp_path / "printed"), io.StringIO()) == text
     assert invitation_text(text, io.StringIO()) == text
     endless = io.StringIO("x" * 1_000_000)
     assert len(invitation_text("-", endless)) < 20_000 and endless.tell() < 20_000
