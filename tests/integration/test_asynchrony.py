@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aggregator.resources import Clock
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
 from edit.fragments.schema import Schema
-from edit.records import Commit, Contribution, Outcome, PeerVerdict, Snapshot, Verdict
+from edit.records import Commit, Contribution, Outcome, PeerVerdict, Progress, Snapshot, Verdict
 from edit.rounds.events import Tick
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View
@@ -82,6 +82,9 @@ class SlowLink:
             self.waiting.append(contribution)
         else:
             self.inner.contribute(contribution)
+
+    def report(self, progress: Progress) -> None:
+        self.inner.report(progress)
 
     def release(self) -> None:
         """The rest arrives."""

@@ -173,7 +173,13 @@ class AllAggregators(CompositeCollective):
         schema, outer = outer_of()
         if outer is not self._shown:
             self._shown = outer
-            self._io.post(lambda: server.show(schema, outer))
+
+            def serve() -> None:
+                server.show(schema, outer)
+                for one in self._connections:
+                    one.tell()  # where others can read this outer step now
+
+            self._io.post(serve)
 
     def check(self) -> None:
         """Raise EvictedError or RefusedError when an aggregator has expelled this peer, Interrupted when asked to stop.

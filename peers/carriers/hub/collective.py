@@ -496,9 +496,14 @@ class HubCollective:
         refused = None if self._links is None else self._links[0].refused
         return self._io.trouble or self._session.expulsion or refused
 
-    def _say(self, heartbeat: Heartbeat) -> None:
-        if self._report.say(heartbeat) and self._attendance is not None:
+    def tell(self) -> None:
+        """Send a heartbeat now. On the loop's thread."""
+        if self._attendance is not None:
             self._attendance.nudge()
+
+    def _say(self, heartbeat: Heartbeat) -> None:
+        if self._report.say(heartbeat):
+            self.tell()
 
     def _set_state(self, state: PeerState) -> None:
         self._say(dataclasses.replace(self._report.heartbeat, state=state))

@@ -65,9 +65,14 @@ class _Download:
 
     async def until(self, look: Callable[[UpdateAssembly], _T | None]) -> _T:
         """Begin or resume; return what `look` finds once it finds something. Raises what ended the transfer."""
+        early = self._task is not None and not self._task.done()
         self.begin()
         while (found := look(self.assembly)) is None:
             if self._task is None or self._task.done():
+                if early and isinstance(self._error, StaleError):
+                    early = False  # it had asked before the update was there
+                    self.begin()
+                    continue
                 raise self._error or TransportError(f"update {self.assembly.outer_step} is no longer fetched")
             await self._news.wait()
         return found

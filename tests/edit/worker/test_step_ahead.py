@@ -42,6 +42,7 @@ class Recording:
         self.local: dict[int, Tensor] = {}
         self.sent: dict[int, Tensor] = {}
         self.peer_id, self.join, self.outcome, self.snapshot = inner.peer_id, inner.join, inner.outcome, inner.snapshot
+        self.report = inner.report
 
     def contribute(self, contribution: Contribution) -> None:
         i = contribution.fragment_id

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import grpc
 import pytest
 
 from edit.codecs import decode
-from edit.errors import RemoteProtocolError, TransportError
+from edit.errors import GoneError, RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Committed
 from peers.carriers.hub import data_calls
-from peers.carriers.hub.downlink import Arrival
+from peers.carriers.hub.downlink import Arrival, _Download
 from peers.carriers.run_connection import Interrupted
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.fake_run import Peer, run_of, vectors
+from tests.support.loops import on_a_loop
 
 SIZES = (24, 40, 600_000)
 
@@ -120,3 +126,47 @@ def test_a_signal_ends_the_wait_for_an_update() -> None:
         peer.io.post(peer.collective.interrupt)
         with pytest.raises(Interrupted):
             arriving(outcome)[0].wait()
+
+
+class Answers:
+    """A transfer of an update that is refused so often; the first request waits until `go`."""
+
+    def __init__(self, refusals: int) -> None:
+        self.assembly: Any = SimpleNamespace(complete=False, manifest=None, outer_step=1, round_id=7)
+        self.refusals, self.requests, self.go = refusals, 0, asyncio.Event()
+        self.download = _Download(self.assembly, self._transfer, asyncio.ensure_future)
+
+    async def _transfer(self, told: Callable[[], None]) -> None:
+        self.requests += 1
+        await self.go.wait()
+        if self.requests <= self.refusals:
+            raise GoneError("no longer kept")
+        self.assembly.complete = True
+
+
+@on_a_loop
+async def test_what_was_refused_because_it_was_asked_for_too_early_is_asked_for_again() -> None:
+    """The request ahead of the commit crosses the commit: its refusal says nothing of the update that is there now."""
+    answers = Answers(1)
+    answers.download.begin()  # ahead of the commit
+    taken = asyncio.ensure_future(answers.download.until(lambda assembly: assembly.complete or None))
+    await asyncio.sleep(0)
+    answers.go.set()
+    assert await taken and answers.requests == 2
+
+
+@on_a_loop
+async def test_an_update_that_is_gone_is_asked_for_only_once_more() -> None:
+    answers = Answers(9)
+    answers.go.set()
+    with pytest.raises(GoneError):
+        await answers.download.until(lambda assembly: assembly.complete or None)
+    assert answers.requests == 1
+    answers.go.clear()
+    answers.download.begin()
+    taken = asyncio.ensure_future(answers.download.until(lambda assembly: assembly.complete or None))
+    await asyncio.sleep(0)
+    answers.go.set()
+    with pytest.raises(GoneError):
+        await taken
+    assert answers.requests == 3
