@@ -1,4 +1,4 @@
-"""The heaps of the C library, where that is glibc: few, without large blocks, and their free memory back to the system.
+"""Memory beside the heaps of the C library, for what is large; and those heaps, where that is glibc: few, and trimmed.
 
 glibc gives each thread a heap of its own, which keeps what is free in it, for as long as anything above it is in use. A large
 block is a mapping of its own, which goes back as soon as it is free; but each that is freed raises what counts as large, up to
@@ -7,12 +7,28 @@ block is a mapping of its own, which goes back as soon as it is free; but each t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 
-__all__ = ["limit_heaps", "map_large_blocks", "return_free_memory"]
+__all__ = ["MAPPED_BYTES", "limit_heaps", "map_large_blocks", "mapping", "return_free_memory"]
+
+MAPPED_BYTES = 1 << 20  # what is to be kept out of the heaps is at least so large: a mapping costs more than a block
 
 _M_ARENA_MAX, _HEAPS = -8, 2  # of mallopt(3)
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2 << 20
+
+
+def mapping(size: int) -> mmap.mmap:
+    """Return so many bytes, zero at first, that are in no heap and go back to the system with the last view of them.
+
+    In huge pages where the system has them: its small ones cost more CPU time than filling them does.
+    """
+    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            made.madvise(mmap.MADV_HUGEPAGE)
+    return made
 
 
 def limit_heaps() -> None:

@@ -24,11 +24,11 @@ import numpy as np
 
 from edit.codecs.base import new_buffer
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
+from edit.heaps import MAPPED_BYTES, mapping
 
 __all__ = ["LEAST_SHARE_BYTES", "Upload", "UploadBuffer"]
 
 LEAST_SHARE_BYTES = 1 << 20  # a chunk
-_LARGE_BYTES = 1 << 20  # below that, the C library's heaps
 
 Chunk = bytes | bytearray | memoryview
 _NOTHING = memoryview(b"")
@@ -95,17 +95,17 @@ class UploadBuffer:
         the next ones beside those: the heaps grow. A large upload is a mapping of its own, which the next one gets once nobody
         holds it any more, nor a view of it. What waits for that counts as held.
         """
-        if size < _LARGE_BYTES:
+        if size < MAPPED_BYTES:
             self._trim()
             return new_buffer(size)
-        mapping = next((each for each in self._free.copy() if len(each) == size), None)
-        if mapping is None:
-            mapping = mmap.mmap(-1, size)
+        mapped = next((each for each in self._free.copy() if len(each) == size), None)
+        if mapped is None:
+            mapped = mapping(size)
         else:
-            self._free.remove(mapping)
+            self._free.remove(mapped)
         self._trim()
-        array = np.frombuffer(mapping, np.uint8)
-        weakref.finalize(array, self._free.append, mapping).atexit = False
+        array = np.frombuffer(mapped, np.uint8)
+        weakref.finalize(array, self._free.append, mapped).atexit = False
         return array.data
 
     def _trim(self) -> None:

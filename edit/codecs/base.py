@@ -20,6 +20,7 @@ from edit.codecs.blocks import covering_numel, gather
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
+from edit.heaps import MAPPED_BYTES, mapping
 from edit.records import EncodedTensor
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "add_squares",
     "add_weighted",
     "new_buffer",
+    "new_vector",
     "on_cpu",
     "parts",
     "readonly",
@@ -233,8 +235,17 @@ def on_cpu(tensor: Tensor) -> bool:
 
 
 def new_buffer(size: int) -> memoryview:
-    """Return `size` writable bytes of arbitrary contents, from torch's allocator: a bytearray would clear its memory first."""
-    return torch.empty(size, dtype=torch.uint8).numpy().data
+    """Return `size` writable bytes of arbitrary contents. Large ones are no part of a heap, and leave no hole in it."""
+    if size >= MAPPED_BYTES:
+        return memoryview(mapping(size))
+    return torch.empty(size, dtype=torch.uint8).numpy().data  # a bytearray would clear its memory first
+
+
+def new_vector(numel: int, dtype: torch.dtype = torch.float32, *, zeros: bool = False) -> Tensor:
+    """Return a flat tensor on the CPU, in memory like that of `new_buffer`. zeros: of zeros, else of any contents."""
+    if (size := numel * dtype.itemsize) >= MAPPED_BYTES:
+        return torch.frombuffer(mapping(size), dtype=dtype)
+    return (torch.zeros if zeros else torch.empty)(numel, dtype=dtype, device="cpu")
 
 
 def readonly(data: Buffer | Tensor) -> bool:

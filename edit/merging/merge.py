@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import codec, decode
+from edit.codecs.base import new_vector
 from edit.config.run import PenaltyConfig
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
@@ -95,7 +96,7 @@ def weighted_mean(fragment: FragmentSpec, kept: Sequence[tuple[Measured, float]]
     With direction `rda`: of w_m * Delta_m / G_m, scaled to the length sum of w_m * G_m. Reads one contribution at a time.
     Raises RemoteProtocolError for a payload of another length and for shards that do not make up the fragment.
     """
-    mean, length, one = torch.zeros(fragment.numel, dtype=torch.float32), 0.0, None
+    mean, length, one = new_vector(fragment.numel, zeros=True), 0.0, None
     for contribution, share in kept:
         what, size = f"fragment {fragment.fragment_id} of peer {contribution.peer_id}", contribution.norm
         if rule.momentum is not None:

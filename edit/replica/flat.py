@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE
+from edit.codecs.base import PIECE, new_vector
 from edit.errors import LocalProtocolError
 
 __all__ = ["LocalVector", "PseudoGradient", "as_held", "flatten", "is_finite", "load_fragment", "pseudo_gradient"]
@@ -27,7 +27,7 @@ _COPIED = 1 << 24  # elements at a time: where the dtypes differ, torch converts
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
     """Return a fragment's local parameters as one new flat fp32 vector on the CPU, shape [sum of numel]."""
     numel = sum(parameter.numel() for parameter in parameters)
-    flat = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=_on_gpu(parameters))
+    flat = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=True) if _on_gpu(parameters) else new_vector(numel)
     for parameter, part in _parts(flat, parameters):
         _copy(part, parameter.detach().reshape(-1))
     _wait(parameters)
@@ -36,7 +36,7 @@ def flatten(parameters: Sequence[Tensor]) -> Tensor:
 
 def as_held(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return `outer` as the parameters can hold it, rounded to their dtypes; a new fp32 vector."""
-    held = outer.clone()
+    held = new_vector(outer.numel()).copy_(outer)
     for parameter, part in _parts(held, parameters):
         if parameter.dtype != torch.float32:
             part.copy_(part.to(parameter.dtype))
@@ -52,7 +52,7 @@ def pseudo_gradient(outer: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     if not all(parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in parameters):
         local = flatten(parameters)
         return torch.sub(as_held(outer, parameters), local, out=local)  # pinned next to a GPU
-    delta = torch.empty_like(outer)
+    delta = new_vector(outer.numel())
     for (parameter, theta), (_, part) in zip(_parts(outer, parameters), _parts(delta, parameters), strict=True):
         torch.sub(theta, parameter.detach().reshape(-1), out=part)
     return delta

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from edit.codecs import PIECE, codec
-from edit.codecs.base import Adder, add_weighted, parts
+from edit.codecs.base import Adder, add_weighted, new_vector, parts
 from edit.codecs.error_feedback import Vector
 from edit.errors import RemoteProtocolError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
@@ -209,7 +209,7 @@ class Replica:
         return after
 
     def _new_like(self, theta: Tensor) -> Tensor:
-        return torch.empty(theta.shape, dtype=theta.dtype, pin_memory=self.transfers.pinned)
+        return torch.empty_like(theta, pin_memory=True) if self.transfers.pinned else new_vector(theta.numel())
 
     def _subtracting(self, fragment_id: int, encoded: EncodedTensor) -> Iterator[tuple[slice, Adder]]:
         """Yield each part of the held vector, and what subtracts that part of an update; both raise RemoteProtocolError."""

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from edit.codecs.base import new_vector
 from edit.durable_files import rename, write_atomic_with, write_json
 from edit.errors import ConfigError, StorageError
 from edit.fragments.shards import Box
@@ -272,7 +273,7 @@ def _held(name: str, tensor: Tensor, rank: int, *, constant: bool) -> _Held:
         if constant and local.device.type == "cpu" and local.is_contiguous():
             copy = local
         else:
-            copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+            copy = new_vector(local.numel(), local.dtype).view(local.shape).copy_(local)
     code = _CODES.get(tensor.dtype, str(tensor.dtype))
     return _Held(_Plan(name, code, tuple(tensor.shape), box if copy.numel() else None), copy)
 

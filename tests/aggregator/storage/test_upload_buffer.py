@@ -85,15 +85,15 @@ def test_wrong_chunks_are_the_peers_fault_and_touch_nothing(
 
 
 class Mappings:
-    """Counts what is mapped in place of `mmap.mmap`, and what of it is in use."""
+    """Counts what is mapped in place of `edit.heaps.mapping`, and what of it is in use."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self._live: list[weakref.ref[mmap.mmap]] = []
-        monkeypatch.setattr(aggregator.storage.upload_buffer.mmap, "mmap", self._new)
+        monkeypatch.setattr(aggregator.storage.upload_buffer, "mapping", self._new)
 
-    def _new(self, descriptor: int, size: int) -> mmap.mmap:
-        made = _Mapping(descriptor, size)
+    def _new(self, size: int) -> mmap.mmap:
+        made = _Mapping(-1, size)
         self.sizes.append(size)
         self._live.append(weakref.ref(made))
         return made
