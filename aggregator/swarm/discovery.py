@@ -124,7 +124,7 @@ class Discovery:
         self._run_id, self._peer_id, self._place, self._credentials = run_id, peer_id, place, credentials
         self._known = _Known()
         self._host: asyncio.AbstractEventLoop | None = None
-        self._loop = asyncio.new_event_loop()  # the thread's
+        self._loop = _Loop()  # the thread's
         self._news, self._stop = asyncio.Event(), asyncio.Event()  # set on that loop
         self._closed = self._up = False  # up: the present node is there
         self._ended: Future[None] = Future()
@@ -290,7 +290,7 @@ class Discovery:
         ends = [asyncio.ensure_future(node.p2p._child.wait()), control._read_task, control._write_task]
         while not (await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED))[0]:
             try:
-                await asyncio.wait_for(node.p2p._client.identify(), CALL_S)
+                await asyncio.wait_for(asyncio.ensure_future(node.p2p._client.identify()), CALL_S)
             except TimeoutError:
                 raise hivemind.P2PDaemonError("p2pd does not answer") from None
         raise hivemind.P2PDaemonError("p2pd ended")
@@ -321,7 +321,7 @@ class Discovery:
         with suppress(*hivemind.failures):
             there, _, name = maddr.rpartition("/p2p/")
             peer = hivemind.PeerID.from_base58(name)
-            await asyncio.wait_for(node.p2p._client.connect(peer, [hivemind.Multiaddr(there)]), CALL_S)
+            await asyncio.wait_for(asyncio.ensure_future(node.p2p._client.connect(peer, [hivemind.Multiaddr(there)])), CALL_S)
             await asyncio.wait_for(node.node.protocol.call_ping(peer), 2 * CALL_S)
 
     async def _announce(self, node: _Node) -> None:
@@ -358,6 +358,20 @@ class Discovery:
 # -- hivemind --------------------------------------------------------------------------------------------------------------
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """A connection to p2pd ends with the task that opened it: hivemind leaves it open when a call fails or is cancelled.
+
+    Neither side would close it: each member that does not answer would cost this process and p2pd a socket at each attempt.
+    """
+
+    async def create_unix_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_unix_connection(*arguments, **named)
+        task = asyncio.current_task(self)
+        assert task is not None
+        task.add_done_callback(lambda _: transport.abort())
+        return transport, protocol
+
+
 @dataclass(frozen=True, slots=True)
 class _Hivemind:
     """What is used of it."""
@@ -374,18 +388,20 @@ class _Hivemind:
 
 
 def _hivemind() -> _Hivemind:
-    """Import it, and take its own log handler and names of levels away."""
-    from google.protobuf.message import DecodeError
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.validation import DHTRecord
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
-    from hivemind.proto.dht_pb2 import FindRequest
-    from hivemind.utils.multiaddr import Multiaddr
+    """Import it, and take its own log handler and names of levels away, also when it cannot be imported."""
+    try:
+        from google.protobuf.message import DecodeError
+        from hivemind.dht.node import DHTNode
+        from hivemind.dht.routing import DHTID
+        from hivemind.dht.validation import DHTRecord
+        from hivemind.p2p import P2P, PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+        from hivemind.proto.dht_pb2 import FindRequest
+        from hivemind.utils.multiaddr import Multiaddr
+    finally:
+        logging.addLevelName(logging.WARNING, "WARNING")
+        logging.getLogger("hivemind").setLevel(logging.CRITICAL + 1)
 
-    logging.addLevelName(logging.WARNING, "WARNING")
-    logging.getLogger("hivemind").setLevel(logging.CRITICAL + 1)
     failures = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError, ValueError, DecodeError)
     return _Hivemind(DHTNode, DHTID, DHTRecord, P2P, P2PDaemonError, PeerID, Multiaddr, FindRequest, failures)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ def _ended(path: Path) -> None:
         assert time.monotonic() - begun < WAIT_S, found
 
 
+@pytest.mark.skipif(find_spec("hivemind") is None, reason="hivemind is not installed")
 @on_a_loop
 async def test_a_host_joins_by_the_dht_training_does_not_notice_the_end_of_p2pd_and_none_is_left(tmp_path: Path) -> None:
-    pytest.importorskip("hivemind")
     with swarm(tmp_path, members="ab") as members:
         members.start("a", discovery="dht")
         maddr = members.processes["a"].until(NODE).split()[-1]

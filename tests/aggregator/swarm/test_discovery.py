@@ -10,16 +10,20 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("hivemind")
+if find_spec("hivemind") is None:  # not imported here: that changes the process's logging, of other tests too
+    pytest.skip("hivemind is not installed", allow_module_level=True)
 import msgpack
 
 from aggregator.swarm import discovery
@@ -30,6 +34,7 @@ from edit.errors import ConfigError
 from tests.support.council.announced import Run, record_with, said, signed
 from tests.support.council.hosts import hosts
 from tests.support.daemons import p2pds
+from tests.support.fork_server import REPOSITORY
 from tests.support.loops import WAIT_S, on_a_loop, run_held, until
 
 pytestmark = [  # of hivemind: it uses what is deprecated, and leaves connections of a p2pd that is gone to the collector
@@ -45,7 +50,7 @@ class Member:
     def __init__(self, run: Run, peer_id: str, path: Path, seeds: tuple[str, ...], advertise: str) -> None:
         path.mkdir(exist_ok=True)
         self.peer_id, self.path, self.maddr, self.found = peer_id, path, "", dict[str, tuple[str, ...]]()
-        self.nodes = 0
+        self.nodes = self.passes = 0
         self.addresses = (f"127.0.0.1:{1000 + ord(peer_id)}",) if advertise else ()
         place = NodePlace(path, "127.0.0.1", advertise, 0, seeds)
         self.discovery = Discovery(run.run_id, peer_id, place, run.credentials(peer_id))
@@ -53,6 +58,7 @@ class Member:
         self.discovery.start(self._find, self._reach)
 
     def _find(self, found: Found) -> None:
+        self.passes += 1
         self.found = {peer_id: each.addresses for peer_id, each in found.items()}
 
     def _reach(self, maddr: str) -> None:
@@ -90,6 +96,12 @@ async def members(path: Path) -> AsyncIterator[Members]:
     finally:
         await asyncio.gather(*(member.discovery.close() for member in made.running.values()))
         assert not p2pds(path), "p2pd is left over"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import hivemind before any test, as the thread of a test would, which may be left behind meanwhile."""
+    discovery._hivemind()
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +162,38 @@ async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
         a.found = b.found = {}
         await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
     assert {record.name for record in caplog.records} <= {"aggregator.swarm.discovery"}, caplog.messages
+
+
+@on_a_loop
+async def test_who_does_not_answer_costs_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dial that p2pd is still busy with ends here, and so does the connection to p2pd over which it was asked."""
+    monkeypatch.setattr(discovery, "CALL_S", 0.3)
+    monkeypatch.setattr(discovery, "WATCH_S", 1000.0)
+    accepted: list[asyncio.StreamWriter] = []
+    async with members(tmp_path) as swarm:
+        a = await swarm.start("a")
+        silent = await asyncio.start_server(lambda reader, writer: accepted.append(writer), "127.0.0.1", 0)
+        maddr = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}/p2p/{a.maddr.rpartition('/')[2]}"
+        b = swarm.running["b"] = Member(swarm.run, "b", tmp_path / "b", (maddr,), "127.0.0.1")
+        try:
+            await until(lambda: b.passes == 2)
+            assert accepted
+            before = _sockets()
+            await until(lambda: b.passes == 10)
+            assert _sockets() <= before + 2  # what is busy just now
+        finally:
+            silent.close()
+            for writer in accepted:
+                writer.close()
+
+
+def _sockets() -> int:
+    """How many this process has open."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += str(each.readlink()).startswith("socket:")
+    return found
 
 
 async def _stranger(maddr: str) -> Any:
@@ -259,6 +303,25 @@ async def test_it_says_one_line_and_hivemind_none(tmp_path: Path, caplog: pytest
     ]
     assert a.maddr and logging.getLevelName(logging.WARNING) == "WARNING"
     assert capfd.readouterr() == ("", "")
+
+
+def test_logging_is_as_before_when_this_file_is_read_and_when_hivemind_cannot_be_imported(tmp_path: Path) -> None:
+    """In a process of its own: hivemind calls the level WARN, for everybody, as soon as it is imported."""
+    (tmp_path / "hivemind").mkdir()
+    (tmp_path / "hivemind" / "__init__.py").write_text("import logging; logging.addLevelName(30, 'WARN'); import no.such")
+    program = """
+import importlib, logging, sys
+importlib.import_module(sys.argv[1])
+assert "hivemind" not in sys.modules
+sys.path.insert(0, sys.argv[2])
+from aggregator.swarm.discovery import _hivemind
+try:
+    _hivemind()
+except ModuleNotFoundError as error:
+    print(error.name, logging.getLevelName(30))
+"""
+    command = [sys.executable, "-c", program, __name__, str(tmp_path)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout == "no WARNING\n"
 
 
 @on_a_loop
