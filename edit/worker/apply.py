@@ -61,7 +61,7 @@ class _PartialCommit:
 
 
 class ShareExchange:
-    """The exchange of one replica with one aggregator. clock: monotonic seconds.
+    """The exchange of one replica with one aggregator. clock: monotonic seconds. alone: whether there is no other aggregator.
 
     Raises ConfigError when the model has fewer fragments than the run has groups.
     """
@@ -73,11 +73,13 @@ class ShareExchange:
         optimizers: Sequence[Optimizer],
         config: WorkerConfig,
         clock: Callable[[], float],
+        *,
+        alone: bool,
     ) -> None:
         sync = config.sync
         self.replica = replica
         self.config = config
-        self.exchange = Exchange(sync, config.rounds.max_staleness, len(replica.schema.fragments))
+        self.exchange = Exchange(sync, config.rounds.max_staleness, len(replica.schema.fragments), alone=alone)
         self.feedback = ErrorFeedback(config.codec.uplink, replica.layout.owned)
         self.estimator: Estimator | None = LastStepEstimator(config.outer) if sync.mode == "eager" else None
         # What is kept of the pending contribution.

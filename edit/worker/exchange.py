@@ -203,18 +203,24 @@ Steps = Generator[Action, Any, _T]
 class Exchange:
     """The state of one peer's exchange with one aggregator, without any tensor.
 
-    fragments: how many the aggregator has of the model. Raises ConfigError when they are fewer than the groups.
+    fragments: how many the aggregator has of the model.
+    alone: whether the worker has no exchange with another aggregator. If it has, a contribution that came too late is not made
+        again at once, but with the next ones: who waits for its outcome gives nothing to the other aggregator, where a peer may
+        wait for just that before it gives anything here.
+
+    Raises ConfigError when the fragments are fewer than the groups.
     """
 
     __slots__ = (
-        "_began", "_fragments", "_max_staleness", "_stepped_at", "_sync",
+        "_alone", "_began", "_fragments", "_max_staleness", "_stepped_at", "_sync",
         "applying", "finished", "last_reason", "outer_step", "pending", "replaying_checkpoint", "schedule",
     )  # fmt: skip
 
-    def __init__(self, sync: SyncConfig, max_staleness: int, fragments: int) -> None:
+    def __init__(self, sync: SyncConfig, max_staleness: int, fragments: int, *, alone: bool = True) -> None:
         self._sync = sync
         self._max_staleness = max_staleness
         self._fragments = fragments
+        self._alone = alone
         self._began = 0  # theta's outer step where the work of the next contribution began
         self._stepped_at = 0.0
         self.schedule = SyncSchedule(sync.interval, sync.groups, sync.interval_s if sync.schedule == "time" else None)
@@ -325,7 +331,7 @@ class Exchange:
     def resolve(self, *, block: bool, again: bool = True, lazily: bool = False) -> Steps[None]:
         """Ask for the pending contribution's outcome and act on it; without one it stays pending and training goes on.
 
-        again: contribute again at once to the outer step now open, should this contribution have come too late.
+        again: contribute again at once to the outer step now open, should this contribution have come too late; if `alone`.
         """
         while (pending := self.pending) is not None:
             outer_step = self.outer_step
@@ -369,7 +375,7 @@ class Exchange:
         if answer.carried and not answer.merged:
             return self.pending is None
         caught_up = yield from self.catch_up()
-        if caught_up and again and not self.finished and not answer.merged:
+        if caught_up and again and self._alone and not self.finished and not answer.merged:
             yield from self._contribute(send=True)
             return False
         return True

@@ -10,8 +10,8 @@ each, for its share of the fragments. Rules:
 - While a contribution is FRESH the next forward waits for its outcome (`blocking`, `forward`). It is OVERDUE when training
   goes on without one for longer than planned: the carrier is cut off (it is in doubt), or it was sent again after coming too
   late. Then it is asked for after optimizer steps, and the progress made since sending is replayed.
-- All shares contribute at the same optimizer step: one that had no outcome for a while (its aggregator was away) waits for the
-  others' next contribution. Else two peers could wait for each other, at one aggregator each.
+- All shares contribute at the same optimizer step: one that had no outcome for a while (its aggregator was away), or came too
+  late, waits for the others' next contribution. Else two peers could wait for each other, at one aggregator each.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class EditWorker:
         with _outside_autograd():
             replicas = self._new_replicas()
             self._exchanges = tuple(
-                ShareExchange(replica, collective, self._optimizers, self._config, self._clock)
+                ShareExchange(replica, collective, self._optimizers, self._config, self._clock, alone=len(replicas) == 1)
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             checkpoints, self._checkpoints = self._checkpoints, ()

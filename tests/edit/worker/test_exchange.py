@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 class Script:
     """Answers an exchange's questions in order (None once nothing is left) and notes its actions as text."""
 
-    def __init__(self, max_staleness: int = 0, fragments: int = 2, **sync: Any) -> None:
-        self.exchange = Exchange(SyncConfig(**({"every": 2} | sync)), max_staleness, fragments)
+    def __init__(self, max_staleness: int = 0, fragments: int = 2, alone: bool = True, **sync: Any) -> None:
+        self.exchange = Exchange(SyncConfig(**({"every": 2} | sync)), max_staleness, fragments, alone=alone)
         self.answers: deque[Answer] = deque()
         self.failures: deque[Failed] = deque()
         self.snapshot = 7  # the outer step of the run's latest parameters
@@ -144,6 +144,17 @@ def test_an_overdue_outcome_is_asked_for_after_every_step_and_awaited_after_ever
     assert made.take() == []  # no forward waits for it any more
     assert made.steps(3) == ["ask 0", "keep", "wait 0", "keep", "ask 0", "keep"]
     assert made.steps(1, Advanced(1, True)) == ["wait 0", "apply 1 ours", "ask 1", "ask 1", "contribute 1"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_with_other_aggregators_beside_it_one_that_came_too_late_goes_with_the_next_ones(strict: bool) -> None:
+    """Made again at once, its outcome would be waited for, with nothing given to the aggregators asked after this one: two
+    peers, late at one aggregator each, would wait for each other."""
+    made = script(alone=False, strict=strict)
+    assert made.take(Advanced(1, False, False, "without us", 0)) == ["wait 0", "apply 1 late", "ask 1"]
+    assert made.exchange.pending is None
+    assert made.steps(2) == ["ask 1", "contribute 1"]
+    assert made.exchange.pending is not None and made.exchange.pending.work.inner_steps == 4, "nothing of its work is lost"
 
 
 def test_strict_waits_for_an_answer_and_sends_the_same_again() -> None:
