@@ -102,7 +102,7 @@ class Parts:
                 mine.ended = None
             if first and part.owner == self._peer_id:
                 # I4: an engine before this process may have offered an update under this grant; this one makes another
-                mine.to_release = Release(i, part.grant, "it was restarted", away=False)
+                mine.to_release = Release(i, part.grant, "its process has started", away=False)
                 self._tell_leader(mine.to_release)
             self._follow(i, part)
 

@@ -102,12 +102,15 @@ class TestTheRunsEnd:
         assert steps == in_phase * outer_steps
 
     def test_the_peers_own_parameters_stay_where_they_are_wanted(self) -> None:
-        model = small_mlp()
+        """Delayed: the peer has trained on when it learns that the run is over."""
+        model, batches = small_mlp(), regression_batches(0)
         run, optimizer, worker = in_a_run(model, "delayed", leave="local")
         with worker:
-            for batch in worker.until_finished(regression_batches(0)):
-                train_step(model, optimizer, batch)
-        assert run.finished
+            while not worker.finished:
+                train_step(model, optimizer, next(batches))
+            mine = parameters(model)
+            assert not same(mine, theta(run))
+        assert same(parameters(model), mine)
 
     def test_an_evicted_peer_hears_of_it(self) -> None:
         from edit import EvictedError
