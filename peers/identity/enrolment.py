@@ -36,7 +36,7 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
     """Return the invitation that an argument of the command line means.
 
     `-` is a line of `stdin`, the path of a file the invitation among its lines, and anything else the invitation itself. Raises
-    ConfigError when the file cannot be read.
+    ConfigError when the file cannot be read, and for a short word that is neither a file nor the beginning of an invitation.
     """
     if argument == "-":
         return stdin.readline(MAX_TEXT_CHARS + 1)
@@ -48,6 +48,8 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
                 return next((line for line in text.splitlines() if line.startswith(f"edit{VERSION}.")), text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{argument}: cannot be read ({error})") from error
+    if len(argument) <= _MAX_PATH_CHARS and not argument.lstrip().startswith("edit"):
+        raise ConfigError(f"{argument}: there is no such file, and it is not an invitation (one begins with edit{VERSION}.)")
     return argument
 
 

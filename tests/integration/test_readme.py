@@ -45,6 +45,20 @@ def run(words: list[str]) -> str:
     return result.stdout
 
 
+def test_the_readmes_way_to_a_swarm_is_two_commands_that_name_the_file_they_lack(tmp_path: Path) -> None:
+    """With its files, tests/processes/test_swarm_commands.py runs them."""
+    start, join = commands(README, "Run it without a coordinator")
+    assert (start[1:3], join[1:3]) == (["swarm", "start"], ["swarm", "join"])
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("a book\n" * 1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setenv("HOME", str(tmp_path))
+        for program, *arguments in (start, join):
+            refused = CliRunner().invoke(APPS[program], [str(Path(word).expanduser()) for word in arguments])  # as a shell
+            assert isinstance(refused.exception, ConfigError) and arguments[2] in str(refused.exception), refused
+
+
 @on_a_loop
 async def test_the_readmes_way_to_a_run_and_its_model(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:

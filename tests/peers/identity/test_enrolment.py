@@ -175,6 +175,8 @@ def test_an_invitation_need_not_stand_on_the_command_line(run: Run, tmp_path: Pa
     (tmp_path / "printed").write_text(f"invite:\n{text}\nfor alice, single use\n")
     assert invitation_text(str(tmp_path / "printed"), io.StringIO()) == text
     assert invitation_text(text, io.StringIO()) == text
+    with pytest.raises(ConfigError, match=r"^invitation\.txt: there is no such file, and it is not an invitation"):
+        invitation_text("invitation.txt", io.StringIO())
     endless = io.StringIO("x" * 1_000_000)
     assert len(invitation_text("-", endless)) < 20_000 and endless.tell() < 20_000
 
