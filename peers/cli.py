@@ -5,29 +5,27 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edit.command_line import SHORT_HELP, run_command, with_version
 from peers.command_options import (
-    CheckpointEveryOption,
-    CheckpointsOption,
     DataOption,
     DeviceOption,
-    FaultOption,
     FolderOption,
-    FreshOption,
     HomeOption,
-    KeepCheckpointsOption,
-    MetricsOption,
     ModelsOption,
     ThreadsOption,
-    ThrottleOption,
     log_lines,
+    trains,
 )
 from peers.swarm.cli import app as swarm
+
+if TYPE_CHECKING:
+    from peers.training.options import PeerOptions
 
 __all__ = ["app", "main"]
 
@@ -71,23 +69,12 @@ def join(
 
 
 @app.command()
+@trains
 def run(
-    data: DataOption,
-    home: HomeOption = Path("edit-peer"),
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    metrics: MetricsOption = None,
-    throttle: ThrottleOption = 1.0,
-    fault: FaultOption = "",
-    allow_model: ModelsOption = None,
-    model_folder: FolderOption = None,
+    options: PeerOptions,
     tensor_parallel: Annotated[
         int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
     ] = 1,
-    checkpoints: CheckpointsOption = None,
-    checkpoint_every: CheckpointEveryOption = 1,
-    keep_checkpoints: KeepCheckpointsOption = 2,
-    fresh: FreshOption = False,
     serve_snapshots: Annotated[str | None, typer.Option(help="Serve snapshots to joining members at this HOST:PORT.")] = None,
     advertise: Annotated[
         str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
@@ -104,30 +91,9 @@ def run(
     One peer on eight GPUs, restarted when a rank dies:
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers run --home my-peer --data ~/books
     """
-    from peers.daemon import PeerOptions, run_peer
-    from peers.training.fault_injection import parse_faults
+    from peers.daemon import run_peer
 
-    log_lines()
-    run_peer(
-        PeerOptions(
-            home=home,
-            data=data,
-            device=device,
-            threads=threads,
-            metrics=metrics,
-            throttle=throttle,
-            faults=parse_faults(fault),
-            allowed_models=frozenset(allow_model or ()),
-            model_folder=model_folder,
-            tensor_parallel=tensor_parallel,
-            checkpoints=checkpoints,
-            checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
-            fresh=fresh,
-            serve_snapshots=serve_snapshots,
-            advertise=advertise,
-        )
-    )
+    run_peer(replace(options, tensor_parallel=tensor_parallel, serve_snapshots=serve_snapshots, advertise=advertise))
 
 
 @app.command()

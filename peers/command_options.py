@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from edit.command_line import log_to_stderr
+
+if TYPE_CHECKING:
+    from peers.training.options import PeerOptions
 
 HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this peer: key, certificate, addresses.")]
 DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]
@@ -21,17 +26,74 @@ FolderOption = Annotated[
     Path | None,
     typer.Option(help="For an hf: model: a folder with config.json; if this peer founds the run, also the initial weights."),
 ]
-MetricsOption = Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")]
-ThrottleOption = Annotated[float, typer.Option(help="For tests: make each inner step take so many times as long.")]
-FaultOption = Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")]
-CheckpointsOption = Annotated[
-    Path | None, typer.Option(help="Folder of checkpoints, visible to all machines of this peer. Default: in --home.")
-]
-CheckpointEveryOption = Annotated[
-    int, typer.Option(help="Minimum outer steps between two checkpoints; 0 writes and reads none.")
-]
-KeepCheckpointsOption = Annotated[int, typer.Option(help="Keep so many checkpoints.")]
-FreshOption = Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")]
+
+
+def _training(
+    data: DataOption,
+    home: HomeOption = Path("edit-peer"),
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    metrics: Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")] = None,
+    throttle: Annotated[float, typer.Option(help="For tests: make each inner step take so many times as long.")] = 1.0,
+    fault: Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")] = "",
+    allow_model: ModelsOption = None,
+    model_folder: FolderOption = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints, visible to all machines of this peer. Default: in --home.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Minimum outer steps between two checkpoints; 0 writes and reads none.")
+    ] = 1,
+    keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
+) -> PeerOptions:
+    """Return what these options say. Raises ConfigError."""
+    from peers.training.fault_injection import parse_faults
+    from peers.training.options import PeerOptions
+
+    return PeerOptions(
+        home=home,
+        data=data,
+        device=device,
+        threads=threads,
+        metrics=metrics,
+        throttle=throttle,
+        faults=parse_faults(fault),
+        allowed_models=frozenset(allow_model or ()),
+        model_folder=model_folder,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        fresh=fresh,
+    )
+
+
+def trains(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a peer's training, and log lines; its first parameter, a PeerOptions, is what they say.
+
+    typer reads the parameters off the signature: those of `_training`, then the command's own.
+    """
+    common, own = (inspect.signature(each).parameters for each in (_training, command))
+    first = next(iter(own))
+    hints = {
+        name: hint
+        for each in (_training, command)
+        for name, hint in get_type_hints(each, localns={"PeerOptions": object}, include_extras=True).items()
+        if name not in (first, "return")
+    }
+
+    def called(**given: Any) -> None:
+        log_lines()
+        command(_training(**{name: given.pop(name) for name in common}), **given)
+
+    named = {**common, **own}
+    del named[first]
+    called.__name__, called.__doc__, called.__module__ = command.__name__, command.__doc__, command.__module__
+    called.__annotations__ = hints
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]) for name, each in named.items()]
+    )
+    return called
 
 
 def log_lines() -> None:

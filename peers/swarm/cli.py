@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edit.command_line import SHORT_HELP
 from edit.errors import ConfigError
-from peers.command_options import (
-    CheckpointEveryOption,
-    CheckpointsOption,
-    DataOption,
-    DeviceOption,
-    FaultOption,
-    FolderOption,
-    FreshOption,
-    HomeOption,
-    KeepCheckpointsOption,
-    MetricsOption,
-    ModelsOption,
-    ThreadsOption,
-    ThrottleOption,
-    log_lines,
-)
+from peers.command_options import HomeOption, log_lines, trains
+
+if TYPE_CHECKING:
+    from peers.training.options import PeerOptions
 
 __all__ = ["app"]
 
@@ -56,30 +44,19 @@ InvitationArgument = Annotated[
 
 
 @app.command()
+@trains
 def start(
-    data: DataOption,
+    options: PeerOptions,
     run_toml: Annotated[
         Path | None,
         typer.Argument(help="The run's settings, with a section swarm. Once founded it may be left out.", metavar="RUN_TOML"),
     ] = None,
-    home: HomeOption = Path("edit-peer"),
     name: Annotated[str, typer.Option(help="The name of this member.")] = "founder",
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
     invited: Annotated[
         str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
     ] = "second",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    metrics: MetricsOption = None,
-    throttle: ThrottleOption = 1.0,
-    fault: FaultOption = "",
-    allow_model: ModelsOption = None,
-    model_folder: FolderOption = None,
-    checkpoints: CheckpointsOption = None,
-    checkpoint_every: CheckpointEveryOption = 1,
-    keep_checkpoints: KeepCheckpointsOption = 2,
-    fresh: FreshOption = False,
 ) -> None:
     """Found a swarm, print an invitation for a second member, and train. The same command goes on after a stop or a crash.
 
@@ -91,33 +68,15 @@ def start(
     """
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Founding, Place, found, is_member
-    from peers.training.fault_injection import parse_faults
-    from peers.training.options import PeerOptions
 
-    log_lines()
-    options = PeerOptions(
-        home=home,
-        data=data,
-        device=device,
-        threads=threads,
-        metrics=metrics,
-        throttle=throttle,
-        faults=parse_faults(fault),
-        allowed_models=frozenset(allow_model or ()),
-        model_folder=model_folder,
-        checkpoints=checkpoints,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        fresh=fresh,
-    )
-    place, new = Place(listen=listen, advertise=advertise), []
+    home, place, new = options.home, Place(listen=listen, advertise=advertise), []
 
     def prepare() -> list[str]:
         if not is_member(home):
             if run_toml is None:
                 raise ConfigError(f"{home}: no swarm was founded in it; name its run.toml: edit-peer swarm start run.toml ...")
             arguments = place.arguments(home)
-            founding = Founding(run_toml=run_toml, name=name, allowed=options.allowed_models, model_folder=model_folder)
+            founding = Founding(run_toml=run_toml, name=name, allowed=options.allowed_models, model_folder=options.model_folder)
             found(home, founding)
             new.append(home)
             return arguments
@@ -139,23 +98,12 @@ def _check_same(home: Path, run_toml: Path | None) -> None:
 
 
 @app.command()
+@trains
 def join(
-    data: DataOption,
+    options: PeerOptions,
     invitation: InvitationArgument = None,
-    home: HomeOption = Path("edit-peer"),
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    metrics: MetricsOption = None,
-    throttle: ThrottleOption = 1.0,
-    fault: FaultOption = "",
-    allow_model: ModelsOption = None,
-    model_folder: FolderOption = None,
-    checkpoints: CheckpointsOption = None,
-    checkpoint_every: CheckpointEveryOption = 1,
-    keep_checkpoints: KeepCheckpointsOption = 2,
-    fresh: FreshOption = False,
 ) -> None:
     """Join a swarm with an invitation, and train. The same command goes on after a stop or a crash.
 
@@ -167,27 +115,9 @@ def join(
     """
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Place, enter
-    from peers.training.fault_injection import parse_faults
-    from peers.training.options import PeerOptions
 
-    log_lines()
-    options = PeerOptions(
-        home=home,
-        data=data,
-        device=device,
-        threads=threads,
-        metrics=metrics,
-        throttle=throttle,
-        faults=parse_faults(fault),
-        allowed_models=frozenset(allow_model or ()),
-        model_folder=model_folder,
-        checkpoints=checkpoints,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        fresh=fresh,
-    )
     place, text = Place(listen=listen, advertise=advertise), _text_of(invitation)
-    run_member(options, lambda: place.arguments(home, enter(home, text)))
+    run_member(options, lambda: place.arguments(options.home, enter(options.home, text)))
 
 
 @app.command()
