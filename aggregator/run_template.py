@@ -107,8 +107,8 @@ ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 #max_staleness = 0              # A contribution may be merged up to so many outer steps late; 0: only in its own round.
 
 [membership]
-#heartbeat_s = 2.0              # Seconds between two reports of a peer.
-#lease_s = 6.0                  # A peer that is silent for so many seconds is lost.
+#heartbeat_s = 2.0              # Seconds between two reports of a peer; by default 1.0 in a swarm.
+#lease_s = 6.0                  # A peer that is silent for so many seconds is lost; by default 3.0 in a swarm.
 
 [storage]
 #buffer_bytes = 268435456       # Memory for contributions, a quarter of it for what is on its way. The rest lies on disk.

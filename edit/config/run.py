@@ -123,9 +123,10 @@ class InnerConfig:
 class MembershipConfig:
     """The section [membership]: how peers show that they are there."""
 
-    # Seconds between two reports of a peer.
+    # Seconds between two reports of a peer; by default 1 in a swarm.
     heartbeat_s: float = 2.0
-    # Seconds of silence after which a peer is lost; at least twice heartbeat_s.
+    # Seconds of silence after which a peer is lost; at least twice heartbeat_s. By default 3 in a swarm, where the other bounds
+    # are shorter, too: a round waits for a peer that was stopped until it is lost.
     lease_s: float = 6.0
 
     def __post_init__(self) -> None:
@@ -136,6 +137,9 @@ class MembershipConfig:
             self.lease_s,
             "must be at least twice membership.heartbeat_s",
         )
+
+
+MEMBERSHIP_IN_A_SWARM = {"heartbeat_s": 1.0, "lease_s": 3.0}  # the defaults there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +289,10 @@ class RunConfig:
         for section in ("aggregators", "server") if "swarm" in mapping else ():
             if section in mapping:
                 raise ConfigError(f"[{section}] has no effect with [swarm], which has no coordinator; remove one of them")
-        config = build(cls, mapping, "")
+        values, written = dict(mapping), mapping.get("membership", {})
+        if "swarm" in mapping and isinstance(written, Mapping):
+            values["membership"] = {**MEMBERSHIP_IN_A_SWARM, **written}
+        config = build(cls, values, "")
         _reject_ineffective(config, mapping)
         return config
 

@@ -479,3 +479,14 @@ def test_configurations_are_frozen_values() -> None:
 
 def test_the_names_of_codecs_are_those_of_the_registry() -> None:
     assert edit.codec_names() == tuple(edit.config.run.CODECS)
+
+
+def test_a_peer_that_is_silent_is_lost_sooner_in_a_swarm() -> None:
+    hub, swarm = RunConfig.from_mapping({}).membership, RunConfig.from_mapping({"swarm": {}}).membership
+    assert (hub.heartbeat_s, hub.lease_s) == (2.0, 6.0) and (swarm.heartbeat_s, swarm.lease_s) == (1.0, 3.0)
+    written = RunConfig.from_mapping({"swarm": {}, "membership": {"lease_s": 5.0}}).membership
+    assert (written.heartbeat_s, written.lease_s) == (1.0, 5.0)
+    assert reason({"swarm": {}, "membership": {"heartbeat_s": 2.0}}).startswith(
+        "membership.lease_s = 3.0: must be at least twice"
+    )
+    assert "membership" in reason({"swarm": {}, "membership": 1})
