@@ -13,8 +13,9 @@ difference of a model of almost no parameters, which is libraries and connection
     rounds      the peak over whole rounds
     checkpoint  the peak over rounds with a checkpoint after each; the training alone saves parameters and moments, too
 
-Beside each stands what docs/operating.md lists for it, without fragments in flight: see `Case.expected`. No variable of the C
-library is set. Appends to benchmarks/results/peer_memory.jsonl.
+Beside each stands what docs/operating.md lists for it, without fragments in flight: see `Case.expected`. Blocks of 2 MiB and more
+are mappings here, with and without exchange: otherwise the training alone leaves about 2 bytes per parameter free in its heaps,
+which the exchange then uses. Appends to benchmarks/results/peer_memory.jsonl.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch.distributed.fsdp import fully_shard
 
 from edit.config.run import RunConfig
 from edit.fragments.schema import plan_fragments
-from edit.heaps import limit_heaps, return_free_memory
+from edit.heaps import limit_heaps, map_large_blocks, return_free_memory
 from edit.lab.joining import enrol
 from edit.lab.processes import COORDINATOR, Programs, Supervisor
 from edit.lab.run_toml import to_toml
@@ -126,6 +127,7 @@ def rank_main(case: Case, parameters: int, rank: int, port: int, home: Path | No
     """Train one rank, and put (rank, bytes by phase) into `found`. home: of the peer's identity; None: without exchange."""
     torch.set_num_threads(1)
     limit_heaps()
+    map_large_blocks()
     ranks = ALONE
     model = _Model(parameters)
     if case.ranks > 1:

@@ -52,6 +52,7 @@ from peers.training.sharding import COLLECTIVE_TIMEOUT
 __all__ = ["Checkpoints", "Owner", "Saved"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_PIECE_BYTES = 1 << 20  # of a file that is read to be hashed
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _log = logging.getLogger("peers")
 
@@ -339,8 +340,13 @@ def _verified(path: Path) -> Manifest:
 
 
 def _measure(path: Path) -> tuple[int, str]:
-    """Return length in bytes and BLAKE3 of a file."""
-    return path.stat().st_size, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    """Return length in bytes and BLAKE3 of a file. Read and not mapped: its pages would count as memory of this process."""
+    hashed, length, piece = blake3(), 0, memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(piece):
+            hashed.update(piece[:read])
+            length += read
+    return length, hashed.hexdigest()
 
 
 def _fill(folder: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], rank: int) -> None:
