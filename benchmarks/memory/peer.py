@@ -98,11 +98,11 @@ class Case:
         residual = BYTES["none" if self.up == "fp32" else self.residual]
         at_rest = 4 + residual
         rounds = at_rest + BYTES[self.up] + BYTES["int8"]  # the contribution until its outcome, the update until it is whole
-        if self.mode == "delayed":
-            at_rest += 4 + BYTES[self.up]  # the local parameters as they were sent, and the contribution: always one is pending
-            rounds += 4
-        # While a checkpoint is written, an update is applied: the outer parameters before it, and copies of the residual.
-        return {"at_rest": at_rest, "rounds": rounds, "checkpoint": rounds + 4 + residual}
+        sent_from = 4 if self.mode == "delayed" else 0  # the local parameters as they were sent, for one step here
+        rounds += sent_from
+        # While a checkpoint is written, an update is applied: the outer parameters before it, and copies of the residual and of
+        # the local parameters as they were sent.
+        return {"at_rest": at_rest, "rounds": rounds, "checkpoint": rounds + 4 + residual + sent_from}
 
 
 CASES = [
