@@ -13,9 +13,9 @@ difference of a model of almost no parameters, which is libraries and connection
     rounds      the peak over whole rounds
     checkpoint  the peak over rounds with a checkpoint after each; the training alone saves parameters and moments, too
 
-Beside each stands what docs/operating.md lists for it, without fragments in flight: see `Case.expected`. Blocks of 2 MiB and more
-are mappings here, with and without exchange: otherwise the training alone leaves about 2 bytes per parameter free in its heaps,
-which the exchange then uses. Appends to benchmarks/results/peer_memory.jsonl.
+Beside each stands what docs/operating.md lists for it, without fragments in flight: see `Case.expected`. Blocks of 2 MiB and
+more are mappings here, with and without exchange: otherwise the training alone leaves about 2 bytes per parameter free in its
+heaps, which the exchange then uses. Appends to benchmarks/results/peer_memory.jsonl.
 """
 
 from __future__ import annotations
