@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, log_to_stderr, run_command, with_version
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from editpb.invitation import is_loopback
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
 
@@ -129,17 +129,10 @@ def invite(
     typer.echo(invitation.encode())
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
     typer.echo(f"redeemed at {', '.join(enrol)}", err=True)
-    if all(_is_loopback(endpoint.rpartition(":")[0]) for endpoint in enrol):
+    if all(is_loopback(endpoint.rpartition(":")[0]) for endpoint in enrol):
         typer.echo(
             "only this machine reaches these addresses; for others set server.advertise and both listen in run.toml", err=True
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _enrol_endpoints(folder: StateFolder) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from peers.command_options import (
     DeviceOption,
     FolderOption,
     HomeOption,
+    MaxMbitOption,
     ModelsOption,
     ThreadsOption,
     log_lines,
@@ -100,6 +101,7 @@ def run(
 def region(
     below: Annotated[Path, typer.Option(help="Folder of this region's identity in the run below.")],
     home: HomeOption = Path("edit-peer"),
+    max_mbit: MaxMbitOption = None,
 ) -> None:
     """Connect a site's run to a run above it, in which the whole site is one peer.
 
@@ -113,7 +115,7 @@ def region(
     from peers.regions.daemon import run_region
 
     log_lines()
-    run_region(home, below)
+    run_region(home, below, max_mbit)
 
 
 @app.command()

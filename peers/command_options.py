@@ -26,6 +26,12 @@ FolderOption = Annotated[
     Path | None,
     typer.Option(help="For an hf: model: a folder with config.json; if this peer founds the run, also the initial weights."),
 ]
+MaxMbitOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Send at most so many 10^6 bits per second: contributions, updates, parameters. Default: no bound.", min=0.1
+    ),
+]
 
 
 def _training(
@@ -46,6 +52,7 @@ def _training(
     ] = 1,
     keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
+    max_mbit: MaxMbitOption = None,
 ) -> PeerOptions:
     """Return what these options say. Raises ConfigError."""
     from peers.training.fault_injection import parse_faults
@@ -65,6 +72,7 @@ def _training(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         fresh=fresh,
+        max_mbit=max_mbit,
     )
 
 

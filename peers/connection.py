@@ -12,6 +12,7 @@ import torch.distributed as dist
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
+from editpb.transport.send_limit import send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.io_thread import IoThread
@@ -23,7 +24,9 @@ __all__ = ["connect"]
 
 
 @contextmanager
-def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[AllAggregators, RunConfig]]:
+def connect(
+    home: Path | str, ranks: Ranks | None = None, *, max_mbit: float | None = None
+) -> Iterator[tuple[AllAggregators, RunConfig]]:
     """Connect to the run that `home` is enrolled in; wait for a coordinator that is not there yet.
 
     Yields what `EditWorker` and the callbacks take as collective, and the run's configuration. Leaving says goodbye and closes
@@ -33,12 +36,13 @@ def connect(home: Path | str, ranks: Ranks | None = None) -> Iterator[tuple[AllA
         home: a folder that `edit-peer join` has made.
         ranks: of this replica; None: all processes of the initialised torch.distributed world, or this one alone. Under
             torchrun initialise torch.distributed first.
+        max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
     """
     enrolled = PeerFolder(Path(home)).load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     ranks = _world() if ranks is None else ranks
-    channels = Channels(enrolled.endpoints, enrolled.credentials)
+    channels = Channels(enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home)))
     renewal = Renewal(PeerFolder(Path(home)), enrolled, channels, asks=launched().local_rank == 0)
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:

@@ -21,6 +21,7 @@ from edit.errors import ConfigError
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
+from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.snapshot_server import SnapshotServer
@@ -52,14 +53,15 @@ def run_peer(options: PeerOptions) -> None:
     device = choose_device(options.device, launch)
     use_threads(options.threads)
     limit_heaps()
-    server = server_of(options, enrolled, launch)
+    limit = send_limit(options.max_mbit, options.home)
+    server = server_of(options, enrolled, launch, limit)
     with process_group(launch, device):
-        channels = Channels(enrolled.endpoints, enrolled.credentials)
+        channels = Channels(enrolled.endpoints, enrolled.credentials, limit)
         renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
         attend(options, channels, enrolled.identity, device, launch, server, renewal)
 
 
-def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch) -> SnapshotServer | None:
+def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:
     """Return the server of this peer's snapshots, where the operator wants one. Raises ConfigError where there can be none."""
     if (listen := options.serve_snapshots) is None:
         return None
@@ -70,7 +72,7 @@ def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch) -> Snap
             f"--serve-snapshots: the certificate in {options.home} is from before peers could serve; ask for a new invitation "
             f"for {enrolled.identity.peer_id} and run: edit-peer join INVITATION --home {options.home}"
         )
-    return SnapshotServer(enrolled.run_id, enrolled.serving, listen, options.serving_host)
+    return SnapshotServer(enrolled.run_id, enrolled.serving, listen, options.serving_host, limit=limit)
 
 
 def attend(

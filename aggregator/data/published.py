@@ -253,13 +253,18 @@ class PublishedState:
                 return self._snapshots.put(self._committed.manifest, tuple(self._outer.theta), now)
             await self._at_rest.wait()
 
-    def snapshot_chunks(self, wanted: SnapshotRequest) -> Iterator[pb.Chunk]:
+    def snapshot_chunks(self, wanted: SnapshotRequest, chunk_bytes: int = CHUNK_BYTES) -> Iterator[pb.Chunk]:
         """Return the chunks of one fragment of a described snapshot, or of the boxes of it that are wanted: flat fp32.
 
-        Each is cut when it is asked for. Raises GoneError at once.
+        Each is cut when it is asked for, and has at most `chunk_bytes` and CHUNK_BYTES. Raises GoneError at once.
         """
         fragment = self._snapshots.take(wanted.outer_step, wanted.fragment_id, self._now())
-        return _chunks(Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes), fragment, wanted.offset)
+        return _chunks(
+            Shard(self.schema.fragments[wanted.fragment_id], wanted.boxes),
+            fragment,
+            wanted.offset,
+            min(chunk_bytes, CHUNK_BYTES),
+        )
 
 
 def _size_of(payload: EncodedTensor, fragment_id: int, wanted: UpdateRequest) -> int:
@@ -270,10 +275,10 @@ def _size_of(payload: EncodedTensor, fragment_id: int, wanted: UpdateRequest) ->
     return of.encoded_size(of.cut_numel(wanted.shards[fragment_id]))
 
 
-def _chunks(shard: Shard, fragment: Tensor, offset: int) -> Iterator[pb.Chunk]:
+def _chunks(shard: Shard, fragment: Tensor, offset: int, chunk_bytes: int) -> Iterator[pb.Chunk]:
     while offset < 4 * shard.numel:
         start = offset // 4
-        part = shard.take_part(fragment, start, min(shard.numel, start + CHUNK_BYTES // 4))
+        part = shard.take_part(fragment, start, min(shard.numel, start + chunk_bytes // 4))
         piece = part.contiguous().numpy().tobytes()[offset % 4 :]
         yield pb.Chunk(offset=offset, data=piece)
         offset += len(piece)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -41,6 +41,7 @@ from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
 from editpb.transport.chunks import Reassembly
 from editpb.transport.sealing import Seal
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 
 if TYPE_CHECKING:
     import grpc
@@ -57,10 +58,15 @@ _CLOCKS_S = 1.0  # by which a deadline may seem later here
 
 
 class DataService:
-    """Data of data.proto. Every call first authorizes its caller; an error that it raises is the status of the call."""
+    """Data of data.proto. Every call first authorizes its caller; an error that it raises is the status of the call.
 
-    def __init__(self, run: Run, authorizer: Authorizer) -> None:
-        self._run, self._authorizer = run, authorizer
+    limit_of: returns what bounds the bytes that a caller is sent.
+    """
+
+    def __init__(
+        self, run: Run, authorizer: Authorizer, limit_of: Callable[[Context], SendLimit] = lambda _: UNLIMITED
+    ) -> None:
+        self._run, self._authorizer, self._limit_of = run, authorizer, limit_of
         self._snapshot_readers, self._update_readers = SnapshotReaders(), UpdateReaders()
 
     async def Contribute(self, parts: AsyncIterator[ContributePart], context: Context) -> dpb.ContributionReceipt:
@@ -127,17 +133,18 @@ class DataService:
             wanted = update_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
             with self._update_readers.place(identity.peer_id, len(self._run.attendances.of(identity.peer_id))) as room:
-                await send(context.write, self._update_parts(context, wanted, room))
+                limit = self._limit_of(context)
+                await send(context.write, self._update_parts(context, wanted, room, limit), limit=limit)
 
     async def _update_parts(
-        self, context: Context, wanted: UpdateRequest, room: asyncio.Semaphore
+        self, context: Context, wanted: UpdateRequest, room: asyncio.Semaphore, limit: SendLimit
     ) -> AsyncGenerator[dpb.UpdatePart | bytes, None]:
         published = self._run.rounds.published
         coming = await published.coming(wanted) if wanted.round_id and not wanted.digest else None
         self._authorizer.authorize(context, "peer")  # it may have waited
         if coming is not None:
             first: dpb.UpdatePart | None = dpb.UpdatePart(ahead=dpb.UpdateAhead())
-            async with contextlib.aclosing(self._frames(context, coming.fragments, wanted, room, coming.key)) as frames:
+            async with contextlib.aclosing(self._frames(context, coming.fragments, wanted, room, limit, coming.key)) as frames:
                 async for frame in frames:
                     if coming.dropped:
                         return
@@ -154,7 +161,7 @@ class DataService:
         elif wanted.digest != commit.digest:
             raise GoneError(f"the update to outer step {wanted.outer_step} is another one now than was begun")
         payloads = ((one.fragment_id, one.payload) for one in commit.fragments if one.payload is not None)
-        async with contextlib.aclosing(self._frames(context, payloads, wanted, room)) as frames:
+        async with contextlib.aclosing(self._frames(context, payloads, wanted, room, limit)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -164,6 +171,7 @@ class DataService:
         fragments: Iterable[tuple[int, EncodedTensor]],
         wanted: UpdateRequest,
         room: asyncio.Semaphore,
+        limit: SendLimit,
         key: bytes = b"",
     ) -> AsyncGenerator[bytes, None]:
         """Yield the chunks of what is wanted of these fragments. key: what seals them; empty: they are not sealed."""
@@ -173,7 +181,7 @@ class DataService:
             async for fragment_id, payload, start in payloads:
                 data = memoryview(payload.data).cast("B")[: start + left]
                 seal = Seal(key, shards[fragment_id], start) if key else None
-                size = lambda: self._update_readers.chunk_bytes  # noqa: E731
+                size = lambda: min(self._update_readers.chunk_bytes, limit.chunk_bytes)  # noqa: E731
                 for frame in update_frames(fragment_id, data, start=start, seal=seal, chunk_bytes=size):
                     self._authorizer.authorize(context, "peer")
                     yield frame
@@ -205,7 +213,9 @@ class DataService:
             self._run.check_run_id(wanted.run_id)
             if not (context.time_remaining() or math.inf) <= MAX_READ_S + _CLOCKS_S:
                 raise RemoteProtocolError(f"a snapshot is read with a deadline of at most {MAX_READ_S:g} s")
-            chunks = _limited(itertools.chain.from_iterable(map(published.snapshot_chunks, wanted.one_by_one())), wanted.limit)
+            limit = self._limit_of(context)
+            each = (published.snapshot_chunks(one, limit.chunk_bytes) for one in wanted.one_by_one())
+            chunks = _limited(itertools.chain.from_iterable(each), wanted.limit)
             if (first := next(chunks, None)) is not None:
                 with self._snapshot_readers.place(identity.peer_id, identity.role) as place:
 
@@ -214,7 +224,7 @@ class DataService:
                             self._authorizer.authorize(context, *readers)
                             yield chunk
 
-                    await send(context.write, admitted(), stalled=place.give_up)
+                    await send(context.write, admitted(), stalled=place.give_up, limit=limit)
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """Receive the founder's initial parameters, or some of them, or only say how much of them is here."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from edit.errors import BusyError
 from editpb.transport.chunks import CHUNK_BYTES
+from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 
 __all__ = [
     "CALLS_OF_RANK",
@@ -43,8 +44,9 @@ async def send(
     messages: AsyncGenerator[_Message, None],
     stall_s: float = STALL_S,
     stalled: Callable[[], object] = lambda: None,
+    limit: SendLimit = UNLIMITED,
 ) -> None:
-    """Send the messages of a stream, and close `messages`.
+    """Send the messages of a stream, each as soon as `limit` lets it go, and close `messages`.
 
     A reader that takes none for `stall_s` seconds has stalled: `messages` is closed with all that it holds, and `stalled` is
     called. The message that is not read stays in memory until the reader reads again, which raises BusyError, or the deadline
@@ -52,6 +54,7 @@ async def send(
     """
     async with contextlib.aclosing(messages):
         async for message in messages:
+            await limit.room(size_of(message))
             writing = asyncio.ensure_future(write(message))
             try:
                 done, _ = await asyncio.wait((writing,), timeout=stall_s)

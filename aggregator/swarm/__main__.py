@@ -30,6 +30,7 @@ def _serve() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--listen", help="HOST:PORT; port 0 chooses one, once")
     parser.add_argument("--advertise", help="the host by which others reach it; empty: nobody does")
+    parser.add_argument("--max-mbit", type=float, help="what is sent per second, in 10^6 bits")
     parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
@@ -45,7 +46,7 @@ def _serve() -> None:
         peer_id, _, address = each.partition("=")
         seeds[peer_id] = (*seeds.get(peer_id, ()), address)
     settle(given.folder, given.listen, given.advertise, seeds)
-    asyncio.run(serve_host(given.folder))
+    asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit))
 
 
 if __name__ == "__main__":

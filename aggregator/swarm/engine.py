@@ -31,6 +31,7 @@ from edit.council.record import Phase
 from edit.merging.outer_state import OuterState
 from editpb import control_pb2_grpc
 from editpb.transport.chunk_frames import data_handlers, handlers_of
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 
 __all__ = ["Engine", "first_round_id"]
 
@@ -52,6 +53,7 @@ class Engine:
         folder: for what it writes; nothing of it is needed again.
         gone: the members that there is no connection to: the first round does not wait for them.
         files: the host's file thread.
+        limit_of: returns what bounds the bytes that a caller is sent.
         ended: is told when the last outer step is taken.
         fail: is told of a bug, after which the host must end.
     """
@@ -71,6 +73,7 @@ class Engine:
         clock: Clock,
         ended: Callable[[], None],
         fail: Callable[[BaseException], None],
+        limit_of: Callable[[Any], SendLimit] = lambda _: UNLIMITED,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         orders = folder / "orders.json"
@@ -100,7 +103,10 @@ class Engine:
         control = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, ControlService(self.run, authorizer))
         self.handlers: Mapping[str, Any] = {  # by the method's path
             **{f"/editpb.Control/{method}": control[method] for method in _CONTROL},
-            **{f"/editpb.Data/{name}": each for name, each in data_handlers(DataService(self.run, authorizer)).items()},
+            **{
+                f"/editpb.Data/{name}": each
+                for name, each in data_handlers(DataService(self.run, authorizer, limit_of)).items()
+            },
         }
 
     def _on_event(self, event: RunEvent, unix: float) -> None:

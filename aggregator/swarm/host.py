@@ -76,13 +76,14 @@ from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
-from editpb.identity import admitted
+from editpb.identity import admitted, from_auth_context
 from editpb.invitation import MAX_ENDPOINTS
 from editpb.limits import check_digest, one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer, handlers_of
 from editpb.transport.parts import metadata_of_owner, part_of
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.validity import Notice, Validity
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
 _OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
 _LOOK_S = 0.05
+_HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Host:
         discovery: finds more of them; not started.
         settings: what new members are told, and the record must say.
         authority: the run's, where this member can let others in.
+        limit: of what is sent to others; not of what stays on this machine.
         on_commit: is told of each outer step that is taken here, in the part's thread.
 
     Raises StorageError, ConfigError for what the folder has.
@@ -168,13 +171,14 @@ class Host:
         clock: Clock | None = None,
         settings: Settings | None = None,
         authority: Authority | None = None,
+        limit: SendLimit = UNLIMITED,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
     ) -> None:
         self.run_id, self.peer_id = run_id, peer_id
         self._config, self._folder, self._members, self._place = config, folder, members, place
         self._clock, self._timing = clock or Clock(), timing or Timing()
         self._seeds: Addresses = seeds or {}
-        self._discovery = discovery
+        self._discovery, self._limit = discovery, limit
         self._found: Addresses = {}  # by it
         self._settings, self._authority = settings, authority
         self._credentials, self._server_credentials = client, server
@@ -695,6 +699,7 @@ class Host:
             self._clock,
             lambda: self.tell(ev.Ended(number, grant)),
             self.failed,
+            self.limit_of,
         )
         await part.engine.start()
         if (record := self.council.committed) is not None:
@@ -729,6 +734,11 @@ class Host:
         peer_id = admitted(context.auth_context(), self.run_id, ("peer",)).peer_id
         self.check_evicted(peer_id)
         return peer_id
+
+    def limit_of(self, context: Context) -> SendLimit:
+        """Return what bounds the bytes that a caller is sent; nothing does where that is this member, on this machine."""
+        here = context.peer().startswith(_HERE) and from_auth_context(context.auth_context()).peer_id == self.peer_id
+        return UNLIMITED if here else self._limit
 
     def check_evicted(self, peer_id: str) -> None:
         """Raise EvictedError for a peer that was evicted. A voter still counts until it is voted out, which may need it."""
@@ -798,23 +808,25 @@ class Host:
         found = addresses_of(self.council.record)
         return [address for addresses in found.values() for address in addresses][:MAX_ENDPOINTS]
 
-    async def offer(self, reader: str, number: int, outer_step: int, update_id: str) -> AsyncGenerator[Any, None]:
+    async def offer(
+        self, reader: str, number: int, outer_step: int, update_id: str, chunk_bytes: int
+    ) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring an update. Raises GoneError."""
         part = self.parts[number]
         if part.own is not None and part.own[0].update.id == update_id:
-            async for message in offer_parts(part.own[0]):
+            async for message in offer_parts(part.own[0], chunk_bytes):
                 self.check_evicted(reader)
                 yield message
             return
         async with self._kept.place(reader):
-            async for message in offer_parts(await part.do(part.replica.kept, outer_step, update_id)):
+            async for message in offer_parts(await part.do(part.replica.kept, outer_step, update_id), chunk_bytes):
                 self.check_evicted(reader)
                 yield message
 
-    async def state(self, reader: str, number: int) -> AsyncGenerator[Any, None]:
+    async def state(self, reader: str, number: int, chunk_bytes: int) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
         async with self._states.place(reader):
-            async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot)):
+            async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot), chunk_bytes):
                 self.check_evicted(reader)
                 yield message
 
@@ -883,7 +895,9 @@ class _CouncilService:
             reader = self._host.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
-            await send(context.write, self._host.offer(reader, number, request.outer_step, update_id))
+            limit = self._host.limit_of(context)
+            parts = self._host.offer(reader, number, request.outer_step, update_id, limit.chunk_bytes)
+            await send(context.write, parts, limit=limit)
 
     async def WatchOwners(self, request: pb.OwnersRequest, context: Context) -> None:
         """See the service."""
@@ -898,7 +912,8 @@ class _CouncilService:
         async with abort_on_error(context):
             reader = self._host.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
-            await send(context.write, self._host.state(reader, number))
+            limit = self._host.limit_of(context)
+            await send(context.write, self._host.state(reader, number, limit.chunk_bytes), limit=limit)
 
     async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
         """See the service."""

@@ -29,6 +29,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from edit import kernels
 from edit.config.run import RunConfig
 from edit.heaps import limit_heaps, map_large_blocks
+from editpb.transport.send_limit import SendLimit, send_limit
 
 __all__ = ["serve_host"]
 
@@ -37,10 +38,10 @@ QUIET_S = 3.0  # so long after the run's end nobody must have needed this host; 
 _LOOK_S = 0.25
 
 
-async def serve_host(path: Path, *, threads: int = 1) -> None:
+async def serve_host(path: Path, *, threads: int = 1, max_mbit: float | None = None) -> None:
     """Be a member of the swarm until a signal, or its end. Raises EditError, also when something failed that ends a host.
 
-    threads: that torch computes with.
+    threads: that torch computes with. max_mbit: what is sent per second; None: no bound.
     """
     lock_folder(path, "another host has this folder")
     torch.set_num_threads(threads)
@@ -50,7 +51,7 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
     stop, now, trained = asyncio.Event(), asyncio.Event(), asyncio.Event()
     _stop_at_the_end(stop, now, trained)
     _log.info(kernels.load())
-    opening = asyncio.ensure_future(_open(path))
+    opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path)))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -70,7 +71,7 @@ async def serve_host(path: Path, *, threads: int = 1) -> None:
         await host.close()
 
 
-async def _open(path: Path) -> Host:
+async def _open(path: Path, limit: SendLimit) -> Host:
     """Return the host that lies in the folder; a new member first asks others for the run's settings."""
     folder, identity = HostFolder.load(path), identity_of(path)
     client, server = credentials(path)
@@ -97,6 +98,7 @@ async def _open(path: Path) -> Host:
         discovery=discovery,
         settings=settings,
         authority=open_authority(path),
+        limit=limit,
     )
 
 

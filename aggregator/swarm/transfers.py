@@ -33,7 +33,7 @@ from editpb.council_messages import (
 )
 from editpb.limits import fail
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
-from editpb.transport.chunks import Reassembly
+from editpb.transport.chunks import CHUNK_BYTES, Reassembly
 from editpb.transport.parts import metadata_of
 from editpb.transport.status import from_rpc
 
@@ -59,24 +59,24 @@ def body_sizes(outer: OuterState) -> tuple[int, ...]:
 # -- who is asked ----------------------------------------------------------------------------------------------------------
 
 
-async def offer_parts(offer: Offer) -> AsyncGenerator[pb.OfferPart | bytes, None]:
-    """Yield the messages that bring an update."""
+async def offer_parts(offer: Offer, chunk_bytes: int = CHUNK_BYTES) -> AsyncGenerator[pb.OfferPart | bytes, None]:
+    """Yield the messages that bring an update, in chunks of so many bytes."""
     sizes = tuple(len(memoryview(body).cast("B")) for body in offer.bodies)
     yield pb.OfferPart(header=offer_header_to_pb(OfferHeader(offer.update, len(offer.manifest), sizes)))
     for i, data in enumerate((offer.manifest, *offer.bodies)):
-        for frame in update_frames(i, memoryview(data)):
+        for frame in update_frames(i, memoryview(data), chunk_bytes=lambda: chunk_bytes):
             yield frame
 
 
-async def state_parts(snapshot: PartSnapshot) -> AsyncGenerator[pb.StatePart | bytes, None]:
-    """Yield the messages that bring a part's state."""
+async def state_parts(snapshot: PartSnapshot, chunk_bytes: int = CHUNK_BYTES) -> AsyncGenerator[pb.StatePart | bytes, None]:
+    """Yield the messages that bring a part's state, likewise."""
     tensors = [(name, each.contiguous().view(-1)) for name, each in sorted(snapshot.tensors.items())]
     named = [(name, str(each.dtype).removeprefix("torch.")) for name, each in tensors]
     description = json.dumps({"metadata": snapshot.metadata, "tensors": named}, allow_nan=False).encode()
     sizes = tuple(each.numel() * each.element_size() for _, each in tensors)
     yield pb.StatePart(header=state_header_to_pb(StateHeader(snapshot.name, snapshot.tokens, len(description), sizes)))
     for i, data in enumerate([memoryview(description), *(each.view(torch.uint8).numpy().data for _, each in tensors)]):
-        for frame in update_frames(i, data):
+        for frame in update_frames(i, data, chunk_bytes=lambda: chunk_bytes):
             yield frame
 
 

@@ -18,6 +18,7 @@ from edit.fragments.schema import Schema
 from edit.records import Progress
 from edit.regional_peer import Below, Memory, RegionalPeer
 from editpb.messages import InjectionState, RunPhase
+from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
@@ -35,10 +36,11 @@ LOOK_S = 0.5  # between two looks at the run below
 _log = logging.getLogger("peers")
 
 
-def run_region(home: Path, below: Path) -> None:
+def run_region(home: Path, below: Path, max_mbit: float | None = None) -> None:
     """Be the peer that `home` is enrolled as, on behalf of the run that `below` is enrolled in.
 
-    Returns when one of the runs has finished, or at the first SIGINT or SIGTERM. Raises ConfigError, RefusedError,
+    Returns when one of the runs has finished, or at the first SIGINT or SIGTERM. max_mbit: what is sent to the run above, per
+    second. Raises ConfigError, RefusedError,
     EvictedError.
     """
     upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
@@ -47,7 +49,9 @@ def run_region(home: Path, below: Path) -> None:
     _log.info(kernels.load())
     with IoThread() as io, stopping(io):
         try:
-            regional = _Regional(io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id))
+            regional = _Regional(
+                io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id), send_limit(max_mbit, home)
+            )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
             regional.run()
@@ -71,11 +75,13 @@ class _Regional:
         upper: Enrolment,
         lower: Enrolment,
         memory: Memory,
+        limit: SendLimit = UNLIMITED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser = ConfigParser()
-        self.above, self.below = (Channels(each.endpoints, each.credentials) for each in (upper, lower))
+        self.above = Channels(upper.endpoints, upper.credentials, limit)
+        self.below = Channels(lower.endpoints, lower.credentials)
         self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)
         self._step_s = 0.0
         self._moved_at = clock()

@@ -21,6 +21,7 @@ from editpb import data_pb2, data_pb2_grpc
 from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
 from editpb.messages import InjectHeader, InjectionState
 from editpb.transport.chunks import make_chunks
+from editpb.transport.send_limit import UNLIMITED
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import DataCalls, StallTimeout
@@ -95,7 +96,7 @@ class RunBelow:
 
         async def send() -> bool:
             async with StallTimeout() as moving:
-                await self._stub().Inject(moving.sending(parts()))
+                await self._stub().Inject(moving.sending(UNLIMITED.paced(parts())))
             return True
 
         return self._tried(send) or False

@@ -11,7 +11,7 @@ import typer
 
 from edit.command_line import SHORT_HELP
 from edit.errors import ConfigError
-from peers.command_options import HomeOption, log_lines, trains
+from peers.command_options import HomeOption, MaxMbitOption, log_lines, trains
 
 if TYPE_CHECKING:
     from peers.training.options import PeerOptions
@@ -69,7 +69,7 @@ def start(
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Founding, Place, found, is_member
 
-    home, place, new = options.home, Place(listen=listen, advertise=advertise), []
+    home, place, new = options.home, Place(listen=listen, advertise=advertise, max_mbit=options.max_mbit), []
 
     def prepare() -> list[str]:
         if not is_member(home):
@@ -116,7 +116,7 @@ def join(
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Place, enter
 
-    place, text = Place(listen=listen, advertise=advertise), _text_of(invitation)
+    place, text = Place(listen=listen, advertise=advertise, max_mbit=options.max_mbit), _text_of(invitation)
     run_member(options, lambda: place.arguments(options.home, enter(options.home, text)))
 
 
@@ -126,6 +126,7 @@ def host(
     home: HomeOption = Path("edit-peer"),
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    max_mbit: MaxMbitOption = None,
 ) -> None:
     """Be a member that does not train: it holds the model, votes, and can own parts. No GPU is needed.
 
@@ -138,7 +139,7 @@ def host(
 
     log_lines()
     text = _text_of(invitation)
-    arguments = Place(listen=listen, advertise=advertise).arguments(home, enter(home, text))
+    arguments = Place(listen=listen, advertise=advertise, max_mbit=max_mbit).arguments(home, enter(home, text))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
     os.dup2(nothing, 1)
@@ -253,8 +254,8 @@ def _operate(*words: object) -> None:
 
 
 def _print_invitation(home: Path, name: str, hours: float) -> None:
+    from editpb.invitation import is_loopback
     from peers.swarm.aggregator_process import ask
-    from peers.swarm.membership import is_loopback
 
     invitation, fingerprint, addresses = ask("invite", home, name, "--hours", hours)
     typer.echo(invitation)

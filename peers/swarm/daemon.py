@@ -12,6 +12,7 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
+from editpb.transport.send_limit import SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
@@ -46,12 +47,13 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
     limit_heaps()
     arguments = prepare()
     enrolled = PeerFolder(options.home).load(time.time(), swarm=True)
+    limit = send_limit(options.max_mbit, options.home)
     host = HostProcess(options.home, arguments)
     finished = False
     try:
         host.wait_ready()
         serving()
-        finished = train(options, partial(_connect, host, enrolled), enrolled.identity, device, launch)
+        finished = train(options, partial(_connect, host, enrolled, limit), enrolled.identity, device, launch)
         if finished:
             _log.info("the host stays until the other members have the last outer step; Ctrl-C ends it at once")
     finally:
@@ -60,13 +62,13 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
 
 @contextlib.contextmanager
 def _connect(
-    host: HostProcess, enrolled: Enrolment, io: IoThread, ranks: Ranks
+    host: HostProcess, enrolled: Enrolment, limit: SendLimit, io: IoThread, ranks: Ranks
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
     """Connect to all parts; a host that fails ends it."""
     host.on_failure(io.interrupt)
     try:
         hosts, parts = io.call(hosts_of_swarm(host.wait_ready(), enrolled.identity, enrolled.credentials))
-        with connect_swarm(io, hosts, parts, enrolled.credentials, enrolled.identity, ranks) as connected:
+        with connect_swarm(io, hosts, parts, enrolled.credentials, enrolled.identity, ranks, limit) as connected:
             yield connected
     except Interrupted:
         if host.failure is not None:

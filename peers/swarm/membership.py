@@ -6,7 +6,6 @@ rest; identity.json, which says that the folder is a member's, is written last.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
 from edit.replica.replica import Replica
 from editpb.identity import from_certificate
-from editpb.invitation import Invitation
+from editpb.invitation import Invitation, is_loopback
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
 from peers.models.registry import build
@@ -47,10 +46,11 @@ class Founding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this member serves, as far as the command line says it; None: as before, or by default."""
+    """Where this member serves, and how much it sends, as the command line says it; None: as before, or by default."""
 
     listen: str | None = None  # HOST:PORT
     advertise: str | None = None  # the host at which others reach it; '': nobody does
+    max_mbit: float | None = None  # what it sends per second, as long as it runs; None: no bound
 
     def arguments(self, home: Path, seeds: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Return what the host is told. seeds: (peer_id, HOST:PORT) of members that are known; none: it founds the swarm.
@@ -75,15 +75,9 @@ class Place:
             words += ["--listen", listen]
         if advertise is not None:
             words += ["--advertise", advertise]
+        if self.max_mbit is not None:
+            words += ["--max-mbit", str(self.max_mbit)]
         return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def is_member(home: Path) -> bool:

@@ -33,6 +33,7 @@ class PeerOptions:
     fresh: bool = False  # start without a checkpoint although there is one
     serve_snapshots: str | None = None  # HOST:PORT; None: serves none
     advertise: str | None = None  # the host by which members reach serve_snapshots; None: its HOST
+    max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
 
     def __post_init__(self) -> None:
         if not self.throttle >= 1 or not math.isfinite(self.throttle):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import ipaddress
 import json
 import math
 import re
@@ -34,6 +35,7 @@ __all__ = [
     "fingerprint",
     "guest_key",
     "is_endpoint",
+    "is_loopback",
     "is_maddr",
 ]
 
@@ -53,6 +55,14 @@ def is_endpoint(text: str) -> bool:
     """Return whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
     found = _ENDPOINT.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 65536
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host: a name or an address, an IPv6 one in brackets or not."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_maddr(text: str) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,13 +109,15 @@ def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
         a.until("owns part")
         c = members.host("c")
         a.until("2 vote, of 2 members")
-        b = members.join("b", "--throttle", 20)
+        b = members.join("b", "--throttle", 20, "--max-mbit", 100)
         a.until("3 vote, of 3 members")
         a.until("outer step 2,")
         b.until("outer step 2,")
         b.kill()
         assert a.finish() == 0 and c.finish() == 0
         assert "the run has finished at outer step 30" in a.last("the run has finished at")
+        assert struct.unpack("<d", (tmp_path / "b" / "send-limit").read_bytes())[0] > 0, "it went by its bound"
+        assert not (tmp_path / "a" / "send-limit").exists()
         assert members.record("a").phase is members.record("c").phase is Phase.FINISHED
         for part in range(2):
             one, other = (replica.snapshot() for replica in members.states(part, "a", "c"))

@@ -16,6 +16,7 @@ import grpc
 
 from edit.errors import TransportError
 from editpb.transport.channel_options import channel_options
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 
 __all__ = ["Channels", "enrolment_channel"]
 
@@ -30,6 +31,7 @@ class _Held:
     """What the channels to all aggregators share."""
 
     credentials: grpc.ChannelCredentials | None  # replaced in one go
+    limit: SendLimit
 
 
 class Channels:
@@ -38,12 +40,15 @@ class Channels:
     Args:
         endpoints: HOST:PORT of the aggregator, tried in turn.
         credentials: of this peer; None: plaintext, for tests.
+        limit: of what is sent over all of them.
     """
 
     moves = False  # whether another host may take the aggregator's place at any time
 
-    def __init__(self, endpoints: Sequence[str], credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._held = _Held(credentials)
+    def __init__(
+        self, endpoints: Sequence[str], credentials: grpc.ChannelCredentials | None = None, limit: SendLimit = UNLIMITED
+    ) -> None:
+        self._held = _Held(credentials, limit)
         self._endpoints = tuple(endpoints)
         self._turn = 0
         self.rtt_s = 0.0  # the least time in which a small question was answered here, in seconds; 0: none was
@@ -55,7 +60,7 @@ class Channels:
         self._news = asyncio.Event()  # see `pause`; each piece of news has another
 
     def to(self, endpoints: Sequence[str]) -> Channels:
-        """Return the channels to another aggregator, with the same credentials, also once they are renewed."""
+        """Return the channels to another aggregator, with the same limit and credentials, also once these are renewed."""
         other = Channels(endpoints)
         other._held = self._held
         return other
@@ -68,6 +73,11 @@ class Channels:
     def endpoint(self) -> str:
         """The endpoint whose turn it is; may be read on any thread."""
         return self._endpoints[self._turn % len(self._endpoints)]
+
+    @property
+    def limit(self) -> SendLimit:
+        """What bounds the bytes that are sent to the endpoint."""
+        return self._held.limit
 
     def rotate(self) -> None:
         """Let the next channel go to the next endpoint."""

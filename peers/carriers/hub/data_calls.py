@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, cast
 
@@ -128,7 +128,7 @@ class DataCalls:
 
         def parts(start: int, stop: int, clock: _Stopwatch) -> Iterator[data_pb2.ContributePart | bytes]:
             yield self._up(data_pb2.ContributePart(header=message))
-            for frame in contribute_frames(data[:stop], start=start):
+            for frame in contribute_frames(data[:stop], start=start, chunk_bytes=self._channels.limit.chunk_bytes):
                 self._traffic.sent += len(frame)
                 yield frame
             clock.split()
@@ -143,7 +143,8 @@ class DataCalls:
                 clock = _Stopwatch()
                 async with StallTimeout(self._stall_s) as moving:
                     with self._pace_up.piece(held.received_bytes, total, max(ahead(), CHUNK_BYTES)) as piece:
-                        sending = moving.sending(parts(piece.start, piece.stop, clock), ends=piece.last)
+                        paced = self._channels.limit.paced(parts(piece.start, piece.stop, clock))
+                        sending = moving.sending(paced, ends=piece.last)
                         reply = await self._stub().Contribute(sending)
                 held = received_from_pb(self._down(reply), total)
                 if held.received_bytes < piece.stop or (piece.last and not held.complete):
@@ -277,7 +278,7 @@ class DataCalls:
     async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
         """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""
         message = found_header_to_pb(FoundHeader(run_id=self._run_id, schema_hash=schema.schema_hash, digest=digest))
-        total, reached = 4 * schema.numel, 0
+        total, reached, limit = 4 * schema.numel, 0, self._channels.limit
 
         def parts(start: int, stop: int) -> Iterator[data_pb2.FoundPart]:
             yield self._up(data_pb2.FoundPart(header=message))
@@ -285,14 +286,16 @@ class DataCalls:
                 size = 4 * fragment.numel
                 if size > 0 and start < size and stop > 0:
                     data = memoryview(theta.numpy().data).cast("B")[:stop]
-                    for chunk in make_chunks(data, FOUNDING_CHUNK_BYTES, start=max(0, start)):
+                    for chunk in make_chunks(data, min(FOUNDING_CHUNK_BYTES, limit.chunk_bytes), start=max(0, start)):
                         part = data_pb2.FragmentChunk(fragment_id=fragment.fragment_id, chunk=chunk)
                         yield self._up(data_pb2.FoundPart(chunk=part))
                 start, stop = start - size, stop - size
 
         async def send(start: int, stop: int) -> Received:
             async with StallTimeout(self._stall_s) as moving:
-                reply = self._down(await self._stub().Found(moving.sending(parts(start, stop), ends=stop == total)))
+                reply = self._down(
+                    await self._stub().Found(moving.sending(limit.paced(parts(start, stop)), ends=stop == total))
+                )
             return received_from_pb(reply, total)
 
         async def attempt() -> None:
@@ -390,15 +393,16 @@ class StallTimeout:
         self.moved()
         return None if part is grpc.aio.EOF else cast(_Part, part)
 
-    def sending(self, parts: Iterable[_Part], *, ends: bool = True) -> Iterable[_Part]:
+    async def sending(self, parts: AsyncIterable[_Part], *, ends: bool = True) -> AsyncIterator[_Part]:
         """Yield what goes; each message is asked for, and so a movement, when the ones before are on their way.
 
         ends: with these parts everything is there. Then the answer may take as long as the connection lives: a large state is
         on disk before it comes.
         """
-        for part in parts:
+        async for part in parts:
             self.moved()
             yield part
+            self.moved()  # it may have to wait for its turn
         if ends:
             self._allow(None)
 

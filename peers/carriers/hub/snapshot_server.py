@@ -35,6 +35,7 @@ from editpb.snapshot_cache import SnapshotCache
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunks import make_chunks
+from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 from peers.carriers.run_connection import Traffic
 
 __all__ = ["MAX_PAST", "MAX_READERS", "SnapshotServer"]
@@ -71,6 +72,7 @@ class SnapshotServer:
         clock: monotonic seconds.
         ticket: makes a word that cannot be guessed.
         stall_s: a reader that takes no chunk for so many seconds is let go.
+        limit: of what is sent.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class SnapshotServer:
         clock: Callable[[], float] = time.monotonic,
         ticket: Callable[[], str] = lambda: secrets.token_urlsafe(18),
         stall_s: float = STALL_S,
+        limit: SendLimit = UNLIMITED,
     ) -> None:
-        self._run_id = run_id
+        self._run_id, self._limit = run_id, limit
         self._credentials = credentials
         self._listen = listen
         self._advertise = advertise
@@ -150,7 +153,8 @@ class SnapshotServer:
                 left = wanted.limit or MAX_COUNT
                 for one in wanted.one_by_one():
                     data = self._fragment(one).numpy().data.cast("B")[: one.offset + left]
-                    for chunk in make_chunks(data, start=one.offset):
+                    for chunk in make_chunks(data, self._limit.chunk_bytes, start=one.offset):
+                        await self._limit.room(size_of(chunk))
                         self.traffic.sent += chunk.ByteSize()
                         await self._write(context, chunk)
                     if (left := left - (len(data) - one.offset)) <= 0:

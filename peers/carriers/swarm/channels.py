@@ -10,7 +10,9 @@ import grpc
 from edit.council.record import MOST_MEMBERS
 from editpb.council_messages import PartOwner
 from editpb.identity import Identity
+from editpb.invitation import is_loopback
 from editpb.transport.parts import in_part, owner_in
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.channels import Channels
 
 __all__ = ["PartChannels"]
@@ -27,12 +29,20 @@ class PartChannels(Channels):
         hosts: HOST:PORT of each host, by peer_id; this peer's own first, which the news do not move.
         part: which all calls are for.
         credentials: of this peer.
+        limit: of what is sent; not of what this peer's own host is sent on this machine.
     """
 
     moves = True
 
-    def __init__(self, run_id: str, hosts: Mapping[str, str], part: int, credentials: grpc.ChannelCredentials) -> None:
-        super().__init__((), credentials)
+    def __init__(
+        self,
+        run_id: str,
+        hosts: Mapping[str, str],
+        part: int,
+        credentials: grpc.ChannelCredentials,
+        limit: SendLimit = UNLIMITED,
+    ) -> None:
+        super().__init__((), credentials, limit)
         self._run_id, self._part, self._named = run_id, part, ""
         self._own, self._hosts = next(iter(hosts)), dict(hosts)
         self._served_from = 0  # the first round of the owner that was heard last
@@ -44,6 +54,12 @@ class PartChannels(Channels):
     def hosts(self) -> Mapping[str, str]:
         """HOST:PORT of each host that is known, by peer_id."""
         return self._hosts
+
+    @property
+    def limit(self) -> SendLimit:
+        """See `Channels`."""
+        own = self._hosts[self._own]
+        return UNLIMITED if self.endpoint == own and is_loopback(own.rpartition(":")[0]) else super().limit
 
     def bound(self, stub: _Stub) -> _Stub:
         """See `Channels`."""

@@ -10,6 +10,7 @@ import grpc
 from edit.config.run import RunConfig
 from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.collective import read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
@@ -29,6 +30,7 @@ def connect_swarm(
     credentials: grpc.ChannelCredentials,
     identity: Identity,
     ranks: Ranks = ALONE,
+    limit: SendLimit = UNLIMITED,
     *,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -43,9 +45,10 @@ def connect_swarm(
         hosts: HOST:PORT of the hosts that are known, by peer_id; this peer's own first.
         parts: that the model is cut into.
         credentials: of this peer.
+        limit: of what is sent.
         ended, failed: what the goodbye says.
     """
-    channels = [PartChannels(identity.run_id, hosts, part, credentials) for part in range(parts)]
+    channels = [PartChannels(identity.run_id, hosts, part, credentials, limit) for part in range(parts)]
     parser = ConfigParser()
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)

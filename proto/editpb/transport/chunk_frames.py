@@ -52,9 +52,11 @@ class ReceivedChunk(NamedTuple):
     data: bytes | memoryview
 
 
-def contribute_frames(data: bytes | bytearray | memoryview, *, start: int = 0) -> Iterator[bytes]:
+def contribute_frames(
+    data: bytes | bytearray | memoryview, *, start: int = 0, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[bytes]:
     """Yield a serialized ContributePart for each chunk of `data[start:]`; offsets count from the beginning of `data`."""
-    return _frames(data, start, lambda size: _begin(_CHUNK, size))
+    return _frames(data, start, lambda size: _begin(_CHUNK, size), chunk_bytes=lambda: chunk_bytes)
 
 
 def update_frames(

@@ -34,6 +34,7 @@ from editpb.identity import Identity
 from editpb.messages import ContributionHeader
 from editpb.transport.channel_options import channel_options
 from editpb.transport.parts import in_part
+from editpb.transport.send_limit import UNLIMITED, SendLimit
 from tests.support.encoded import encode
 from tests.support.loops import HeldLoop, pass_time
 from tests.support.served import LIFETIME_S, TOML, WAIT_S, BarePeer, theta
@@ -63,6 +64,7 @@ class Hosts:
     parts: int
     model: tuple[Schema, Sequence[Tensor]] | None = None  # and its parameters; None: one of random vectors
     running: dict[str, Host] = field(default_factory=dict)
+    limits: dict[str, SendLimit] = field(default_factory=dict)  # of what members send, from their next start on
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
 
     @property
@@ -132,6 +134,7 @@ class Hosts:
             discovery=discovery((key, certificate, self.ca)) if discovery is not None else None,
             clock=Clock(monotonic=asyncio.get_running_loop().time),
             on_commit=took,
+            limit=self.limits.get(peer_id, UNLIMITED),
         )
         await host.start()
         self.running[peer_id] = host

@@ -17,6 +17,7 @@ from edit.fragments.shards import Shard
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.messages import SnapshotManifest, SnapshotRequest
 from editpb.transport.chunks import make_chunks
+from editpb.transport.send_limit import UNLIMITED
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import STALL_S, DataCalls, StallTimeout
@@ -241,7 +242,7 @@ def test_each_movement_gives_the_whole_time_anew() -> None:
 def test_when_all_is_sent_the_answer_may_take_its_time() -> None:
     async def scenario() -> list[tensors_pb2.Chunk]:
         async with StallTimeout(10.0) as moving:
-            chunks = list(moving.sending(make_chunks(memoryview(bytes(10)), 4)))
+            chunks = [chunk async for chunk in moving.sending(UNLIMITED.paced(make_chunks(memoryview(bytes(10)), 4)))]
             pass_time(1000.0)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -253,7 +254,7 @@ def test_when_all_is_sent_the_answer_may_take_its_time() -> None:
 def test_what_is_not_all_sent_has_its_bound() -> None:
     async def scenario() -> None:
         async with StallTimeout(10.0) as moving:
-            next(iter(moving.sending(make_chunks(memoryview(bytes(10)), 4))))
+            await anext(moving.sending(UNLIMITED.paced(make_chunks(memoryview(bytes(10)), 4))))
             pass_time(1000.0)
             await asyncio.Event().wait()
 
