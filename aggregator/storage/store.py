@@ -186,7 +186,8 @@ class Store:
         self.close()
         self._updates = {}
         try:
-            checkpoint.segment_of(self._folder, outer.outer_step).unlink(missing_ok=True)  # it follows another state
+            for path_of in (checkpoint.segment_of, checkpoint.updates_of):  # they follow, and led to, another state
+                path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"{self._folder}: cannot be written ({error.strerror})") from error
         self.checkpoint(outer)
@@ -228,10 +229,13 @@ class Store:
         return loaded.outer
 
     def _load_updates(self, outer_step: int) -> list[Commit]:
-        """Read the updates that belong to the checkpoint of `outer_step`. Without them peers take snapshots."""
+        """Read the updates that belong to the checkpoint of `outer_step`. Without them peers take snapshots.
+
+        There is no file where none were kept: the first state, and one that came from elsewhere.
+        """
         path = checkpoint.updates_of(self._folder, outer_step)
         try:
-            return updates.load(path, outer_step) if outer_step else []
+            return updates.load(path, outer_step) if path.exists() else []
         except StorageError as error:
             _log.warning("%s; peers that missed an update before outer step %d take a snapshot", error, outer_step + 1)
             return []

@@ -324,6 +324,25 @@ def test_a_member_whose_parameters_are_damaged_notices_and_takes_a_snapshot(two:
     assert same(other.again().replica.snapshot(), one.replica.snapshot())
 
 
+@pytest.mark.parametrize("had", ["nothing", "the same outer step"])
+def test_a_restart_after_a_snapshot_publishes_no_update_that_did_not_lead_to_it(
+    two: tuple[Member, Member], caplog: pytest.LogCaptureFixture, had: str
+) -> None:
+    one, other = two
+    for seed in (1, 2):
+        one.step(seed=seed)
+        if had == "the same outer step":
+            other.step(seed=10 + seed)  # another history
+    if had == "the same outer step":
+        other.store.checkpoint(other.replica.outer)
+    answer = carry_out(other.replica, fetch(one, snapshot=True), source=From(one.replica))
+    assert answer == ev.Applied(0, 2, one.replica.state.digest)
+    again = other.again()
+    assert again.store.oldest_update == 0 and not caplog.records
+    offer = one.step(again, seed=3)
+    assert again.store.oldest_update == 3 and again.replica.state.digest == offer.update.id
+
+
 def test_a_snapshot_that_cannot_be_written_leaves_what_was_there(
     two: tuple[Member, Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
