@@ -24,15 +24,12 @@ import logging
 import os
 import signal
 import socket
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -448,20 +445,19 @@ def _items(answer: bytes) -> list[tuple[bytes, bytes, float]]:
 
 @contextmanager
 def _sockets(folder: Path) -> Iterator[Path]:
-    """Give a folder with a short name, of this user alone, for the sockets of p2pd: their names have at most 107 bytes."""
-    name = sha256(bytes(folder.resolve())).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"edit-dht-{os.getuid()}-{name}"
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{path}: is not a folder of this user alone; remove it")
+    """Give a folder for the sockets of p2pd, whose names have at most 107 bytes: in the member's, by a short name.
+
+    So nothing lies elsewhere when a host is killed. Only processes of this user reach it by that name.
+    """
+    path = folder / "p2pd"
+    path.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _clear(path)  # a host that was killed left some
-        yield path
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
+        os.close(descriptor)
         _clear(path)
-        path.rmdir()
 
 
 def _clear(path: Path) -> None:

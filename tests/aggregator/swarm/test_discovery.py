@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -391,3 +392,16 @@ def test_keys_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"peer.key: cannot be read \(No such file"):
         Discovery.of(HostFolder(), Identity("r", "peer", "a"), tmp_path)
+
+
+def test_the_sockets_of_p2pd_lie_in_the_members_folder_however_long_its_name_is(tmp_path: Path) -> None:
+    """So nothing is left anywhere else when a host is killed, and what is left there goes at the next start."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    (folder / "p2pd").mkdir()
+    (folder / "p2pd" / "of-a-host-that-was-killed.sock").touch()
+    with discovery._sockets(folder) as sockets, socket.socket(socket.AF_UNIX) as listening:
+        assert not list((folder / "p2pd").iterdir())
+        listening.bind(str(sockets / "p2pclient.sock"))
+        assert [path.name for path in (folder / "p2pd").iterdir()] == ["p2pclient.sock"]
+    assert not list((folder / "p2pd").iterdir())
