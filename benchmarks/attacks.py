@@ -38,7 +38,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from edit.lab.chaos import procfs
+from edit.lab import procfs
 from edit.lab.chaos.history import History
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.testbed import Testbed

@@ -62,8 +62,8 @@ from edit.durable_files import write_atomic
 from edit.fragments.assignment import assign
 from edit.lab.bench.exchange_peer import blocks
 from edit.lab.bench.results import Row, append_lines, circumstances, figure_note, print_table, results_table
-from edit.lab.chaos.procfs import cpu_s
 from edit.lab.processes import Supervisor
+from edit.lab.procfs import cpu_s
 from edit.merging.outer_state import OuterState
 from edit.worker.config import WorkerConfig
 from edit.worker.worker import EditWorker

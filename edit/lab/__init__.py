@@ -10,6 +10,7 @@ chaos/        random faults, checked invariants
 simulation/   thousands of peers in virtual time
 bench/        measurements beside a limit or other systems in the same run
 processes     child processes: start, watch, kill, end all of them
+procfs        processes as /proc shows them
 link          a TCP proxy with a bounded rate, latency, cuts and losses
 network       hosts in namespaces of this machine, each behind a link of a limited rate
 joining       enrol a peer that connects through a link

@@ -1,10 +1,12 @@
-"""Child processes of the lab: started in groups of their own, watched, killed, and ended when the lab ends.
+"""Child processes of the lab: started in sessions of their own, watched, killed, and ended when the lab ends.
 
-No process outlives the lab: the supervisor sends SIGTERM to every group on exit, waits `patience_s`, then sends SIGKILL.
+No process outlives the lab: the supervisor sends SIGTERM to every group on exit, waits `patience_s`, then sends SIGKILL to
+whatever is left of the sessions: also to what a child has started in another group, as a peer its host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import IO
 
 from edit.errors import EditError, LocalProtocolError
+from edit.lab import procfs
 
 __all__ = ["COORDINATOR", "ChildDied", "Exit", "Programs", "Supervisor", "terminated_as_interrupt"]
 
@@ -72,6 +75,19 @@ class _Child:
         except (ProcessLookupError, PermissionError):  # PermissionError: macOS, for a group of zombies
             return
 
+    def processes(self) -> list[int]:
+        """Return it, if it runs, and all that it has started that runs."""
+        session = procfs.of_session(self.process.pid)
+        return [*dict.fromkeys([*session, *(below for pid in session for below in procfs.descendants(pid))])]
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Signal all of them, and the group."""
+        processes = self.processes()
+        self.signal_group(number)
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def end(self) -> Exit:
         return Exit(self.name, self.process.returncode, self.stop_requested, self.last_lines(8))
 
@@ -113,11 +129,19 @@ class Supervisor:
             self._children[name] = _Child(name, argv, self._logs / f"{name}.log")
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL and return when the process is gone."""
+        """Send SIGKILL, to all that it has started, too, and return when the process is gone."""
         child = self._children[name]
         child.stop_requested = True
-        child.signal_group(signal.SIGKILL)
+        child.signal_all(signal.SIGKILL)
         child.process.wait()
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the process and to all that it has started."""
+        self._children[name].signal_all(number)
+
+    def processes(self, name: str) -> list[int]:
+        """Return the process, if it runs, and all that it has started that runs."""
+        return self._children[name].processes() if name in self._children else []
 
     def stop(self, name: str) -> Exit:
         """Send SIGTERM, and SIGKILL after `patience_s`; return how it ended."""
@@ -177,14 +201,15 @@ class Supervisor:
     def _end(self, children: Sequence[_Child]) -> None:
         for child in children:
             child.signal_group(signal.SIGTERM)
+            child.signal_all(signal.SIGCONT)  # one that is stopped does not hear it
         deadline = self._now() + self._patience_s
         for child in children:
             try:
                 child.process.wait(max(0.0, deadline - self._now()))
             except subprocess.TimeoutExpired:
                 continue
-        for child in children:  # also where the leader is gone but a grandchild stayed in its group
-            child.signal_group(signal.SIGKILL)
+        for child in children:  # also where the leader is gone but a grandchild stayed in its session
+            child.signal_all(signal.SIGKILL)
             child.process.wait()
 
 

@@ -18,10 +18,10 @@ from rich.table import Table
 from edit.codecs import codec
 from edit.config.codec import CodecSpec
 from edit.errors import ConfigError
+from edit.lab import procfs
 from edit.lab.bench.exchange_peer import blocks
 from edit.lab.bench.results import Row, circumstances, figure_note, results_table
 from edit.lab.bench.turns import Timing, Turns, best, median
-from edit.lab.chaos import procfs
 from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.joining import invite
 from edit.lab.network import QUEUE_MS, Host, Network

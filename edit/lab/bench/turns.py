@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from edit.errors import RemoteProtocolError
-from edit.lab.chaos import procfs
+from edit.lab import procfs
 from edit.lab.network import LOOPBACK, Network
 from edit.lab.processes import ChildDied, Supervisor
 

@@ -7,7 +7,6 @@ options      the options and the settings of the run
 faults       the kinds of faults, and the draw from a seed
 testbed      the processes, links and disk; injects a fault and repairs it
 disk         a disk that can be filled
-procfs       processes as /proc shows them
 history      what was seen of the run
 invariants   what must hold, as pure functions of the history
 harness      runs all of it

@@ -20,7 +20,7 @@ from aggregator.storage.journal import replay
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
-from edit.lab.chaos import procfs
+from edit.lab import procfs
 from edit.lab.chaos.disk import BALLAST, open_disk
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.history import Recovered
@@ -67,7 +67,6 @@ class Testbed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._continue(self._pids(*self._options.peer_ids, COORDINATOR))  # a stopped process does not handle SIGTERM
         self._open.close()
 
     def _sweep(self) -> None:
@@ -141,11 +140,11 @@ class Testbed:
         name = fault.target
         match fault.kind:
             case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
-                self._kill(name)
+                self._supervisor.kill(name)
             case Kind.KILL_RANK:
                 _signal(procfs.children(self._supervisor.pid(name))[-1:], signal.SIGKILL)
             case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
-                _signal(self._pids(name), signal.SIGSTOP)
+                self._supervisor.signal(name, signal.SIGSTOP)
             case Kind.CUT:
                 self._links[name].cut()
             case Kind.SILENCE:
@@ -164,26 +163,13 @@ class Testbed:
             case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
                 self.start(name)
             case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
-                self._continue(self._pids(name))
+                self._supervisor.signal(name, signal.SIGCONT)
             case Kind.CUT | Kind.SILENCE | Kind.LOSSY:
                 self._links[name].repair()
             case Kind.SLOW:
                 self._links[name].reshape(LinkShape())
             case Kind.FULL_DISK:
                 self.disk.free(self._supervisor.pid(name))
-
-    def _kill(self, name: str) -> None:
-        """Kill the process and its descendants: the ranks of a torchrun are in process groups of their own."""
-        below = procfs.descendants(self._supervisor.pid(name))
-        self._supervisor.kill(name)
-        _signal(below, signal.SIGKILL)
-
-    def _pids(self, *names: str) -> list[int]:
-        running = [self._supervisor.pid(name) for name in names if self._supervisor.running(name)]
-        return [pid for top in running for pid in (top, *procfs.descendants(top))]
-
-    def _continue(self, pids: Iterable[int]) -> None:
-        _signal(pids, signal.SIGCONT)
 
     # ---- observing ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,13 @@ subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
 """
 
 
+WITH_A_GROUP_OF_ITS_OWN = """
+import signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], process_group=0)
+while True: signal.pause()
+"""
+
+
 class Fifo:
     """A named pipe: `wait_ready` returns when the child has started, `wait_gone` when every process that holds it is gone."""
 
@@ -161,3 +168,15 @@ def test_an_interrupt_in_the_middle_of_a_start_is_raised_after_the_child_is_know
     with pytest.raises(KeyboardInterrupt), Supervisor(tmp_path, patience_s=0.05) as supervisor:
         supervisor.start("stubborn", python("import signal; signal.pause()"))
     assert [end.name for end in supervisor.ended()] == ["stubborn"]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "close"])
+def test_what_a_child_has_started_in_a_group_of_its_own_ends_with_it_even_if_stopped(tmp_path, fifo, how):
+    """As the host beside a peer, which survives signals to the peer's group."""
+    with Supervisor(tmp_path / "logs", patience_s=0.05) as supervisor:
+        supervisor.start("peer", python(WITH_A_GROUP_OF_ITS_OWN, fifo.path, STUBBORN))
+        fifo.wait_ready()
+        assert len(supervisor.processes("peer")) == 2
+        supervisor.signal("peer", signal.SIGSTOP)
+        {"kill": lambda: supervisor.kill("peer"), "stop": lambda: supervisor.stop("peer"), "close": supervisor.close}[how]()
+        fifo.wait_gone()

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from edit.errors import ConfigError
-from edit.lab.chaos import procfs
+from edit.lab import procfs
 from edit.lab.chaos.disk import BoundedFiles
 from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.harness import Report

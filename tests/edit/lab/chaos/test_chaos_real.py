@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from edit.lab.chaos import procfs
+from edit.lab import procfs
 from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.options import ChaosOptions

@@ -14,6 +14,7 @@ __all__ = [
     "descendants",
     "forget_peak",
     "marked",
+    "of_session",
     "peak_bytes",
     "resident_bytes",
 ]
@@ -38,6 +39,16 @@ def children(pid: int) -> list[int]:
     """Return the processes that `pid` started."""
     lists = (_read(task / "children") for task in _listed(_PROC / str(pid) / "task"))
     return [int(word) for listed in lists for word in listed.split()]
+
+
+def of_session(pid: int) -> list[int]:
+    """Return the processes of the session that `pid` leads or led, zombies aside."""
+    found = []
+    for each in (int(entry.name) for entry in _listed(_PROC) if entry.name.isdigit()):
+        state, *fields = _read(_PROC / str(each) / "stat").rpartition(b")")[2].split() or [b"Z"]
+        if state not in (b"Z", b"X") and int(fields[2]) == pid:
+            found.append(each)
+    return found
 
 
 def marked(mark: str) -> list[int]:
