@@ -45,7 +45,9 @@ def connect(folder: StateFolder) -> grpc.aio.Channel:
     if not (bound := folder.bound()):
         raise ConfigError(f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {folder.path}")
     name = folder.config().server.advertise[0]  # stands in the server's certificate, whatever address it listens on
-    return grpc.aio.secure_channel(bound["listen"], _credentials(folder.path), options=channel_options(server_name=name))
+    return grpc.aio.secure_channel(
+        bound["listen"], _credentials(folder.path), options=channel_options(bound["listen"], server_name=name)
+    )
 
 
 def _credentials(path: Path) -> grpc.ChannelCredentials:
@@ -66,7 +68,7 @@ def _credentials(path: Path) -> grpc.ChannelCredentials:
 
 
 def _connect_further(folder: StateFolder, address: str) -> grpc.aio.Channel:
-    return grpc.aio.secure_channel(address, _credentials(folder.path), options=channel_options())
+    return grpc.aio.secure_channel(address, _credentials(folder.path), options=channel_options(address))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,9 @@ PATIENCE_S = 60.0
 def probe(home: Path) -> None:
     """Ask for ever; write a line of JSON for each answer: when, what, its milliseconds, its status."""
     enrolment = PeerFolder(home).load()
-    with grpc.secure_channel(enrolment.endpoints[0], enrolment.credentials, options=channel_options()) as channel:
+    with grpc.secure_channel(
+        enrolment.endpoints[0], enrolment.credentials, options=channel_options(enrolment.endpoints[0])
+    ) as channel:
         stub, outer_step, number = data_pb2_grpc.DataStub(channel), 0, 0
         while True:
             number += 1

@@ -42,7 +42,7 @@ def run_command(program: str, command: Callable[[], object]) -> None:
 
     Exit codes: 0 success, 2 configuration, 3 refused, 4 evicted, 69 not reachable, 70 bug, 130 Ctrl-C.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         command()
     except EditError as error:

@@ -111,7 +111,9 @@ async def take_settings(
 
 
 async def _describe(address: str, credentials: grpc.ChannelCredentials, server_name: str) -> SwarmDescription:
-    async with grpc.aio.secure_channel(address, credentials, options=channel_options(server_name=server_name)) as channel:
+    async with grpc.aio.secure_channel(
+        address, credentials, options=channel_options(address, server_name=server_name)
+    ) as channel:
         try:
             reply = await council_stub(channel).Describe(pb.DescribeRequest(settings=True), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:

@@ -82,6 +82,7 @@ from editpb.limits import check_digest, one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer, handlers_of
+from editpb.transport.chunks import CHUNK_BYTES
 from editpb.transport.parts import metadata_of_owner, part_of
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.validity import Notice, Validity
@@ -809,7 +810,7 @@ class Host:
         return [address for addresses in found.values() for address in addresses][:MAX_ENDPOINTS]
 
     async def offer(
-        self, reader: str, number: int, outer_step: int, update_id: str, chunk_bytes: int
+        self, reader: str, number: int, outer_step: int, update_id: str, chunk_bytes: int = CHUNK_BYTES
     ) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring an update. Raises GoneError."""
         part = self.parts[number]
@@ -823,7 +824,7 @@ class Host:
                 self.check_evicted(reader)
                 yield message
 
-    async def state(self, reader: str, number: int, chunk_bytes: int) -> AsyncGenerator[Any, None]:
+    async def state(self, reader: str, number: int, chunk_bytes: int = CHUNK_BYTES) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
         async with self._states.place(reader):
             async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot), chunk_bytes):

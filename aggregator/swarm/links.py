@@ -292,7 +292,7 @@ class Links:
 
     def _channel(self, peer_id: str, address: str) -> grpc.aio.Channel:
         name = Identity(self._run_id, "peer", peer_id).server_name
-        return grpc.aio.secure_channel(address, self._credentials, options=channel_options(server_name=name))
+        return grpc.aio.secure_channel(address, self._credentials, options=channel_options(address, server_name=name))
 
 
 @asynccontextmanager

@@ -96,7 +96,7 @@ async def _connected(
 ) -> AsyncIterator[grpc.aio.Channel]:
     """Connect to a host; raise what a failed call means, in one line."""
     name = Identity(folder.identity.run_id, "peer", who).server_name
-    options = channel_options(COUNCIL_BYTES, server_name=name)
+    options = channel_options(address, COUNCIL_BYTES, server_name=name)
     async with grpc.aio.secure_channel(address, with_, options=options) as channel:
         try:
             yield channel

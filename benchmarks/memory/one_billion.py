@@ -65,7 +65,7 @@ def peer(path: Path, parameters: int, rounds: int, pipe: Connection) -> None:
             yield torch.empty(fragment.numel).normal_(0, 1e-3, generator=generator)
 
     async def run() -> None:
-        async with grpc.aio.secure_channel(address, credentials, options=channel_options()) as channel:
+        async with grpc.aio.secure_channel(address, credentials, options=channel_options(address)) as channel:
             member = Member("p00", folder.run_id, channel, Counter())
             schema = model(parameters, FRAGMENTS)  # without asking: what is described is kept for readers
             async with attend(member, schema) as attendance:

@@ -103,5 +103,5 @@ def open_observer(state: Path) -> Observer:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=channel_options())  # noqa: E731
+    connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=channel_options(address))  # noqa: E731
     return Observer(folder.run_id, connect(), connect())

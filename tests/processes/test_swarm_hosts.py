@@ -157,7 +157,9 @@ class Swarm:
         async with asyncio.timeout(WAIT_S):
             while True:
                 for peer_id in self.processes:
-                    options = channel_options(server_name=Identity(self.run_id, "peer", peer_id).server_name)
+                    options = channel_options(
+                        self.address(peer_id), server_name=Identity(self.run_id, "peer", peer_id).server_name
+                    )
                     async with grpc.aio.secure_channel(self.address(peer_id), credentials, options) as channel:
                         peer = BarePeer("peer", self.run_id, channel, SCHEMA)
                         in_part(peer.control, 0), in_part(peer.data, 0)

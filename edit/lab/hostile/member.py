@@ -49,7 +49,9 @@ class Attacker:
     async def connected(self, folder: PeerFolder) -> AsyncIterator[Member]:
         """Connect under the certificate in this folder, over a connection of its own."""
         enrolment = folder.load()
-        async with grpc.aio.secure_channel(enrolment.endpoints[0], enrolment.credentials, options=channel_options()) as channel:
+        async with grpc.aio.secure_channel(
+            enrolment.endpoints[0], enrolment.credentials, options=channel_options(enrolment.endpoints[0])
+        ) as channel:
             yield Member(enrolment.identity.peer_id, enrolment.run_id, channel, self.tally)
 
     async def again_and_again(self, attempt: Callable[[], Any]) -> None:

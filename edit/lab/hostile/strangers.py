@@ -117,7 +117,9 @@ def _requests() -> list[bytes]:
 async def _stranger(attacker: Attacker):  # type: ignore[no-untyped-def]
     ca = (attacker.home.member.path / "ca.pem").read_bytes()
     credentials = grpc.ssl_channel_credentials(ca)
-    async with grpc.aio.secure_channel(attacker.home.enrol_listen, credentials, options=channel_options()) as channel:
+    async with grpc.aio.secure_channel(
+        attacker.home.enrol_listen, credentials, options=channel_options(attacker.home.enrol_listen)
+    ) as channel:
         yield channel
 
 

@@ -16,6 +16,7 @@ import grpc
 
 from edit.errors import TransportError
 from editpb.transport.channel_options import channel_options
+from editpb.transport.http_proxy import proxy_for
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 
 __all__ = ["Channels", "enrolment_channel"]
@@ -41,6 +42,8 @@ class Channels:
         endpoints: HOST:PORT of the aggregator, tried in turn.
         credentials: of this peer; None: plaintext, for tests.
         limit: of what is sent over all of them.
+
+    Raises ConfigError when the environment names a proxy that is none.
     """
 
     moves = False  # whether another host may take the aggregator's place at any time
@@ -50,6 +53,8 @@ class Channels:
     ) -> None:
         self._held = _Held(credentials, limit)
         self._endpoints = tuple(endpoints)
+        for each in self._endpoints:
+            proxy_for(each)  # a wrong proxy is known at once
         self._turn = 0
         self.rtt_s = 0.0  # the least time in which a small question was answered here, in seconds; 0: none was
         self._data: dict[
@@ -166,9 +171,9 @@ class Channels:
 
     def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
         if (credentials := self._held.credentials) is None:
-            channel = grpc.aio.insecure_channel(address, options=channel_options())
+            channel = grpc.aio.insecure_channel(address, options=channel_options(address))
         else:
-            channel = grpc.aio.secure_channel(address, credentials, options=channel_options(server_name=server_name))
+            channel = grpc.aio.secure_channel(address, credentials, options=channel_options(address, server_name=server_name))
         self._open.add(channel)
         return channel
 
@@ -181,4 +186,6 @@ def enrolment_channel(
     server_name: what its certificate must name, if not the endpoint's host. guest: key and certificate (PEM) to show, if any.
     """
     credentials = grpc.ssl_channel_credentials(authority, *guest)
-    return grpc.secure_channel(endpoint, credentials, options=channel_options(ENROLMENT_BYTES, server_name=server_name))
+    return grpc.secure_channel(
+        endpoint, credentials, options=channel_options(endpoint, ENROLMENT_BYTES, server_name=server_name)
+    )

@@ -47,7 +47,7 @@ async def hosts_of_swarm(own: str, identity: Identity, credentials: grpc.Channel
 
 
 async def _describe(own: str, identity: Identity, credentials: grpc.ChannelCredentials) -> SwarmDescription:
-    options = channel_options(server_name=identity.server_name)
+    options = channel_options(own, server_name=identity.server_name)
     async with grpc.aio.secure_channel(own, credentials, options=options) as channel:
         try:
             return description_from_pb(await council_stub(channel).Describe(pb.DescribeRequest(), timeout=ANSWER_S))

@@ -5,6 +5,8 @@ They share a module because both ends must agree on how often a client may ping 
 
 from __future__ import annotations
 
+from editpb.transport.http_proxy import proxy_for
+
 __all__ = ["CONNECTION_AGE_S", "MAX_STREAMS", "MESSAGE_BYTES", "Options", "channel_options", "server_options"]
 
 Options = tuple[tuple[str, int | str], ...]
@@ -19,18 +21,21 @@ _KEEPALIVE: Options = (
 )
 
 
-def channel_options(max_receive_bytes: int = MESSAGE_BYTES, *, server_name: str = "") -> Options:
-    """Return the options of a client's channel.
+def channel_options(address: str, max_receive_bytes: int = MESSAGE_BYTES, *, server_name: str = "") -> Options:
+    """Return the options of a client's channel to HOST:PORT. Raises ConfigError when the environment names a wrong proxy.
 
     Every channel has a connection of its own, so that control and data never share one. A lost connection is tried again
     after 0.2 s, then every 2 s.
 
     Args:
+        address: where it goes; `http_proxy` says what lies between.
         max_receive_bytes: limit of one received message.
         server_name: the name that the server's certificate must bear, if it is not the host of the address.
     """
     override: Options = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    proxy = proxy_for(address)
     return (
+        ("grpc.http_proxy", proxy) if proxy else ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_receive_bytes),

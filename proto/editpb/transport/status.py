@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -64,6 +65,12 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
     }
 )
 
+_PROXY = re.compile(r"(\S+): HTTP proxy returned response code (\d+)")  # as gRPC says it
+_PROXY_WORDS = {
+    "403": "it does not let this machine connect to that address and port",
+    "407": "it asks for a user and a password: https_proxy=http://USER:PASSWORD@HOST:PORT",
+}
+
 HANDSHAKE_WORDS = {  # the first that fits
     "certificate has expired": "its certificate has expired, or this machine's clock is ahead",
     "certificate is not yet valid": "its certificate is not valid yet by this machine's clock, which is behind: set it",
@@ -86,6 +93,9 @@ def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
     text = one_line(details or "", MAX_DETAILS_CHARS) or code.name.lower().replace("_", " ")
     if code is grpc.StatusCode.PERMISSION_DENIED and text.startswith(_EVICTED):
         return EvictedError(text.removeprefix(_EVICTED))
+    if code is grpc.StatusCode.UNAVAILABLE and (proxy := _PROXY.search(text)) is not None:
+        place, answer = proxy[1].removeprefix("ipv4:").removeprefix("ipv6:"), proxy[2]
+        return TransportError(f"the HTTP proxy {place} answers {answer}: {_PROXY_WORDS.get(answer, 'it does not connect')}")
     return ERRORS[code](text)
 
 

@@ -105,16 +105,18 @@ class Hosts:
         peer_id: str,
         *,
         advertise: str = "127.0.0.1",
+        seeds: dict[str, tuple[str, ...]] | None = None,
         discovery: Callable[[tuple[bytes, bytes, bytes]], Any] | None = None,
     ) -> Host:
         """Start a member from its folder. It knows those that run, unless it is to discover them.
 
         Args:
             advertise: '': it accepts no connections.
+            seeds: whom it knows, and where; None: all that run.
             discovery: makes it of (private key, certificate, authority).
         """
         key, certificate = self.certificate(peer_id)
-        seeds = {other: (host.listen,) for other, host in self.running.items() if host._place.advertise and discovery is None}
+        running = {other: (host.listen,) for other, host in self.running.items() if host._place.advertise and discovery is None}
 
         def took(part: int, commit: Commit) -> None:
             self.taken.setdefault((part, commit.outer_step), set()).add(commit.digest)
@@ -129,7 +131,7 @@ class Hosts:
             grpc.ssl_channel_credentials(self.ca, key, certificate),
             grpc.ssl_server_credentials([(key, certificate)], self.ca, True),
             Members(self.path / peer_id / "members.json", new=True, enrols=False),
-            seeds=seeds,
+            seeds=running if seeds is None else seeds,
             timing=TIMING,
             discovery=discovery((key, certificate, self.ca)) if discovery is not None else None,
             clock=Clock(monotonic=asyncio.get_running_loop().time),
@@ -210,7 +212,7 @@ class Hosts:
     async def channel(self, to: str, peer_id: str, role: str = "peer", run_id: str = "") -> AsyncIterator[grpc.aio.Channel]:
         """A connection to a host, under a certificate of the run's authority."""
         credentials = grpc.ssl_channel_credentials(self.ca, *self.certificate(peer_id, role, run_id))
-        options = channel_options(server_name=Identity(self.run_id, "peer", to).server_name)
+        options = channel_options(self.running[to].listen, server_name=Identity(self.run_id, "peer", to).server_name)
         async with grpc.aio.secure_channel(self.running[to].listen, credentials, options) as channel:
             yield channel
 
