@@ -41,7 +41,7 @@ from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity
 
-__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer"]
+__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer", "made_at"]
 
 INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
@@ -166,8 +166,7 @@ class Authority:
         peer_id: str,
         *,
         role: str,
-        enrol: Sequence[str] = (),
-        hosts: Mapping[str, tuple[str, ...]] | None = None,
+        enrol: Sequence[str],
         lifetime_s: float,
         now: float,
     ) -> Invitation:
@@ -175,24 +174,41 @@ class Authority:
 
         Args:
             enrol: HOST:PORT where it can be redeemed.
-            hosts: in place of `enrol`, those of a swarm's members by peer_id; who can redeem it comes first.
             lifetime_s: until it expires.
 
         Raises ConfigError (name, role, address), RefusedError (evicted, another role), StorageError.
         """
         identity = Identity(self.run_id, role, peer_id)
         self._check_invitable(identity)
-        if hosts is not None:
-            enrol = [address for addresses in hosts.values() for address in addresses][:MAX_ENDPOINTS]
         wrong = next((each for each in enrol if not is_endpoint(each)), None if enrol else "nothing")
         if wrong is not None or len(enrol) > MAX_ENDPOINTS:
             raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
-        token, expires, swarm = secrets.token_urlsafe(32), math.ceil(now + lifetime_s), None
-        if hosts is not None:
-            certificate = self.issuer.issue_guest(guest_key(token).public_key(), lifetime_s=expires - now, now=now)
-            swarm = SwarmAccess(hosts, certificate.public_bytes(serialization.Encoding.DER))
+        token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
         record = {"peer_id": peer_id, "role": role, "expires": expires}
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
+        return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
+
+    def invite_to_swarm(
+        self, peer_id: str, *, hosts: Mapping[str, tuple[str, ...]], lifetime_s: float, now: float, after: str = ""
+    ) -> Invitation:
+        """Return a new single-use invitation to a swarm, which says all that who redeems it has to know. Nothing is kept here.
+
+        Args:
+            hosts: HOST:PORT of members by peer_id, those first who can redeem it.
+            lifetime_s: until it expires.
+            after: the number of an invitation for the same name, which this one must follow; '': there is none.
+
+        Raises ConfigError (name, address), RefusedError (not a peer).
+        """
+        identity = Identity(self.run_id, "peer", peer_id)
+        self._check_invitable(identity)
+        enrol = [address for addresses in hosts.values() for address in addresses][:MAX_ENDPOINTS]
+        token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
+        made = max(now, made_at(after) + 1e-3) if after else now
+        certificate = self.issuer.issue_guest(
+            identity, guest_key(token).public_key(), lifetime_s=max(expires - made, 1.0), now=made
+        )
+        swarm = SwarmAccess(hosts, certificate.public_bytes(serialization.Encoding.DER))
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires, swarm=swarm)
 
     def redeem(self, token: str, csr_der: bytes, *, now: float) -> tuple[bytes, Identity]:
@@ -280,6 +296,11 @@ class Authority:
         certificate = self.issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=now, server_names=server_names)
         write_atomic(self._path / f"{name}.pem", _pem(certificate))
         return certificate
+
+
+def made_at(invitation: str) -> float:
+    """Return when an invitation to a swarm was made, in unix seconds, from its number (hexadecimal)."""
+    return (int(invitation, 16) >> 64) / 1e9
 
 
 def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: float) -> None:

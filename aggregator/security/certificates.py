@@ -144,7 +144,7 @@ class Issuer:
             .subject_name(_name(identity.peer_id))
             .issuer_name(self.certificate.subject)
             .public_key(public_key)
-            .serial_number(int(now * 1e9) << 64 | secrets.randbits(64))  # of two of the same second the later one is greater
+            .serial_number(_serial(now))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(sign_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(_purposes(identity, server_names)), critical=True)
@@ -154,19 +154,30 @@ class Issuer:
             .sign(self.key, hashes.SHA256())
         )
 
-    def issue_guest(self, public_key: ec.EllipticCurvePublicKey, *, lifetime_s: float, now: float) -> x509.Certificate:
-        """Return a certificate that names no member: whoever shows it can connect, and ask only for what needs no name."""
+    def issue_guest(
+        self, invited: Identity, public_key: ec.EllipticCurvePublicKey, *, lifetime_s: float, now: float
+    ) -> x509.Certificate:
+        """Return a certificate of an invitation: whoever shows it can connect, and become the member that it is for.
+
+        It names nobody who may call anything else. Its serial number is that of the invitation: a later one has a greater.
+        """
         return (
             _dated(x509.CertificateBuilder(), now, lifetime_s)
             .subject_name(_name("guest"))
             .issuer_name(self.certificate.subject)
             .public_key(public_key)
-            .serial_number(x509.random_serial_number())
+            .serial_number(_serial(now))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(sign_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(invited.invited_uri)]), critical=False)
             .sign(self.key, hashes.SHA256())
         )
+
+
+def _serial(now: float) -> int:
+    """Return a serial number of less than 128 bits: of two certificates of the same second the later one has the greater."""
+    return int(now * 1e9) << 64 | secrets.randbits(64)
 
 
 def names_of(identity: Identity, server_names: Sequence[str] = ()) -> list[x509.GeneralName]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Members:
 
     def __init__(self, path: Path, *, new: bool = False, enrols: bool = True) -> None:
         self._path, self._enrols = path, enrols
+        self._keys: Mapping[str, str] = {}  # see `pin`
         if new and not path.exists():
             self._save({})
         try:
@@ -92,7 +94,7 @@ class Members:
             return record.evicted
         if record.role != identity.role:
             return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
-        if certificate is not None and not _is_for(record, certificate):
+        if certificate is not None and (not _is_for(record, certificate) or self.superseded(identity.peer_id, certificate)):
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
         return None
 
@@ -103,13 +105,25 @@ class Members:
         issued later replaces an earlier one. Elsewhere only the key and the end of the newest one may be missing.
         """
         record, issued = self._records.get(identity.peer_id), certificate.not_valid_before_utc.timestamp()
-        if record is not None and record.evicted is not None:
+        if (record is not None and record.evicted is not None) or self.superseded(identity.peer_id, certificate):
             return
         if self._enrols:
             if record is not None and not record.key and _is_for(record, certificate):
                 self.add(identity, certificate, record.issued)
-        elif record is None or record.order < (issued, certificate.serial_number):
+        elif (
+            record is None
+            or record.order < (issued, certificate.serial_number)
+            or (self._keys.get(identity.peer_id) == public_hash(certificate) != record.key)
+        ):
             self.add(identity, certificate, issued)
+
+    def pin(self, keys: Mapping[str, str]) -> None:
+        """Say for which key (`public_hash`) each name was enrolled last, where members agree on that: no other counts."""
+        self._keys = keys
+
+    def superseded(self, peer_id: str, certificate: x509.Certificate) -> bool:
+        """Return whether the name was enrolled again since, for another key than this certificate's."""
+        return self._keys.get(peer_id, key := public_hash(certificate)) != key
 
     def valid_until(self, peer_id: str, certificate: x509.Certificate) -> float:
         """Return until when a connection counts that was opened with this certificate, in unix seconds.

@@ -19,7 +19,7 @@ from editpb import enrolment_pb2 as pb
 from editpb.identity import ROLES
 from editpb.transport.abort_on_error import abort_on_error
 
-__all__ = ["EnrolmentService", "RenewalService"]
+__all__ = ["EnrolmentService", "Refusals", "RenewalService", "source_of"]
 
 MAX_TOKEN_CHARS = 64
 _LINE_S = 1.0
@@ -47,7 +47,7 @@ class Refusals:
             del self._last[next(iter(self._last))]
 
 
-def _source(peer: str) -> str:
+def source_of(peer: str) -> str:
     """Return the host of what gRPC calls a peer (ipv4:HOST:PORT, ipv6:[HOST]:PORT): each connection has another port."""
     return peer.rpartition(":")[0] or peer
 
@@ -74,7 +74,7 @@ class EnrolmentService:
             try:
                 return self._redeem(request)
             except EditError as error:
-                self._refusals.log(_source(context.peer()), str(error), self._clock())
+                self._refusals.log(source_of(context.peer()), str(error), self._clock())
                 raise
         raise AssertionError("unreachable: abort raises")
 

@@ -47,7 +47,7 @@ def invite(
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
     hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
-    """Print a single-use invitation, the authority's fingerprint, and where it is redeemed, a line each."""
+    """Print a single-use invitation, the authority's fingerprint, and where it may be redeemed, a line each."""
     from aggregator.swarm.admission import invite as make
 
     made = make(folder, name, hours=hours, now=time.time())
@@ -97,6 +97,15 @@ def drain(folder: Folder) -> None:
 
 
 @app.command()
+def share_authority(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The peer_id of the member.")],
+) -> None:
+    """Give a member a copy of the authority's key, so that it lets others in and gives orders, too. It cannot be taken back."""
+    typer.echo(operate.share_authority(folder, name))
+
+
+@app.command()
 def leave(folder: Folder) -> None:
     """Let the host of this folder hand its parts over, be voted out and end. The same command that started it joins again."""
     typer.echo(operate.leave(folder))
@@ -129,6 +138,8 @@ def print_report(console: Console, told: Report) -> None:
     style = "red" if told.has_quorum is False else ""
     console.print(_words(f"voters: {told.quorum}{_lost(told)}", style), soft_wrap=True)
     console.print(_words(f"lineage {told.lineage}, term {told.term}, version {told.version}; from {told.source}", "dim"))
+    if told.holders:
+        console.print(_words(f"the authority's key: {', '.join(told.holders)}", "dim"), soft_wrap=True)
     console.print(
         _table(("part", "owner", "outer step", "digest", "held by", "round"), [_part(told, row) for row in told.parts])
     )

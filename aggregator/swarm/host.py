@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -34,7 +34,7 @@ from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.storage.store import Store
-from aggregator.swarm.admission import addresses_of, enrolment
+from aggregator.swarm.admission import SwarmEnrolment, addresses_of, keep_authority
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
 from aggregator.swarm.host_folder import Settings
@@ -57,7 +57,7 @@ from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.machine import Council, Role, Timing
-from edit.council.record import MOST_TEXT, Member, Part, Phase, Record, Saved, Update, name_of, peer_of
+from edit.council.record import MOST_ENROLLED, MOST_TEXT, Member, Part, Phase, Record, Saved, Update, name_of, peer_of
 from edit.errors import (
     BusyError,
     ConfigError,
@@ -78,7 +78,7 @@ from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
 from editpb.identity import admitted, from_auth_context
 from editpb.invitation import MAX_ENDPOINTS
-from editpb.limits import check_digest, one_line
+from editpb.limits import check_digest, check_id, one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer, handlers_of
@@ -100,9 +100,11 @@ _T = TypeVar("_T")
 MOST_UNTAKEN = 256  # messages that wait for the council
 MOST_STATES = 2  # states that others read here at a time: each is a copy. Others wait, no longer than they like
 MOST_KEPT = 8  # updates that others read from the journals here at a time, likewise
+Order = ev.Evict | ev.SetPhase | ev.Entrust
 ORDERS = ("Evict", "Pause", "Resume", "Drain")  # calls of control.proto
 MOST_ORDERS = 16  # of operators that wait to be agreed on
 ORDER_S = 10.0  # an order that is not agreed on for so long is answered; it may be later
+CLAIM_AGAIN_S = 0.5  # after which it is said again that somebody redeems an invitation
 LEAVE_S = 3.0  # how long a member that leaves waits to be voted out
 _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
@@ -181,7 +183,8 @@ class Host:
         self._seeds: Addresses = seeds or {}
         self._discovery, self._limit = discovery, limit
         self._found: Addresses = {}  # by it
-        self._settings, self._authority = settings, authority
+        self._settings, self.authority = settings, authority
+        self._claims = 0  # that wait to be agreed on
         self._credentials, self._server_credentials = client, server
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="council")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
@@ -217,8 +220,7 @@ class Host:
         options = server_options(max_connections=_MAX_CALLS)
         self._server = grpc.aio.server(interceptors=[limit], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         add_council_servicer(_CouncilService(self), self._server)
-        enrol = enrolment(self._authority, self._clock.unix, self._reachable)
-        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(enrol, self._server)
+        enrolment_pb2_grpc.add_EnrolmentServicer_to_server(SwarmEnrolment(self), self._server)
         orders = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, _OrderService(self))
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
@@ -380,6 +382,7 @@ class Host:
             peers=tuple(self._peer_standing(each, record, now) for each in sorted(peers - {self.peer_id})),
             notices=tuple(f"{lasting(now - at)} ago: {text}" for at, text in self._notices),
             leaving=self._leaving,
+            authority=self.authority is not None,
         )
 
     def _part_standing(self, part: _HostedPart, record: Record | None) -> PartStanding:
@@ -569,10 +572,9 @@ class Host:
             if not self._members.evicted(peer_id):
                 _log.info("%s is evicted: %s", peer_id, reason)
                 self._members.evict(peer_id, reason)
-                if self._authority is not None and self._authority.members.get(peer_id) is not None:
-                    self._authority.members.evict(peer_id, reason)  # its invitations end, too
                 for engine in engines:
                     engine.run.evict(peer_id, reason)
+        self._members.pin({peer_id: enrolled.key for peer_id, enrolled in record.enrolled.items()})
         for peer_id in _shut_out(record):
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
         if self.peer_id in record.evicted and name_of(self.peer_id, self.incarnation) not in record.voters:
@@ -734,6 +736,8 @@ class Host:
         """Return which peer of the run calls. Raises RefusedError, EvictedError."""
         peer_id = admitted(context.auth_context(), self.run_id, ("peer",)).peer_id
         self.check_evicted(peer_id)
+        if self._members.superseded(peer_id, certificate_of(context)):
+            raise RefusedError(f"{peer_id} was enrolled again, with another key: it is on another machine now")
         return peer_id
 
     def limit_of(self, context: Context) -> SendLimit:
@@ -747,10 +751,10 @@ class Host:
         if record is not None and peer_id in _shut_out(record):
             raise EvictedError(record.evicted[peer_id])
 
-    def authority(self, context: Context, *roles: str) -> None:
+    def check_authority(self, context: Context, *roles: str) -> None:
         """Check that somebody calls whom the run's authority made its operator, or an observer. Raises RefusedError."""
         identity = admitted(context.auth_context(), self.run_id, roles)
-        validity = Validity.of(x509.load_pem_x509_certificate(next(iter(context.auth_context()["x509_pem_cert"]))))
+        validity = Validity.of(certificate_of(context))
         if validity.notice(now := self._clock.unix()) in (Notice.EXPIRED, Notice.NOT_YET):
             raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}")
 
@@ -764,9 +768,15 @@ class Host:
         if identity.role == "peer":
             self.check_evicted(identity.peer_id)
         else:
-            self.authority(context, identity.role)
+            self.check_authority(context, identity.role)
 
-    async def order(self, order: ev.Evict | ev.SetPhase) -> None:
+    async def give(self, context: Context, order: Order) -> None:
+        """Take an operator's order, as `order`, from a call. Raises RefusedError for anybody else."""
+        self.check_authority(context, "operator")
+        _log.info("the operator's order, from %s: %s", context.peer(), _order_words(order))
+        await self.order(order)
+
+    async def order(self, order: Order) -> None:
         """Have all agree on an operator's order, and return once they have. The caller has checked who gives it.
 
         Raises StaleError when this host does not lead, RefusedError, TransportError when no quorum agrees in time.
@@ -790,6 +800,54 @@ class Host:
         finally:
             self._orders.remove(entry)
 
+    async def claim(self, claim: ev.Claim) -> None:
+        """See `Gate`: return once a committed record says that this invitation is used for this key.
+
+        Raises RefusedError (it is used for another one; evicted), StaleError (this member is not a holder), TransportError
+        (no quorum agrees in time), BusyError.
+        """
+        if self._claims >= MOST_ORDERS:
+            raise BusyError("too many invitations wait to be agreed on")
+        self._claims += 1
+        try:
+            async with asyncio.timeout(ORDER_S):
+                while not self._is_claimed(claim):
+                    self.tell(claim)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(CLAIM_AGAIN_S):
+                            await self._news.wait()
+        except TimeoutError:
+            raise TransportError(f"no quorum agreed on it within {ORDER_S:g} s; say it again") from None
+        finally:
+            self._claims -= 1
+
+    def _is_claimed(self, claim: ev.Claim) -> bool:
+        """Return whether the invitation is used for this key; raise why it cannot be."""
+        record = self.council.committed
+        if record is None:
+            raise StaleError(f"{self.peer_id} is not in the swarm yet")
+        if self.peer_id not in record.holders:
+            raise StaleError(f"{self.peer_id} is not one of those who let others in: {', '.join(record.holders)}")
+        if claim.peer_id in record.evicted:
+            raise RefusedError(f"{claim.peer_id} was evicted ({record.evicted[claim.peer_id]}); choose another name")
+        if (used := record.enrolled.get(claim.peer_id)) is None:
+            if len(record.enrolled) >= MOST_ENROLLED:
+                raise RefusedError(f"{MOST_ENROLLED} names were enrolled already; begin a new run")
+            return False
+        if used.invitation > claim.enrolled.invitation:
+            raise RefusedError(f"a later invitation for {claim.peer_id} was used; ask for a new one")
+        if used.invitation == claim.enrolled.invitation and used.key != claim.enrolled.key:
+            raise RefusedError("this invitation was used already, by another key; ask for a new one")
+        return used == claim.enrolled
+
+    async def take_authority(self, key: bytes) -> None:
+        """Keep a copy of the authority's key. Raises StaleError unless the record says that this member may, RefusedError."""
+        record = self.council.committed
+        if record is None or self.peer_id not in record.holders:
+            raise StaleError(f"{self.peer_id} has not heard yet that it is to have the authority's key")
+        self.authority = await self._background.in_worker(keep_authority, self._folder.path, self.run_id, key)
+        _log.info("%s has a copy of the authority's key, and lets others in", self.peer_id)
+
     def member(self, context: Context) -> str:
         """Return which member calls. Raises RefusedError, EvictedError."""
         peer_id, record = self.caller(context), self.council.record
@@ -805,7 +863,19 @@ class Host:
         told = self._settings if settings and self._settings is not None else Settings(b"")
         return SwarmDescription(len(self.parts), hosts, told.run_toml, told.schema)
 
-    def _reachable(self) -> list[str]:
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """See `Gate`."""
+        record = self.council.committed
+        return record.holders if record is not None else ()
+
+    def unix(self) -> float:
+        """See `Gate`."""
+        return self._clock.unix()
+
+    @property
+    def reachable(self) -> list[str]:
+        """See `Gate`."""
         found = addresses_of(self.council.record)
         return [address for addresses in found.values() for address in addresses][:MAX_ENDPOINTS]
 
@@ -923,6 +993,19 @@ class _CouncilService:
             return pb.StandingReply(standing=self._host.standing().encode())
         raise AssertionError("unreachable: abort raises")
 
+    async def Entrust(self, request: pb.EntrustRequest, context: Context) -> pb.EntrustReply:
+        """See the service."""
+        async with abort_on_error(context):
+            await self._host.give(context, ev.Entrust(check_id("peer_id", request.peer_id)))
+        return pb.EntrustReply()
+
+    async def TakeAuthority(self, request: pb.TakeAuthorityRequest, context: Context) -> pb.TakeAuthorityReply:
+        """See the service."""
+        async with abort_on_error(context):
+            self._host.check_authority(context, "operator")
+            await self._host.take_authority(request.key)
+        return pb.TakeAuthorityReply()
+
     async def LeaveSwarm(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """See the service."""
         async with abort_on_error(context):
@@ -940,34 +1023,29 @@ class _OrderService:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    async def _give(self, context: Context, order: ev.Evict | ev.SetPhase) -> None:
-        self._host.authority(context, "operator")
-        _log.info("the operator's order, from %s: %s", context.peer(), _order_words(order))
-        await self._host.order(order)
-
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         """Shut a member out for good."""
         async with abort_on_error(context):
             peer_id, reason = evict_request_from_pb(request)
-            await self._give(context, ev.Evict(peer_id, one_line(reason, MOST_TEXT) or "evicted by the operator"))
+            await self._host.give(context, ev.Evict(peer_id, one_line(reason, MOST_TEXT) or "evicted by the operator"))
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
         """Open no rounds until Resume."""
         async with abort_on_error(context):
-            await self._give(context, ev.SetPhase(Phase.PAUSED))
+            await self._host.give(context, ev.SetPhase(Phase.PAUSED))
         return cpb.PauseReply()
 
     async def Resume(self, request: cpb.ResumeRequest, context: Context) -> cpb.ResumeReply:
         """Open rounds again, after Pause or Drain."""
         async with abort_on_error(context):
-            await self._give(context, ev.SetPhase(Phase.RUNNING))
+            await self._host.give(context, ev.SetPhase(Phase.RUNNING))
         return cpb.ResumeReply()
 
     async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
         """Finish the run with the open rounds."""
         async with abort_on_error(context):
-            await self._give(context, ev.SetPhase(Phase.DRAINING))
+            await self._host.give(context, ev.SetPhase(Phase.DRAINING))
         return cpb.DrainReply()
 
 
@@ -990,6 +1068,16 @@ class _ToEngines(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
 
 
+def certificate_of(context: Context) -> x509.Certificate:
+    """Return the certificate of the caller's connection."""
+    return _parsed(next(iter(context.auth_context()["x509_pem_cert"])))
+
+
+@lru_cache(1024)
+def _parsed(pem: bytes) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem)
+
+
 def _shut_out(record: Record) -> frozenset[str]:
     """Return the evicted whom nobody needs any more. A voter, also one that is being voted out, may be needed for a quorum."""
     return frozenset(record.evicted.keys() - {peer_of(name) for name in record.electors})
@@ -999,13 +1087,21 @@ def _is_done(order: ev.Event, record: Record) -> bool:
     match order:
         case ev.Evict(peer_id):
             return peer_id in record.evicted
+        case ev.Entrust(peer_id):
+            return peer_id in record.holders
         case ev.SetPhase(phase):
             return record.phase is phase or (phase is Phase.DRAINING and record.phase is Phase.FINISHED)
     return False
 
 
-def _order_words(order: ev.Evict | ev.SetPhase) -> str:
-    return f"evict {order.peer_id}: {order.reason}" if isinstance(order, ev.Evict) else f"be {order.phase.value}"
+def _order_words(order: Order) -> str:
+    match order:
+        case ev.Evict(peer_id, reason):
+            return f"evict {peer_id}: {reason}"
+        case ev.Entrust(peer_id):
+            return f"give {peer_id} the authority's key"
+        case ev.SetPhase(phase):
+            return f"be {phase.value}"
 
 
 class _AnothersError(TransportError):
@@ -1057,5 +1153,6 @@ def found_swarm(
         parts=tuple(Part(owner=peer_id, grant=0, outer_step=0, digest=digest) for digest in digests),
         config_hash=config_hash,
         lease_s=lease_s,
+        holders=(peer_id,),
     )
     folder.save(Saved.founded(record))

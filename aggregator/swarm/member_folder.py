@@ -23,6 +23,11 @@ class MemberFolder:
     def __init__(self, path: Path) -> None:
         self._path, self._council, self._port = path, path / "council.json", path / "port"
 
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
     def part(self, part: int) -> Path:
         """Return the folder of a part."""
         return self._path / f"part-{part}"

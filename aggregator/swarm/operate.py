@@ -25,13 +25,14 @@ from aggregator.security.certificates import key_pem, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.storage.store import Store
+from aggregator.swarm.admission import addresses_of
 from aggregator.swarm.host_folder import HostFolder, authority_folder, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
 from edit.council.record import Record, Saved
-from edit.durable_files import rename
+from edit.durable_files import read_private, rename
 from edit.errors import BusyError, ConfigError, EditError, RefusedError, StaleError, TransportError
 from editpb import control_pb2_grpc
 from editpb import council_pb2 as pb
@@ -41,7 +42,7 @@ from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, handshake_refusal
 
-__all__ = ["Recovery", "drain", "evict", "leave", "pause", "recover", "rejoin", "resume", "status"]
+__all__ = ["Recovery", "drain", "evict", "leave", "pause", "recover", "rejoin", "resume", "share_authority", "status"]
 
 _T = TypeVar("_T")
 ANSWER_S = 5.0  # for how long a host is waited for
@@ -226,18 +227,24 @@ def drain(path: Path) -> str:
 
 
 def _order(path: Path, call: Callable[[Any], Awaitable[None]]) -> str:
-    """Give an order to the leader; return who that is."""
+    """Give an order of Control to the leader; return who that is."""
     folder = _Folder(path)
-    return asyncio.run(_order_leader(folder, folder.operator(), call))
+
+    async def give(channel: grpc.aio.Channel) -> None:
+        await call(control_pb2_grpc.ControlStub(channel))
+
+    return asyncio.run(_order_leader(folder, folder.operator(), give))
 
 
-async def _order_leader(folder: _Folder, operator: grpc.ChannelCredentials, call: Callable[[Any], Awaitable[None]]) -> str:
+async def _order_leader(
+    folder: _Folder, operator: grpc.ChannelCredentials, call: Callable[[grpc.aio.Channel], Awaitable[None]]
+) -> str:
     until, pause_s = time.monotonic() + ORDER_S, 0.2
     while True:
         try:
             leader, address = await _find_leader(folder, operator)
             async with _connected(folder, leader, address, operator) as channel:
-                await call(control_pb2_grpc.ControlStub(channel))
+                await call(channel)
             return leader
         except BusyError:
             raise
@@ -261,6 +268,40 @@ async def _find_leader(folder: _Folder, with_: grpc.ChannelCredentials) -> tuple
         return leader, known[leader]
     why = f"{leader} leads, but has no address" if leader else "no leader is heard"
     raise StaleError("; ".join((why, *(f"{who}: {reason}" for who, reason in silent.items()))))
+
+
+# -- the authority -----------------------------------------------------------------------------------------------------------
+
+
+def share_authority(path: Path, peer_id: str) -> str:
+    """Give a member a copy of the authority's key. All agree first that it has one; it can be repeated.
+
+    Raises ConfigError (there is none in this folder), RefusedError, TransportError, StorageError.
+    """
+    folder = _Folder(path)
+    return asyncio.run(_share(folder, folder.operator(), peer_id))
+
+
+async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: str) -> str:
+    async def entrust(channel: grpc.aio.Channel) -> None:
+        await council_stub(channel).Entrust(pb.EntrustRequest(peer_id=peer_id), timeout=ORDER_S)
+
+    key, until = read_private(authority_folder(folder.path) / "ca.key"), time.monotonic() + ORDER_S
+    await _order_leader(folder, operator, entrust)
+    while True:
+        try:
+            said = await _ask(folder, *await _find_leader(folder, operator), operator)
+            known = addresses_of(said.record)
+            if said.record is None or peer_id not in known:
+                raise TransportError("it has no address now")
+            address = known[peer_id][0]
+            async with _connected(folder, peer_id, address, operator) as channel:
+                await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(key=key), timeout=ANSWER_S)
+            return f"{peer_id} has a copy of the authority's key; in all: {', '.join(said.record.holders)}"
+        except (StaleError, TransportError) as error:  # another leads by now, or it has not heard yet
+            if time.monotonic() >= until:
+                raise TransportError(f"{peer_id} does not take the authority's key: {error}; say it again") from error
+        await asyncio.sleep(0.2)
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------------

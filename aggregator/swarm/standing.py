@@ -94,6 +94,7 @@ class Standing:
     peers: tuple[PeerStanding, ...]
     notices: tuple[str, ...] = ()  # the last, newest last
     leaving: bool = False
+    authority: bool = False  # whether it has a copy of the authority's key
 
     def encode(self) -> bytes:
         """Return it as JSON."""
@@ -112,7 +113,7 @@ class Standing:
             found["notices"] = tuple(map(_words, _list(found["notices"], MOST_NOTICES)))
             Role(found["role"])
             _count(found["term"])
-            _flags(found["committed"], found["leaving"])
+            _flags(found["committed"], found["leaving"], found["authority"])
             return cls(**found)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise RemoteProtocolError(one_line(f"how a host stands cannot be read ({error})")) from error
@@ -195,6 +196,7 @@ class Report:
     parts: tuple[Mapping[str, Any], ...]
     members: tuple[Mapping[str, Any], ...]
     evicted: Mapping[str, str]  # why, by peer_id
+    holders: tuple[str, ...]  # who was given the key of the run's authority
     notes: tuple[str, ...]  # what else is to be said: who did not answer, what was noticed
 
     def as_json(self) -> dict[str, object]:
@@ -220,6 +222,7 @@ def report(record: Record, source: str, standings: Mapping[str, Standing], silen
     members = tuple(_member(record, peer_id, leader, leads, seen, standings, silent) for peer_id in sorted(record.members))
     parts = tuple(_part_row(record, i, leads, standings, silent) for i in range(len(record.parts)))
     notes = [f"{peer_id} does not answer: {why}" for peer_id, why in silent.items()]
+    notes += _holder_notes(record, standings)
     notes += [f"{each.peer_id} is leaving" for each in standings.values() if each.leaving]
     notes += [f"{each.peer_id}: {text}" for each in standings.values() for text in each.notices[-3:]]
     return Report(
@@ -235,8 +238,21 @@ def report(record: Record, source: str, standings: Mapping[str, Standing], silen
         parts=parts,
         members=members,
         evicted=dict(record.evicted),
+        holders=record.holders,
         notes=tuple(one_line(note, MOST_WORDS) for note in notes),
     )
+
+
+def _holder_notes(record: Record, standings: Mapping[str, Standing]) -> list[str]:
+    """Say where copies of the authority's key are that should not be, or are not that should be."""
+    notes = []
+    for peer_id in record.holders:
+        if peer_id in record.evicted:
+            notes.append(f"{peer_id} was evicted, and was given the authority's key: with it it can let others in")
+        elif (said := standings.get(peer_id)) is not None and not said.authority:
+            notes.append(f"{peer_id} has no copy of the authority's key yet: say share-authority {peer_id} again")
+    more = [each.peer_id for each in standings.values() if each.authority and each.peer_id not in record.holders]
+    return notes + [f"{peer_id} has a copy of the authority's key that is not agreed on" for peer_id in more]
 
 
 def quorum_words(record: Record, present: frozenset[str] | None) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from edit.council.record import (
     MOST_PARTS,
+    Enrolled,
     Member,
     PartState,
     Phase,
@@ -19,6 +20,7 @@ from edit.council.record import (
     Stamp,
     Update,
     check_count,
+    check_id,
     check_text,
 )
 
@@ -29,12 +31,14 @@ __all__ = [
     "Applied",
     "Ask",
     "Cease",
+    "Claim",
     "Committed",
     "Connected",
     "Disconnected",
     "Disputed",
     "Effect",
     "Ended",
+    "Entrust",
     "Event",
     "Evict",
     "Failed",
@@ -180,7 +184,18 @@ class Leave:
     """Go on without me."""
 
 
-Message = Hello | News | Ask | Vote | Append | Accepted | Release | Ended | Leave
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """From a holder of the authority's key, and on to the leader: somebody would redeem this invitation for this key."""
+
+    peer_id: str  # whom the invitation is for
+    enrolled: Enrolled
+
+    def __post_init__(self) -> None:
+        check_id(self.peer_id)
+
+
+Message = Hello | News | Ask | Vote | Append | Accepted | Release | Ended | Leave | Claim
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
@@ -263,13 +278,20 @@ class Disputed:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An operator evicts a peer. Like SetPhase given to the leader, by a shell that checked the operator's certificate."""
+    """An operator evicts a peer. Like SetPhase and Entrust given to the leader, by a shell that checked who gives it."""
 
     peer_id: str
     reason: str
 
     def __post_init__(self) -> None:
         check_text(self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Entrust:
+    """An operator is about to give a copy of the authority's key to a member: the record says so first."""
+
+    peer_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +329,8 @@ Event = (
     | Failed
     | Ended
     | Disputed
+    | Claim
+    | Entrust
     | Evict
     | SetPhase
     | Here

@@ -68,6 +68,11 @@ Owners
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion.
 
+Who comes in
+16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
+    record has for which key the name was enrolled last, and with which invitation. The first claim of an invitation counts, and
+    of two invitations for one name the later. So whoever has the key may redeem any, at the same time, and each is used once.
+
 role       event                       condition                                  effects                           next
 ---------  --------------------------  -----------------------------------------  --------------------------------  ---------
 FOLLOWER   lease over, or connection   is a voter that may lead (rule 3)          Ask (trial)                       TRIAL
@@ -89,8 +94,10 @@ LEADER     heartbeat_s is over         a quorum was heard in two leases         
 LEADER     Tick                        no quorum was heard in two leases          Noticed                           FOLLOWER
 any        Hello                       member with an older stamp                 News                              same
 any        Here                                                                   Hello                             same
-LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14                     a part of the next version        LEADER
-           SetPhase, Release, Ended
+LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14, 16                 a part of the next version        LEADER
+           SetPhase, Release, Ended,
+           Entrust, Claim
+any        Claim (of this member)                                                 Claim to the leader               same
 any        Offered                     rule 12                                    Hold, else Refused                same
 any        Held                                                                   Accepted to the leader            same
 owner      Made                        its grant is served                        Hold, SendOffer (again each       same
@@ -117,12 +124,14 @@ from edit.council.events import (
     Append,
     Applied,
     Ask,
+    Claim,
     Committed,
     Connected,
     Disconnected,
     Disputed,
     Effect,
     Ended,
+    Entrust,
     Event,
     Evict,
     Failed,
@@ -148,7 +157,9 @@ from edit.council.events import (
 )
 from edit.council.parts import Parts
 from edit.council.record import (
+    MOST_ENROLLED,
     MOST_EVICTED,
+    MOST_HOLDERS,
     MOST_LEASE_S,
     MOST_MEMBERS,
     MOST_VOTERS,
@@ -387,7 +398,9 @@ class Council:
                 self._parts.ended(event)
             case Disputed(part, grant, reason):
                 self._parts.dispute(Release(part, grant, reason, away=True))
-            case Evict() | SetPhase():
+            case Claim():
+                self._tell_leader(event)
+            case Evict() | SetPhase() | Entrust():
                 self._order(event)
             case Here(member):
                 self._member = member
@@ -427,7 +440,7 @@ class Council:
                     self._vote(sender, message)
                 case Accepted() if message.stamp.lineage == record.lineage and self._is_near(message.term):
                     self._accept(sender, message)
-                case Release() | Ended() | Leave() if self.role is Role.LEADER:
+                case Release() | Ended() | Leave() | Claim() if self.role is Role.LEADER:
                     self._serve_member(sender, message)
                 case _:
                     pass
@@ -776,12 +789,15 @@ class Council:
         """Whether enough members have an update on disk (I2)."""
         return record.agreed(names) and {peer_of(name) for name in names}.issuperset(part.verifiers)
 
-    def _serve_member(self, sender: str, message: Release | Ended | Leave) -> None:
+    def _serve_member(self, sender: str, message: Release | Ended | Leave | Claim) -> None:
         """Take what a member asks its leader for, or drop it: it asks again."""
         record, peer_id = self._draft or self.record, peer_of(sender)
         assert record is not None
         if isinstance(message, Leave):
             self._leavers.setdefault(peer_id, self._now)
+            return
+        if isinstance(message, Claim):
+            self._claim(peer_id, message)
             return
         if message.part >= len(record.parts) or message.grant != record.parts[message.part].grant:  # I4
             return
@@ -791,6 +807,16 @@ class Council:
             self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
         elif isinstance(message, Ended) and peer_id == part.owner:
             self._ended[message.part] = message.grant
+
+    def _claim(self, holder: str, claim: Claim) -> None:
+        """Rule 16. Who claims hears of it by the committed record."""
+        record = self._draft or self.record
+        assert record is not None
+        before, full = record.enrolled.get(claim.peer_id), len(record.enrolled) >= MOST_ENROLLED
+        if holder not in record.holders or claim.peer_id in record.evicted or (before is None and full):
+            return
+        if before is None or claim.enrolled.invitation > before.invitation:
+            self._draft = replace(record, enrolled={**record.enrolled, claim.peer_id: claim.enrolled})
 
     def _hello(self, sender: str, hello: Hello) -> None:
         """Rules 1, 5 and 9."""
@@ -818,7 +844,7 @@ class Council:
         elif hello.member != known and (known is not None or len(record.members) < MOST_MEMBERS):
             self._draft = replace(record, members={**record.members, peer_id: hello.member})
 
-    def _order(self, order: Evict | SetPhase) -> None:
+    def _order(self, order: Evict | SetPhase | Entrust) -> None:
         record = self._draft or self.record
         if self.role is not Role.LEADER or record is None:
             self._effects.append(Refused(f"ask the leader, {self.leader}" if self.leader else "there is no leader now"))
@@ -830,10 +856,17 @@ class Council:
             again = order.phase is Phase.RUNNING and record.phase in (Phase.DRAINING, Phase.FINISHED)
             parts = tuple(replace(part, grant=part.grant + again) for part in record.parts)  # engines that ended begin again
             self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts)
-        elif order.peer_id in record.evicted:
+        elif isinstance(order, Evict) and order.peer_id in record.evicted:
             pass  # for the first reason
         elif order.peer_id not in record.members:
             self._effects.append(Refused(f"{order.peer_id} is not a member"))
+        elif isinstance(order, Entrust):
+            if len({*record.holders, order.peer_id}) > MOST_HOLDERS:
+                self._effects.append(Refused(f"{MOST_HOLDERS} members have the authority's key already"))
+            elif not record.members[order.peer_id].reachable:
+                self._effects.append(Refused(f"{order.peer_id} accepts no connections, and could let nobody in"))
+            elif order.peer_id not in record.holders:
+                self._draft = replace(record, holders=(*record.holders, order.peer_id))
         elif len(record.members) == 1:
             self._effects.append(Refused(f"{order.peer_id} is the only member"))
         elif len(record.evicted) == MOST_EVICTED:

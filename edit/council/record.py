@@ -24,12 +24,15 @@ __all__ = [
     "FORMAT",
     "MOST_ADDRESSES",
     "MOST_COUNT",
+    "MOST_ENROLLED",
     "MOST_EVICTED",
+    "MOST_HOLDERS",
     "MOST_LEASE_S",
     "MOST_MEMBERS",
     "MOST_PARTS",
     "MOST_TEXT",
     "MOST_VOTERS",
+    "Enrolled",
     "Member",
     "Part",
     "PartState",
@@ -40,6 +43,7 @@ __all__ = [
     "Update",
     "check_count",
     "check_digest",
+    "check_id",
     "check_name",
     "check_seconds",
     "check_text",
@@ -50,11 +54,13 @@ __all__ = [
     "update_id",
 ]
 
-FORMAT = 1  # of the bytes of `Saved`
+FORMAT = 2  # of the bytes of `Saved`
 MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of tokens
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
 MOST_EVICTED = 4096
+MOST_ENROLLED = 4096
+MOST_HOLDERS = 16
 MOST_PARTS = 1024
 MOST_ADDRESSES = 16
 MOST_TEXT = 256  # characters of an address, a serial, a reason
@@ -62,6 +68,7 @@ MOST_LEASE_S = 60.0
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}#[0-9]{1,19}")
+_INVITATION = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,6 +111,19 @@ class Member:
             check_text(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Enrolled:
+    """With which invitation a name was enrolled last, and for which key."""
+
+    invitation: str  # its number, 32 hexadecimal digits: of two for one name the later one has the greater
+    key: str  # SHA-256 of the public key
+
+    def __post_init__(self) -> None:
+        right = isinstance(self.invitation, str) and _INVITATION.fullmatch(self.invitation) is not None
+        _check(right, f"no invitation: {self.invitation!r:.80}")
+        check_digest(self.key)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One part of the model: who advances it, and how far it is."""
@@ -118,7 +138,7 @@ class Part:
 
     def __post_init__(self) -> None:
         for peer_id in (self.owner, *self.verifiers):
-            _check_id(peer_id)
+            check_id(peer_id)
         for field_name in ("grant", "outer_step", "tokens"):
             check_count(field_name, getattr(self, field_name))
         check_digest(self.digest)
@@ -189,12 +209,14 @@ class Record:
     schema_hash: str = ""
     lease_s: float = 1.0
     verify: int = 0  # how many hosts beside its owner compute each update
+    holders: tuple[str, ...] = ()  # peer_ids of those that were given the key of the run's authority, in order
+    enrolled: Mapping[str, Enrolled] = field(default_factory=dict)  # by peer_id; the founder needed no invitation
 
     def __post_init__(self) -> None:
         for count in ("lineage", "term", "version"):
             check_count(count, getattr(self, count))
-        for peer_id in (self.run_id, *self.members, *self.evicted):
-            _check_id(peer_id)
+        for peer_id in (self.run_id, *self.members, *self.evicted, *self.holders, *self.enrolled):
+            check_id(peer_id)
         for reason in self.evicted.values():
             check_text(reason)
         for digest in (self.config_hash, self.schema_hash):
@@ -208,6 +230,9 @@ class Record:
         _check(bool(self.voters), "no voters")
         _check(len(self.members) <= MOST_MEMBERS, f"{len(self.members)} members")
         _check(len(self.evicted) <= MOST_EVICTED, f"{len(self.evicted)} evicted members")
+        right = isinstance(self.holders, tuple) and len({*self.holders}) == len(self.holders) <= MOST_HOLDERS
+        _check(right, f"holders {self.holders!r:.80}")
+        _check(len(self.enrolled) <= MOST_ENROLLED, f"{len(self.enrolled)} enrolled members")
         _check(1 <= len(self.parts) <= MOST_PARTS, f"{len(self.parts)} parts")
         check_count("verify", self.verify)
         _check(self.verify < MOST_VOTERS, f"verify = {self.verify}")
@@ -284,6 +309,9 @@ class Record:
         found = _strict(cls, values)
         found["members"] = {peer_id: Member(**_strict(Member, each)) for peer_id, each in _mapping(found["members"]).items()}
         found["parts"] = tuple(Part(**_strict(Part, each)) for each in found["parts"])
+        found["enrolled"] = {
+            peer_id: Enrolled(**_strict(Enrolled, each)) for peer_id, each in _mapping(found["enrolled"]).items()
+        }
         found["evicted"] = dict(_mapping(found["evicted"]))
         found["phase"] = Phase(found["phase"])
         return cls(**found)
@@ -413,7 +441,8 @@ def check_name(value: object) -> None:
     _check(isinstance(value, str) and _NAME.fullmatch(value) is not None, f"no name: {value!r:.80}")
 
 
-def _check_id(value: object) -> None:
+def check_id(value: object) -> None:
+    """Raise ValueError unless this is a peer_id or a run_id."""
     _check(isinstance(value, str) and _ID.fullmatch(value) is not None, f"no id: {value!r:.80}")
 
 

@@ -155,7 +155,8 @@ def invite(
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
 
-    Only a member with the run's authority can: whoever founded the swarm. It redeems it, too, so it must run.
+    Only a member with a copy of the authority's key can: whoever founded the swarm, and who was given one with share-authority.
+    Any of these redeems it that runs and can be reached.
 
     Example: edit-peer swarm invite university-b --home a
     """
@@ -212,6 +213,20 @@ def drain(home: HomeOption = Path("edit-peer")) -> None:
     Example: edit-peer swarm drain --home a
     """
     _operate("drain", home)
+
+
+@app.command()
+def share_authority(
+    name: Annotated[str, typer.Argument(help="The name of the member.")],
+    home: HomeOption = Path("edit-peer"),
+) -> None:
+    """Give a member a copy of the authority's key: it can let others in, and give orders, too. It cannot be taken back.
+
+    Needs a copy in --home. `status` shows who has one.
+
+    Example: edit-peer swarm share-authority university-b --home a
+    """
+    _operate("share-authority", home, name)
 
 
 @app.command()

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from edit.council.events import Accepted, Append, Ask, Ended, Hello, Leave, Message, News, Release, Vote
+from edit.council.events import Accepted, Append, Ask, Claim, Ended, Hello, Leave, Message, News, Release, Vote
 from edit.council.record import (
     MOST_ADDRESSES,
     MOST_COUNT,
     MOST_MEMBERS,
     MOST_PARTS,
     MOST_TEXT,
+    Enrolled,
     Member,
     PartState,
     Record,
@@ -145,6 +146,9 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
             return kinds(ended=kinds.Ended(part=part, grant=grant))
         case Leave():
             return kinds(leave=kinds.Leave())
+        case Claim(peer_id, enrolled):
+            number, key = bytes.fromhex(enrolled.invitation), bytes.fromhex(enrolled.key)
+            return kinds(claim=kinds.Claim(peer_id=peer_id, invitation=number, key=key))
         case Offering(update):
             return kinds(offering=kinds.Offering(update=_update(update)))
 
@@ -347,5 +351,6 @@ _READERS: dict[str, Callable[[pb.CouncilMessage], Word]] = {
     "release": _release,
     "ended": lambda message: Ended(message.ended.part, message.ended.grant),
     "leave": lambda message: Leave(),
+    "claim": lambda message: Claim(message.claim.peer_id, Enrolled(message.claim.invitation.hex(), message.claim.key.hex())),
     "offering": lambda message: Offering(_update_from(message.offering.update)),
 }

@@ -56,7 +56,7 @@ class Introduction(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class CouncilMessage(_message.Message):
-    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering")
+    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim")
     class Member(_message.Message):
         __slots__ = ("incarnation", "addresses", "maddr", "reachable", "serial")
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,15 @@ class CouncilMessage(_message.Message):
     class Leave(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
+    class Claim(_message.Message):
+        __slots__ = ("peer_id", "invitation", "key")
+        PEER_ID_FIELD_NUMBER: _ClassVar[int]
+        INVITATION_FIELD_NUMBER: _ClassVar[int]
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        peer_id: str
+        invitation: bytes
+        key: bytes
+        def __init__(self, peer_id: _Optional[str] = ..., invitation: _Optional[bytes] = ..., key: _Optional[bytes] = ...) -> None: ...
     class Offering(_message.Message):
         __slots__ = ("update",)
         UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +172,7 @@ class CouncilMessage(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     OFFERING_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     introduction: Introduction
     hello: CouncilMessage.Hello
     news: CouncilMessage.News
@@ -174,7 +184,8 @@ class CouncilMessage(_message.Message):
     ended: CouncilMessage.Ended
     leave: CouncilMessage.Leave
     offering: CouncilMessage.Offering
-    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ...) -> None: ...
+    claim: CouncilMessage.Claim
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ..., claim: _Optional[_Union[CouncilMessage.Claim, _Mapping]] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("outer_step", "id")
@@ -264,6 +275,26 @@ class LeaveReply(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     outcome: str
     def __init__(self, outcome: _Optional[str] = ...) -> None: ...
+
+class EntrustRequest(_message.Message):
+    __slots__ = ("peer_id",)
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    def __init__(self, peer_id: _Optional[str] = ...) -> None: ...
+
+class EntrustReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TakeAuthorityRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
+class TakeAuthorityReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ("settings",)

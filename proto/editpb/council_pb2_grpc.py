@@ -66,6 +66,16 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.Entrust = channel.unary_unary(
+                '/editpb.Council/Entrust',
+                request_serializer=editpb_dot_council__pb2.EntrustRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.EntrustReply.FromString,
+                _registered_method=True)
+        self.TakeAuthority = channel.unary_unary(
+                '/editpb.Council/TakeAuthority',
+                request_serializer=editpb_dot_council__pb2.TakeAuthorityRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.TakeAuthorityReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/editpb.Council/Describe',
                 request_serializer=editpb_dot_council__pb2.DescribeRequest.SerializeToString,
@@ -118,6 +128,20 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Entrust(self, request, context):
+        """From an operator, to the host that leads: note in the record that this member is about to be given the authority's key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeAuthority(self, request, context):
+        """From an operator, to that member: keep this copy, and let others in with it. Refused unless the record says so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """For every peer of the run.
         """
@@ -157,6 +181,16 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.LeaveSwarm,
                     request_deserializer=editpb_dot_council__pb2.LeaveRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.LeaveReply.SerializeToString,
+            ),
+            'Entrust': grpc.unary_unary_rpc_method_handler(
+                    servicer.Entrust,
+                    request_deserializer=editpb_dot_council__pb2.EntrustRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.EntrustReply.SerializeToString,
+            ),
+            'TakeAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeAuthority,
+                    request_deserializer=editpb_dot_council__pb2.TakeAuthorityRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.TakeAuthorityReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -328,6 +362,60 @@ class Council(object):
             '/editpb.Council/LeaveSwarm',
             editpb_dot_council__pb2.LeaveRequest.SerializeToString,
             editpb_dot_council__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Entrust(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/Entrust',
+            editpb_dot_council__pb2.EntrustRequest.SerializeToString,
+            editpb_dot_council__pb2.EntrustReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/TakeAuthority',
+            editpb_dot_council__pb2.TakeAuthorityRequest.SerializeToString,
+            editpb_dot_council__pb2.TakeAuthorityReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class EnrolmentStub(object):
-    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate.
+    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate. In a
+    swarm it is on the one port of each member, for those who show the certificate in their invitation.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class EnrolmentStub(object):
 
 
 class EnrolmentServicer(object):
-    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate.
+    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate. In a
+    swarm it is on the one port of each member, for those who show the certificate in their invitation.
     """
 
     def Enrol(self, request, context):
@@ -70,7 +72,8 @@ def add_EnrolmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Enrolment(object):
-    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate.
+    """On a port of its own, with TLS that authenticates the server only: this is the only call without a client certificate. In a
+    swarm it is on the one port of each member, for those who show the certificate in their invitation.
     """
 
     @staticmethod
@@ -102,7 +105,7 @@ class Enrolment(object):
 
 
 class RenewalStub(object):
-    """Beside Control and Data, at the coordinator only.
+    """Beside Control and Data, at the coordinator, and at members of a swarm that have the authority's key.
     """
 
     def __init__(self, channel):
@@ -119,7 +122,7 @@ class RenewalStub(object):
 
 
 class RenewalServicer(object):
-    """Beside Control and Data, at the coordinator only.
+    """Beside Control and Data, at the coordinator, and at members of a swarm that have the authority's key.
     """
 
     def Renew(self, request, context):
@@ -147,7 +150,7 @@ def add_RenewalServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Renewal(object):
-    """Beside Control and Data, at the coordinator only.
+    """Beside Control and Data, at the coordinator, and at members of a swarm that have the authority's key.
     """
 
     @staticmethod

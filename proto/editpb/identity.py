@@ -15,10 +15,11 @@ from cryptography import x509
 from edit.errors import ConfigError, RefusedError
 from editpb.limits import is_id
 
-__all__ = ["ROLES", "Identity", "admitted", "from_auth_context", "from_certificate", "from_uri"]
+__all__ = ["ROLES", "Identity", "admitted", "from_auth_context", "from_certificate", "from_uri", "invited_by"]
 
 ROLES = ("peer", "region", "observer", "operator", "coordinator")
 _SCHEME = "edit://"
+_INVITED = "invitation:"  # before the URI of whom an invitation to a swarm is for
 _SAN = "x509_subject_alternative_name"
 
 
@@ -41,6 +42,11 @@ class Identity:
     def uri(self) -> str:
         """The URI in the certificate."""
         return f"{_SCHEME}{self.run_id}/{self.role}/{self.peer_id}"
+
+    @property
+    def invited_uri(self) -> str:
+        """The URI in the certificate of an invitation for this member: who shows it is not that member yet."""
+        return f"{_INVITED}{self.uri}"
 
     @property
     def server_name(self) -> str:
@@ -81,11 +87,20 @@ def admitted(context: Mapping[str, Iterable[bytes]], run_id: str, roles: Collect
 
 def from_certificate(certificate: x509.Certificate) -> Identity:
     """Return the identity that a certificate names. Raises RefusedError without exactly one."""
+    return _only([uri for uri in _uris(certificate) if uri.startswith(_SCHEME)])
+
+
+def invited_by(certificate: x509.Certificate) -> Identity:
+    """Return whom the invitation is for that this certificate is of. Raises RefusedError when it is of none."""
+    return _only([uri.removeprefix(_INVITED) for uri in _uris(certificate) if uri.startswith(_INVITED)])
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
         raise RefusedError("the certificate names no member of a run") from error
-    return _only([uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith(_SCHEME)])
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def _only(uris: list[str]) -> Identity:

@@ -187,11 +187,26 @@ def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
         assert told.finish() == 2 and "edit-peer swarm join INVITATION" in told.lines[-1]
         told = Daemon("peers", "run", "--home", tmp_path / "b", "--data", tmp_path / "text.py")
         assert told.finish() == 2 and "edit-peer swarm join" in told.lines[-1]
-        asked = subprocess.run(
-            [sys.executable, "-m", "peers", "swarm", "status", "--home", str(tmp_path / "b")],
-            capture_output=True,
-            text=True,
-            cwd=REPOSITORY,
-            check=True,
-        )
-        assert "a leads" in asked.stdout and "2 of 2 here" in asked.stdout
+        asked = _command("status", "--home", tmp_path / "b")
+        assert "a leads" in asked and "2 of 2 here" in asked and "the authority's key: a\n" in asked
+
+
+def test_a_member_with_a_copy_of_the_authoritys_key_lets_the_next_one_in(tmp_path: Path) -> None:
+    with swarm(tmp_path, outer_steps=1000) as members:
+        members.start().until("owns part")
+        b = members.host("b")
+        b.until("2 vote, of 2 members")
+        told = _command("share-authority", "b", "--home", tmp_path / "a")
+        assert told == "b has a copy of the authority's key; in all: a, b\n"
+        assert "b has a copy of the authority's key, and lets others in" in b.until("lets others in")
+        (tmp_path / "d.invitation").write_text(_command("invite", "d", "--home", tmp_path / "b"))
+        d = members.host("d")
+        d.until("3 vote, of 3 members")
+        assert "d is enrolled" in b.until("d is enrolled")
+        assert "the authority's key: a, b\n" in _command("status", "--home", tmp_path / "d")
+
+
+def _command(*words: object) -> str:
+    """What a command prints that succeeds."""
+    line = [sys.executable, "-m", "peers", "swarm", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, check=True).stdout

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edit.council import events as ev
-from edit.council.record import MOST_PARTS, Member, Part, PartState, Record, Stamp, Update
+from edit.council.record import MOST_PARTS, Enrolled, Member, Part, PartState, Record, Stamp, Update
 from edit.errors import RemoteProtocolError
 from editpb import council_pb2 as pb
 from editpb.council_messages import (
@@ -54,6 +54,7 @@ WORDS: list[Word] = [
     ev.Accepted(4, STAMP, (PartState(), PartState(1, "4" * 64), PartState(1, "4" * 64, UPDATE)), 3.5),
     ev.Release(3, 9, "it was restarted", True),
     ev.Ended(3, 9),
+    ev.Claim("p", Enrolled("0" * 31 + "7", "ab" * 32)),
     ev.Leave(),
     Offering(UPDATE),
 ]

@@ -8,7 +8,7 @@ import pytest
 
 from edit.council import events as ev
 from edit.council.machine import FAR
-from edit.council.record import MOST_COUNT, Member, PartState, Phase, Record, Stamp
+from edit.council.record import MOST_COUNT, MOST_HOLDERS, Enrolled, Member, PartState, Phase, Record, Stamp
 from tests.support.council.table import LEASE_S, Table, start_digest
 
 
@@ -408,3 +408,89 @@ def test_a_member_that_claims_states_it_cannot_have_is_no_harm_to_the_others() -
 def test_messages_with_values_out_of_bounds_cannot_be_made(make: object) -> None:
     with pytest.raises(ValueError):
         make()  # type: ignore[operator]
+
+
+# -- who lets others in (rule 16) ------------------------------------------------------------------------------------------
+
+
+def claim(number: int, key: str = "aa", peer_id: str = "new") -> ev.Claim:
+    return ev.Claim(peer_id, Enrolled(f"{number:032x}", key * 32))
+
+
+@pytest.mark.parametrize("first", ["b", "c"])
+def test_an_invitation_that_two_holders_redeem_at_once_is_used_for_one_key(first: str) -> None:
+    """Both claim it before either hears of the other; the leader's first is the one that all have, in whatever order."""
+    table = Table("abc", holders=("b", "c"))
+    table.elect("a")
+    table.run(LEASE_S)
+    for holder in (first, *{"b", "c"} - {first}):
+        table.handle(holder, claim(1, "bb" if holder == "b" else "cc"))
+    table.deliver()
+    table.run(LEASE_S)
+    for council in table.councils.values():
+        assert council.committed is not None
+        assert council.committed.enrolled == {"new": Enrolled(f"{1:032x}", first * 64)}
+
+
+def test_without_a_quorum_no_invitation_is_used() -> None:
+    table = Table("abc", holders=("a",))
+    table.elect("a")
+    table.run(LEASE_S)
+    table.cut = {"b", "c"}
+    table.handle("a", claim(1))
+    table.run(5 * LEASE_S)
+    committed = table.councils["a"].committed
+    assert committed is not None and not committed.enrolled
+    table.cut = set()
+    table.run(3 * LEASE_S)
+    table.handle("a", claim(1))
+    table.run(LEASE_S)
+    assert table.record.enrolled == {"new": claim(1).enrolled}
+
+
+def test_of_two_invitations_for_one_name_the_later_counts() -> None:
+    table = Table("abc", holders=("a",))
+    table.elect("a")
+    for made in (claim(2), claim(3, "bb"), claim(2, "cc"), claim(1, "dd")):
+        table.handle("a", made)
+        table.run(LEASE_S)
+    assert table.record.enrolled == {"new": claim(3, "bb").enrolled}
+
+
+def test_who_is_no_holder_lets_nobody_in_and_nobody_lets_in_who_was_evicted() -> None:
+    table = Table("abc", holders=("a",), evicted={"old": "it lied"})
+    table.elect("a")
+    table.run(LEASE_S)
+    table.handle("b", claim(1))
+    table.say("c#1", "a", claim(1))
+    table.handle("a", claim(1, peer_id="old"))
+    table.run(LEASE_S)
+    assert not table.record.enrolled
+
+
+def test_the_record_has_a_holder_before_it_is_given_the_key_and_keeps_it_when_it_is_evicted() -> None:
+    table = Table("abc", holders=("a",))
+    table.elect("a")
+    table.run(LEASE_S)
+    for peer_id, why in (("z", "z is not a member"), ("b", "")):
+        (*refused,) = [one.reason for one in table.handle("a", ev.Entrust(peer_id)) if isinstance(one, ev.Refused)]
+        assert refused == ([why] if why else [])
+    table.run(LEASE_S)
+    assert table.record.holders == ("a", "b")
+    table.handle("a", ev.Evict("b", "it lies"))
+    table.run(LEASE_S)
+    assert "b" not in table.record.members and table.record.holders == ("a", "b"), "it has the key"
+    assert [one.reason for one in table.handle("c", ev.Entrust("c")) if isinstance(one, ev.Refused)] == ["ask the leader, a"]
+
+
+def test_a_member_that_accepts_no_connections_or_is_one_too_many_is_given_no_key() -> None:
+    table = Table("abc", holders=tuple(f"m{i}" for i in range(MOST_HOLDERS)))
+    table.elect("a")
+    table.run(LEASE_S)
+    (refused,) = [one.reason for one in table.handle("a", ev.Entrust("b")) if isinstance(one, ev.Refused)]
+    assert refused == f"{MOST_HOLDERS} members have the authority's key already"
+    table = Table("abc", members={p: Member(incarnation=1, reachable=p != "b") for p in "abc"})
+    table.elect("a")
+    table.run(LEASE_S)
+    (refused,) = [one.reason for one in table.handle("a", ev.Entrust("b")) if isinstance(one, ev.Refused)]
+    assert refused == "b accepts no connections, and could let nobody in"

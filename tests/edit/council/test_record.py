@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from edit.council.record import (
+    FORMAT,
     MOST_COUNT,
+    MOST_ENROLLED,
+    MOST_HOLDERS,
+    Enrolled,
     Member,
     Part,
     PartState,
@@ -66,7 +70,8 @@ def test_a_name_is_a_peer_in_one_of_its_lives() -> None:
 
 
 def test_json_and_back() -> None:
-    full = record(evicted={"z": "lied"}, phase=Phase.DRAINING, before=("a#1",), verify=1)
+    enrolled = {"b": Enrolled("0" * 32, "ab" * 32)}
+    full = record(evicted={"z": "lied"}, phase=Phase.DRAINING, before=("a#1",), verify=1, holders=("a", "b"), enrolled=enrolled)
     assert Record.from_json(json.loads(json.dumps(full.as_json()))) == full
 
 
@@ -90,6 +95,11 @@ def test_json_and_back() -> None:
         {"evicted": {"a": "x" * 257}},
         {"evicted": {"a": "\x1b[2J"}},
         {"config_hash": "zz"},
+        {"holders": ("a", "a")},
+        {"holders": ("../x",)},
+        {"holders": tuple(f"m{i}" for i in range(MOST_HOLDERS + 1))},
+        {"enrolled": {"../x": Enrolled("0" * 32, "ab" * 32)}},
+        {"enrolled": {f"m{i}": Enrolled("0" * 32, "ab" * 32) for i in range(MOST_ENROLLED + 1)}},
     ],
 )
 def test_a_record_with_values_out_of_bounds_is_refused(change: dict[str, Any]) -> None:
@@ -109,7 +119,7 @@ def test_a_record_with_unknown_fields_is_refused(path: tuple[Any, ...]) -> None:
         Record.from_json(values)
 
 
-@pytest.mark.parametrize("key", ["members", "parts", "voters", "phase", "evicted"])
+@pytest.mark.parametrize("key", ["members", "parts", "voters", "phase", "evicted", "holders", "enrolled"])
 @pytest.mark.parametrize("value", [None, 7, "text", [1], {"a": 1}])
 def test_a_record_with_other_kinds_of_values_is_refused(key: str, value: object) -> None:
     values = json.loads(json.dumps(record().as_json()))
@@ -126,11 +136,19 @@ def test_saved_bytes_and_back() -> None:
 
 def test_damaged_bytes_are_named() -> None:
     data = Saved(incarnation=7, term=4, vote="b#1", record=record()).encode()
-    for damaged in (data[:-1], data.replace(b'"b#1"', b'"c#1"', 1), b"", b"[]", b"\xff", b'{"format": 1}', b"[" * 100_000):
+    for damaged in (
+        data[:-1],
+        data.replace(b'"b#1"', b'"c#1"', 1),
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"format": %d}' % FORMAT,
+        b"[" * 100_000,
+    ):
         with pytest.raises(StorageError, match="is damaged"):
             Saved.decode(damaged, "council.json")
-    with pytest.raises(FormatError, match="format 2"):
-        Saved.decode(data.replace(b'"format": 1', b'"format": 2'), "council.json")
+    with pytest.raises(FormatError, match=f"format {FORMAT + 1}"):
+        Saved.decode(data.replace(b'"format": %d' % FORMAT, b'"format": %d' % (FORMAT + 1)), "council.json")
 
 
 def test_an_update_is_known_by_all_that_it_depends_on() -> None:

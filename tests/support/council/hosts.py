@@ -19,6 +19,7 @@ from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
+from aggregator.swarm.admission import open_authority
 from aggregator.swarm.host import Host, Place, found_swarm
 from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
@@ -137,6 +138,7 @@ class Hosts:
             clock=Clock(monotonic=asyncio.get_running_loop().time),
             on_commit=took,
             limit=self.limits.get(peer_id, UNLIMITED),
+            authority=open_authority(self.path / peer_id),
         )
         await host.start()
         self.running[peer_id] = host
