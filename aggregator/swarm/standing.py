@@ -332,6 +332,8 @@ def _member(
         state = "leads"
     if not voter and not why:
         why = f"{MOST_VOTERS} vote already" if len(record.voters) == MOST_VOTERS else "it is about to vote"
+    if not member.reachable and not why:
+        why = "nobody can dial it, so it owns no part and does not lead"
     return {
         "peer_id": peer_id,
         "voter": voter,

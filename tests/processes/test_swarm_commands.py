@@ -163,6 +163,46 @@ def test_one_signal_saves_and_ends_the_host_too(tmp_path: Path) -> None:
         assert a.finish() == 0 and "this member's host was told to end" in "".join(a.lines)
 
 
+def test_who_owns_is_killed_beside_a_member_that_nobody_can_dial(tmp_path: Path) -> None:
+    """c dials out only: it trains, votes and holds, also when who owned and led is gone; it never owns a part or leads."""
+    with swarm(tmp_path, outer_steps=1000, start_peers=2) as members:
+        a = members.start()
+        a.until("owns part")
+        b = members.host("b")
+        a.until("2 vote, of 2 members")
+        c = members.join("c", "--advertise", "", "--throttle", 5)
+        a.until("3 vote, of 3 members")
+        c.until("outer step 2,")
+        (own,) = [each for each in status(tmp_path / "c")["members"] if each["peer_id"] == "c"]
+        assert own == {
+            "peer_id": "c",
+            "voter": True,
+            "state": "here",
+            "why": "nobody can dial it, so it owns no part and does not lead",
+            "owns": [],
+            "addresses": [],
+            "reachable": False,
+        }
+        a.kill()
+        b.until("owns part")
+        reached = int(c.last("outer step ").split("outer step ")[1].split(",")[0])
+        c.until(f"outer step {reached + 3},")
+        told = status(tmp_path / "c")
+        assert told["leader"] == "b" and {part["owner"] for part in told["parts"]} == {"b"}
+        c.process.send_signal(signal.SIGINT)
+        assert c.finish() == 0
+        assert not any("owns part" in line for line in c.lines)
+        b.process.send_signal(signal.SIGINT)
+        assert b.finish() == 0
+
+
+def status(home: Path) -> dict[str, Any]:
+    """What `edit-peer swarm status --json` says."""
+    words = [sys.executable, "-m", "peers", "swarm", "status", "--home", str(home), "--json"]
+    told = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    return dict(json.loads(told.stdout))
+
+
 def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
     with swarm(tmp_path, outer_steps=1000, start_peers=2) as members:
         members.start().until("owns part")
