@@ -42,7 +42,19 @@ from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, handshake_refusal
 
-__all__ = ["Recovery", "drain", "evict", "leave", "pause", "recover", "rejoin", "resume", "share_authority", "status"]
+__all__ = [
+    "Recovery",
+    "drain",
+    "evict",
+    "leave",
+    "operator_credentials",
+    "pause",
+    "recover",
+    "rejoin",
+    "resume",
+    "share_authority",
+    "status",
+]
 
 _T = TypeVar("_T")
 ANSWER_S = 5.0  # for how long a host is waited for
@@ -81,14 +93,19 @@ class _Folder:
 
     def operator(self) -> grpc.ChannelCredentials:
         """Return an operator's credentials for this command. Raises ConfigError without the authority's key."""
-        authority = authority_folder(self.path)
-        if not (authority / "ca.key").exists():
-            raise ConfigError(f"{authority / 'ca.key'}: is missing; only who has the authority's key gives orders to the swarm")
-        issuer, key = load_issuer(authority), new_key()
-        identity = Identity(self.identity.run_id, "operator", OPERATOR_ID)
-        certificate = issuer.issue(identity, key.public_key(), lifetime_s=OPERATOR_LIFETIME_S, now=time.time())
-        pem = serialization.Encoding.PEM
-        return grpc.ssl_channel_credentials(issuer.certificate.public_bytes(pem), key_pem(key), certificate.public_bytes(pem))
+        return operator_credentials(self.path, self.identity.run_id)
+
+
+def operator_credentials(path: Path, run_id: str, lifetime_s: float = OPERATOR_LIFETIME_S) -> grpc.ChannelCredentials:
+    """Return credentials of an operator, made with the authority's key in a member's folder. Raises ConfigError without it."""
+    authority = authority_folder(path)
+    if not (authority / "ca.key").exists():
+        raise ConfigError(f"{authority / 'ca.key'}: is missing; only who has the authority's key gives orders to the swarm")
+    issuer, key = load_issuer(authority), new_key()
+    identity = Identity(run_id, "operator", OPERATOR_ID)
+    certificate = issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=time.time())
+    pem = serialization.Encoding.PEM
+    return grpc.ssl_channel_credentials(issuer.certificate.public_bytes(pem), key_pem(key), certificate.public_bytes(pem))
 
 
 @asynccontextmanager

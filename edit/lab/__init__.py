@@ -15,6 +15,7 @@ link          a TCP proxy with a bounded rate, latency, cuts and losses
 network       hosts in namespaces of this machine, each behind a link of a limited rate
 joining       enrol a peer that connects through a link
 observer      the operator's connection: status and snapshot
+swarm_observer  the same for the hosts of a swarm, and what lies in their folders
 observations  points of a curve, and a status
 tail          follow a growing file of JSON lines
 run_toml      write a run.toml

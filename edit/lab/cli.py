@@ -49,13 +49,21 @@ app.add_typer(bench, name="bench")
 @app.command()
 def demo(
     peers: Annotated[int, typer.Option(help="Number of peers.")] = 4,
-    steps: Annotated[int | None, typer.Option(help="Inner steps of each peer.", show_default="750; with --quick 100")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Inner steps of each peer.", show_default="750; with --quick 100, --swarm 150")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial parameters, the data's order, the held-out files.")] = 0,
+    swarm: Annotated[
+        bool,
+        typer.Option(
+            "--swarm", help="Without a coordinator: the member that leads is stopped, one that owns a part is killed."
+        ),
+    ] = False,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results; one of an earlier demo is wiped.")] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Take less than a minute.")] = False,
 ) -> None:
-    """Train one model with a coordinator and several peers, inject faults, and write a report.
+    """Train one model with a coordinator, or as a swarm, and several peers, inject faults, and write a report.
 
     Starts real daemons on loopback, enrols them with invitations, trains a small GPT on the source of Python's standard
     library, compares it with one peer alone, and writes results.json, metrics.jsonl, outer.safetensors, sample.txt and
@@ -68,7 +76,7 @@ def demo(
     from edit.lab.demo.command import run_demo  # needs torch; --help answers without it
     from edit.lab.demo.plan import DemoOptions
 
-    options = DemoOptions(peers=peers, steps=steps, seed=seed, faults=not no_faults, out=out, quick=quick)
+    options = DemoOptions(peers=peers, steps=steps, seed=seed, faults=not no_faults, out=out, quick=quick, swarm=swarm)
     run_demo(options, Console())
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Point", "Status"]
+__all__ = ["Point", "Status", "SwarmStatus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,20 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmStatus:
+    """How a swarm stands, by what its hosts last said."""
+
+    leader: str  # peer_id; empty: nobody leads, or nobody who answers says so
+    owners: tuple[str, ...]  # peer_id by part
+    steps: tuple[int, ...]  # the last outer step by part
+    quorum: str  # how many voters are here and how many are needed, in words
+    has_quorum: bool
+    away: Mapping[str, str]  # members that are not here, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The coordinator's last answer."""
+    """The coordinator's last answer, or the hosts' of a swarm."""
 
     phase: str
     outer_step: int
@@ -29,3 +42,4 @@ class Status:
     expected: int
     memory_bytes: int  # the coordinator's peak
     tokens: int = 0
+    swarm: SwarmStatus | None = None  # None: there is a coordinator

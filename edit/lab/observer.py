@@ -5,7 +5,7 @@ A call on a broken connection returns None: try again later. Control and data ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.lab.observations import Status
 from edit.records import Snapshot
-from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc
+from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.transport.channel_options import channel_options
 
-__all__ = ["Observer", "open_observer"]
+__all__ = ["Observer", "open_observer", "read_snapshot"]
 
 _MAX_BYTES = 1 << 30
 
@@ -58,28 +58,10 @@ class Observer:
 
     def snapshot(self, schema: Schema) -> Snapshot | None:
         """Return the newest committed outer parameters. Raises RemoteProtocolError when they do not match the manifest."""
-        stub: Any = data_pb2_grpc.DataStub(self.data)
         try:
-            manifest = stub.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=self.run_id), timeout=self.timeout_s)
-            if len(manifest.fragment_hash) != len(schema.fragments) or schema.numel * 4 > _MAX_BYTES:
-                raise RemoteProtocolError("the run's snapshot does not fit the lab's model")
-            fragments = tuple(
-                self._fragment(stub, manifest, fragment.fragment_id, fragment.numel) for fragment in schema.fragments
-            )
+            return read_snapshot(data_pb2_grpc.DataStub(self.data), self.run_id, schema, self.timeout_s)
         except grpc.RpcError:
             return None
-        return Snapshot(manifest.outer_step, manifest.digest, fragments)
-
-    def _fragment(self, stub: Any, manifest: data_pb2.SnapshotManifest, fragment_id: int, numel: int) -> Tensor:
-        request = data_pb2.SnapshotRequest(run_id=self.run_id, outer_step=manifest.outer_step, fragment_id=fragment_id)
-        data = bytearray()
-        for chunk in stub.FetchSnapshot(request, timeout=self.timeout_s):
-            if chunk.offset != len(data) or len(data) + len(chunk.data) > 4 * numel:
-                raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: chunks out of order, or too many bytes")
-            data += chunk.data
-        if blake3(data).digest() != manifest.fragment_hash[fragment_id] or len(data) != 4 * numel:
-            raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: damaged on the way")
-        return torch.frombuffer(data, dtype=torch.float32)
 
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut a member out for good. Raises TransportError when the coordinator does not."""
@@ -92,6 +74,33 @@ class Observer:
     def close(self) -> None:
         self.control.close()
         self.data.close()
+
+
+def read_snapshot(stub: Any, run_id: str, schema: Schema, timeout_s: float) -> Snapshot:
+    """Read the newest committed outer parameters. timeout_s: of each call.
+
+    Raises grpc.RpcError, RemoteProtocolError when they do not match the manifest.
+    """
+    manifest = stub.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=run_id), timeout=timeout_s)
+    if len(manifest.fragment_hash) != len(schema.fragments) or schema.numel * 4 > _MAX_BYTES:
+        raise RemoteProtocolError("the run's snapshot does not fit the lab's model")
+    fragments = []
+    for place, fragment in enumerate(schema.fragments):
+        request = data_pb2.SnapshotRequest(run_id=run_id, outer_step=manifest.outer_step, fragment_id=fragment.fragment_id)
+        chunks = stub.FetchSnapshot(request, timeout=timeout_s)
+        fragments.append(_fragment(chunks, fragment.fragment_id, fragment.numel, manifest.fragment_hash[place]))
+    return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments))
+
+
+def _fragment(chunks: Iterable[tensors_pb2.Chunk], fragment_id: int, numel: int, wanted: bytes) -> Tensor:
+    data = bytearray()
+    for chunk in chunks:
+        if chunk.offset != len(data) or len(data) + len(chunk.data) > 4 * numel:
+            raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: chunks out of order, or too many bytes")
+        data += chunk.data
+    if blake3(data).digest() != wanted or len(data) != 4 * numel:
+        raise RemoteProtocolError(f"snapshot of fragment {fragment_id}: damaged on the way")
+    return torch.frombuffer(data, dtype=torch.float32)
 
 
 def open_observer(state: Path) -> Observer:

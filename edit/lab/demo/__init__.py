@@ -8,6 +8,7 @@ corpus          text for each peer, from Python's standard library
 output_folder   the names of the files it leaves
 daemons         the processes of the demo
 faults          when which process is killed and restarted, and doing it
+swarm           without a coordinator: the parts' rounds put together, what changes among the members
 recorder        gathers all metrics files into one state
 state           what is known of the running demo
 event_messages  one line per event, for people

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping, Sequence
 
+from aggregator.swarm.member_folder import MemberFolder
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.demo.plan import DemoOptions, FaultPlan
 from edit.lab.demo.recorder import LONE
 from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
 
-__all__ = ["DemoDaemons"]
+__all__ = ["DemoDaemons", "SwarmDaemons"]
 
 
 class DemoDaemons:
@@ -42,17 +44,26 @@ class DemoDaemons:
         """Invite every peer and join it with its invitation. Raises ChildDied."""
         names = self._options.peer_ids
         state = str(self._folder.state)
-        printed = self._supervisor.call(
-            {f"invite-{name}": (*self._programs.coordinator, "invite", "--state", state, name) for name in names}
+        invitations = self._invitations(
+            {name: (*self._programs.coordinator, "invite", "--state", state, name) for name in names}
         )
-        joins = {}
-        for name in names:
+        joins = {
+            f"join-{name}": (*self._programs.peer, "join", invitation, "--home", str(self._folder.home(name)))
+            for name, invitation in invitations.items()
+        }
+        self._supervisor.call(joins)
+
+    def _invitations(self, commands: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """Run commands that invite, and return what they print, by name. Raises ChildDied."""
+        printed = self._supervisor.call({f"invite-{name}": command for name, command in commands.items()})
+        found = {}
+        for name, command in commands.items():
             text = printed[f"invite-{name}"]
             invitation = next((line for line in text.splitlines() if line.startswith("edit1.")), None)
             if invitation is None:
-                raise ChildDied(f"edit-coordinator invite {name} printed no invitation: {text.strip()[:200]}")
-            joins[f"join-{name}"] = (*self._programs.peer, "join", invitation, "--home", str(self._folder.home(name)))
-        self._supervisor.call(joins)
+                raise ChildDied(f"{' '.join(command)} printed no invitation: {text.strip()[:200]}")
+            found[name] = invitation
+        return found
 
     def start(self, name: str) -> None:
         """Start the process called `name` (coordinator, a peer, lone), also again after it ended."""
@@ -65,8 +76,11 @@ class DemoDaemons:
         self._supervisor.start(name, argv)
 
     def _peer(self, name: str) -> tuple[str, ...]:
+        return ("run", *self._trains(name))
+
+    def _trains(self, name: str) -> tuple[str, ...]:
         home = self._folder.home(name)
-        argv = ["run", "--home", str(home), "--data", str(self._folder.data / name)]
+        argv = ["--home", str(home), "--data", str(self._folder.data / name)]
         argv += ["--metrics", str(home / "metrics.jsonl"), "--threads", "1"]
         if name == self._faults.slow:
             argv += ["--throttle", "2"]
@@ -81,11 +95,24 @@ class DemoDaemons:
         argv = ("alone", "--run", str(folder.run_toml), "--data", data, "--steps", steps)
         return (*argv, "--out", str(folder.lone), "--threads", "1")
 
-    def kill(self, name: str) -> int:
-        """Send SIGKILL; return the id of the process that is gone."""
-        pid = self._supervisor.pid(name)
+    def kill(self, name: str) -> list[int]:
+        """Send SIGKILL; return the ids of the processes that are gone."""
+        pids = self._supervisor.processes(name) or [self._supervisor.pid(name)]
         self._supervisor.kill(name)
-        return pid
+        return pids
+
+    def stop(self, name: str) -> None:
+        """Send SIGSTOP."""
+        self._supervisor.signal(name, signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        """Send SIGCONT."""
+        self._supervisor.signal(name, signal.SIGCONT)
+
+    def end(self, name: str) -> None:
+        """End the process, if it runs."""
+        if self.running(name):
+            self._supervisor.stop(name)
 
     def running(self, name: str) -> bool:
         return self._supervisor.running(name)
@@ -96,3 +123,36 @@ class DemoDaemons:
             if end.expected or (end.returncode == 0 and (finished or end.name == LONE) and end.name != COORDINATOR):
                 continue
             raise ChildDied(str(end))
+
+
+class SwarmDaemons(DemoDaemons):
+    """The same without a coordinator: each peer has a host beside it, which it starts. The first one founds the swarm."""
+
+    _invited: Mapping[str, str] = {}
+
+    def found(self) -> None:
+        """Start the founder; return when others can be invited. Raises ChildDied."""
+        founder = self._options.peer_ids[0]
+        self.start(founder)
+        while not MemberFolder(self._folder.home(founder)).port():
+            for end in self._supervisor.ended():
+                raise ChildDied(str(end))
+            self._pause()
+
+    def enrol(self) -> None:
+        """Invite every other member. Each redeems its invitation when it starts. Raises ChildDied."""
+        founder, *others = self._options.peer_ids
+        home = str(self._folder.home(founder))
+        self._invited = self._invitations(
+            {name: (*self._programs.peer, "swarm", "invite", name, "--home", home) for name in others}
+        )
+
+    def start(self, name: str) -> None:
+        """See above. The founder runs already."""
+        if not self.running(name):
+            super().start(name)
+
+    def _peer(self, name: str) -> tuple[str, ...]:
+        if name == self._options.peer_ids[0]:
+            return ("swarm", "start", str(self._folder.run_toml), "--name", name, "--invite", "", *self._trains(name))
+        return ("swarm", "join", self._invited[name], *self._trains(name))

@@ -125,11 +125,11 @@ class Measurer:
     def final(self, source: SnapshotSource, lone: Path, batches: int) -> tuple[Losses, Snapshot]:
         """Measure the initial, lone and outer parameters, on more windows than the curve, and return the final snapshot.
 
-        Raises TransportError when the coordinator gives no snapshot.
+        Raises TransportError when there is no snapshot.
         """
         snapshot = source.snapshot(self.evaluator.schema)
         if snapshot is None:
-            raise TransportError("the coordinator gave no snapshot of the final outer parameters; see logs/coordinator.log")
+            raise TransportError("nobody gave a snapshot of the final outer parameters; see logs")
         self._point(snapshot)
         if lone.exists():
             steps = max((point.step for point in self.recorder.state.lone), default=0)

@@ -9,9 +9,11 @@ from pathlib import Path
 from edit.errors import ConfigError
 from edit.lab.run_toml import Setting, Settings
 
-__all__ = ["DemoOptions", "FaultPlan", "plan_faults", "plan_run"]
+__all__ = ["LEADER", "OWNER", "DemoOptions", "FaultPlan", "plan_faults", "plan_run"]
 
 LONG_SYNC = 30
+LEADER, OWNER = "the leader", "an owner"  # of a swarm: who that is turns out when it is their turn
+_MOST_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +21,11 @@ class DemoOptions:
     """The options of `edit-lab demo`."""
 
     peers: int = 4
-    steps: int | None = None  # inner steps of each peer; None: 750, or 100 with quick
+    steps: int | None = None  # inner steps of each peer; None: 750; with quick 100, in a swarm 150
     seed: int = 0
     faults: bool = True
     quick: bool = False
+    swarm: bool = False  # no coordinator
     out: Path = Path("runs/demo")
 
     def __post_init__(self) -> None:
@@ -38,7 +41,9 @@ class DemoOptions:
     @property
     def inner_steps(self) -> int:
         """Inner steps asked for; the run takes the largest multiple of `sync_every` that is not larger."""
-        return (100 if self.quick else 750) if self.steps is None else self.steps
+        if self.steps is not None:
+            return self.steps
+        return (150 if self.swarm else 100) if self.quick else 750  # a swarm's killed member must come back in time
 
     @property
     def sync_every(self) -> int:
@@ -51,8 +56,13 @@ class DemoOptions:
     @property
     def lone_steps(self) -> int:
         """Inner steps of the lone peer: at least as many as a peer takes, which trains on while the coordinator is away."""
-        away = 2 * self.sync_every if self.faults and self.sync_every == LONG_SYNC else 0
+        away = 2 * self.sync_every if self.faults and self.sync_every == LONG_SYNC and not self.swarm else 0
         return self.outer_steps * self.sync_every + away
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a swarm's model is cut."""
+        return min(self.peers, _MOST_PARTS)
 
     @property
     def peer_ids(self) -> tuple[str, ...]:
@@ -70,6 +80,8 @@ class FaultPlan:
     huge_at: int = 0
     kill_at: int = 0
     coordinator_kill_at: int = 0
+    leader_stop_at: int = 0  # in a swarm: the member that leads gets SIGSTOP, and goes on later
+    owner_kill_at: int = 0  # in a swarm: a member that owns a part gets SIGKILL, and is restarted
 
     def role_of(self, peer_id: str) -> str:
         """Return what happens to this peer, in a few words for the screen."""
@@ -82,12 +94,25 @@ def plan_faults(options: DemoOptions) -> FaultPlan:
 
     In a long run the coordinator is killed, too. While it is away the peers train on without exchange; in a short run that
     would be too large a share of their steps for a fair comparison with a lone peer.
+
+    In a swarm it is the member that leads that is stopped, and one that owns a part that is killed: of three members any one
+    may be away, of two only the younger. Both come early: whoever was killed must be back before the run ends.
     """
     if not options.faults:
         return FaultPlan()
     names = (*options.peer_ids, None, None, None)
     total = options.outer_steps
     nan_at = max(2, round(0.25 * total))
+    if options.swarm:
+        nan_at = round(0.6 * total)
+        return FaultPlan(
+            slow=names[1],
+            damaged=names[3],
+            nan_at=nan_at,
+            huge_at=max(nan_at + 1, round(0.7 * total)),
+            leader_stop_at=round(0.2 * total) if options.peers >= 3 else 0,
+            owner_kill_at=round(0.3 * total) if options.peers >= 3 else 0,
+        )
     return FaultPlan(
         slow=names[1],
         killed=names[2],
@@ -107,6 +132,9 @@ def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen:
     outer: Mapping[str, Setting] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6}
     if options.outer_steps < 40:
         outer = {"optimizer": "sgd", "lr": 1.0}
+    where: Settings = {"server": {"listen": listen, "enrol_listen": enrol_listen, "advertise": ("127.0.0.1", "localhost")}}
+    if options.swarm:
+        where = {"swarm": {"parts": options.parts, "discovery": "addresses"}}
     observations = max(2, min(10, faults.nan_at or options.outer_steps // 4))
     return {
         "name": "demo",
@@ -121,5 +149,5 @@ def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen:
         "rounds": {"start_peers": options.peers, "quorum": max(1, options.peers // 2), "ceiling_s": 60.0},
         "membership": {"heartbeat_s": 0.5, "lease_s": 3.0},
         "storage": {"checkpoint_every": 10},
-        "server": {"listen": listen, "enrol_listen": enrol_listen, "advertise": ("127.0.0.1", "localhost")},
+        **where,
     }

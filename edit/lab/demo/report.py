@@ -61,6 +61,7 @@ def render_report(state: DemoState, results: Results, settings: str, started: fl
 def headline(results: Results) -> str:
     """Return the result in one sentence."""
     peers = "one peer" if len(results.peers) == 1 else f"{len(results.peers)} peers"
+    peers += " without a coordinator" if results.swarm else ""
     if not results.complete:
         return f"Stopped after outer step {results.outer_steps}: partial results of {peers}"
     percent = results.losses.percent_below_lone if results.losses else None
@@ -90,6 +91,12 @@ def _tiles(results: Results) -> str:
     rows.append((f"{results.committed}", f"rounds committed, {results.aborted} aborted"))
     equal = results.digests.compared - len(results.digests.unequal)
     rows.append((f"{equal}/{results.digests.compared}", "reported digests equal to the committed ones"))
+    if results.takeovers:
+        slowest = max(takeover.seconds for takeover in results.takeovers)
+        rows.append((f"{slowest:.1f} s", "at most, from a lost leader or owner to the next outer step of all parts"))
+    if results.agreement is not None:
+        same = results.agreement.members - len(results.agreement.unequal)
+        rows.append((f"{same}/{results.agreement.members}", "members ended with the same outer parameters on disk"))
     rows.append((duration_text(results.wall_s), "wall time, all processes on one machine"))
     return "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in rows)
 
@@ -237,6 +244,13 @@ def result_rows(results: Results) -> list[tuple[str, str, str]]:
     if results.restart is not None:
         same = "unchanged" if results.restart.equal else "CHANGED"
         rows.append(("digest over the coordinator's restart", same, f"measured, outer step {results.restart.outer_step}"))
+    for takeover in results.takeovers:
+        how, _, does = takeover.what.partition(", which ")
+        rows.append((f"outer step after {how.replace(' to ', ' of ')}", f"{takeover.seconds:.1f} s", f"measured; it {does}"))
+    if results.agreement is not None:
+        members = results.agreement.members - len(results.agreement.unequal)
+        why = "; ".join(results.agreement.unequal) or f"measured on disk, outer step {results.agreement.outer_step}"
+        rows.append(("members with the same outer parameters", f"{members} of {results.agreement.members}", why))
     if results.coordinator_memory_bytes:
         rows.append(("coordinator's peak memory", bytes_text(results.coordinator_memory_bytes), "measured"))
     rows.append(("wall time", duration_text(results.wall_s), "measured"))

@@ -5,13 +5,24 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from edit.lab.demo.state import DemoState
 
-__all__ = ["DigestCheck", "Losses", "PeerResult", "Restart", "Results", "check_digests", "collect", "data_parallel_bytes"]
+__all__ = [
+    "Agreement",
+    "DigestCheck",
+    "Losses",
+    "PeerResult",
+    "Restart",
+    "Results",
+    "Takeover",
+    "check_digests",
+    "collect",
+    "data_parallel_bytes",
+]
 
 
 def data_parallel_bytes(peers: int, parameters: int, steps: int) -> int:
@@ -71,6 +82,24 @@ class Restart:
         return self.before == self.after
 
 
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """A member was taken from a swarm; after `seconds` all parts were at another outer step."""
+
+    what: str  # SIGKILL to peer-2, which owns part 1
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What lay in the folders of a swarm's members when all had ended."""
+
+    outer_step: int
+    members: int
+    unequal: tuple[str, ...]  # members that have another state than the first, in words
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """Everything that results.json, the terminal and report.html show."""
@@ -93,6 +122,9 @@ class Results:
     digests: DigestCheck
     restart: Restart | None
     sample: str
+    swarm: bool = False  # without a coordinator
+    takeovers: tuple[Takeover, ...] = ()
+    agreement: Agreement | None = None  # of a swarm
 
     @property
     def steps(self) -> int:
@@ -122,13 +154,22 @@ class Results:
 def check_digests(state: DemoState) -> DigestCheck:
     """Compare every digest that a peer reported with the committed one. A peer reports at most one per second."""
     committed = state.digests
-    reports = [report for report in state.digest_reports if report[1] in committed]
-    unequal = sorted((peer_id, step) for peer_id, step, digest in reports if digest != committed[step])
-    return DigestCheck(compared=len(reports), outer_steps=len({step for _, step, _ in reports}), unequal=tuple(unequal))
+    reports = [report for report in state.digest_reports if report[1:3] in committed]
+    unequal = sorted((peer_id, step) for peer_id, part, step, digest in reports if digest != committed[part, step])
+    return DigestCheck(compared=len(reports), outer_steps=len({step for _, _, step, _ in reports}), unequal=tuple(unequal))
 
 
 def collect(
-    state: DemoState, *, run_id: str, seed: int, wall_s: float, losses: Losses | None, restart: Restart | None, sample: str
+    state: DemoState,
+    *,
+    run_id: str,
+    seed: int,
+    wall_s: float,
+    losses: Losses | None,
+    restart: Restart | None,
+    sample: str,
+    takeovers: Sequence[Takeover] = (),
+    agreement: Agreement | None = None,
 ) -> Results:
     """Return the results so far; they are complete when the last outer step is committed."""
     committed = [row for row in state.rounds if row.committed]
@@ -153,6 +194,9 @@ def collect(
         digests=check_digests(state),
         restart=restart,
         sample=sample,
+        swarm=state.status is not None and state.status.swarm is not None,
+        takeovers=tuple(takeovers),
+        agreement=agreement,
     )
 
 
@@ -166,8 +210,8 @@ def _peers(state: DemoState) -> tuple[PeerResult, ...]:
         PeerResult(
             peer_id=row.peer_id,
             own_steps=row.steps.value,
-            sent=row.sent.value,
-            received=row.received.value,
+            sent=row.sent,
+            received=row.received,
             merged=row.merged,
             verdicts=dict(verdicts[row.peer_id]),
         )

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from edit.lab.demo.plan import FaultPlan
 from edit.lab.demo.state import Cell, DemoState, Event, PeerRow, RoundRow
+from edit.lab.observations import SwarmStatus
 from edit.lab.units import bytes_text, duration_text, resample, sparkline
 
 __all__ = ["Frame", "event_line", "progress_line", "render"]
@@ -26,6 +27,7 @@ _STATES = {
     "invited": "dim",
     "lost": "bold red",
     "killed": "bold red",
+    "stopped": "bold red",
     "left": "dim",
 }
 _VERDICTS = {"nonfinite": ("NaN", "bold red"), "anomalous": ("huge", "red"), "idle": ("idle", "yellow")}
@@ -39,6 +41,7 @@ class Frame:
 
     run_id: str
     faults: FaultPlan
+    swarm: bool = False
     started: float
     now: float
     rounds: int = 7
@@ -63,15 +66,33 @@ def header(state: DemoState, frame: Frame) -> RenderableType:
     second = Table.grid(expand=True)
     second.add_column(no_wrap=True)
     second.add_column(no_wrap=True, justify="right")
-    second.add_row(phase_text(state), traffic_text(state))
+    second.add_row(phase_text(state, frame), traffic_text(state))
     title = Text.assemble(("EDiT ", "bold"), frame.run_id)
     return Panel(Group(grid, second), title=title, title_align="left", box=box.ROUNDED, border_style="cyan")
 
 
-def phase_text(state: DemoState) -> Text:
+def swarm_text(phase: str, swarm: SwarmStatus) -> Text:
+    """Return who leads, and whether the swarm can agree on anything."""
+    text = Text(phase, style="green" if phase in ("running", "finished") else "yellow")
+    text.append(" · ", "dim")
+    text.append(f"{swarm.leader} leads" if swarm.leader else "nobody leads", "bold" if swarm.leader else "bold red")
+    text.append(" · ", "dim")
+    return text.append(f"voters: {swarm.quorum}", "dim" if swarm.has_quorum else "bold red")
+
+
+def _duties(swarm: SwarmStatus, peer_id: str) -> Text:
+    """Return what a member does for all: it leads, it owns parts."""
+    owns = ",".join(str(part) for part, owner in enumerate(swarm.owners) if owner == peer_id)
+    text = Text("leads" if swarm.leader == peer_id else "", style="bold cyan")
+    return text.append(f"{' ' * (len(text) > 0)}part {owns}" if owns else "", "cyan")
+
+
+def phase_text(state: DemoState, frame: Frame) -> Text:
     status = state.status
     if status is None:
-        return Text("waiting for the coordinator", style="yellow")
+        return Text("waiting for the first host" if frame.swarm else "waiting for the coordinator", style="yellow")
+    if status.swarm is not None:
+        return swarm_text(status.phase, status.swarm)
     text = Text(status.phase, style="green" if status.phase in ("collecting", "committing", "finished") else "yellow")
     if status.deadline_s is not None:
         text.append(f" · {status.arrived} of {status.expected} in · deadline in {max(0.0, status.deadline_s):.0f} s", "dim")
@@ -79,8 +100,8 @@ def phase_text(state: DemoState) -> Text:
 
 
 def traffic_text(state: DemoState) -> Text:
-    sent = sum(row.sent.value for row in state.peers.values())
-    received = sum(row.received.value for row in state.peers.values())
+    sent = sum(row.sent for row in state.peers.values())
+    received = sum(row.received for row in state.peers.values())
     return Text.assemble("sent ", (bytes_text(sent), "bold"), " · received ", (bytes_text(received), "bold"))
 
 
@@ -104,11 +125,18 @@ def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
 
 def peers_table(state: DemoState, frame: Frame) -> Table:
     table = _table("peers")
-    _columns(table, "left", "peer", "state", "fault")
+    swarm = state.status.swarm if state.status is not None else None
+    _columns(table, "left", "peer", "state", *(["swarm"] if frame.swarm else []), "fault")
     _columns(table, "right", "outer", "steps", "loss", "tok/s", "up", "down", "kB/s", "ok/bad")
     for row in state.peers.values():
-        table.add_row(*_peer_cells(row, frame.faults.role_of(row.peer_id)))
+        peer_id, name_and_state, rest = row.peer_id, *_split(_peer_cells(row, frame.faults.role_of(row.peer_id)))
+        duties = [_duties(swarm, peer_id) if swarm is not None else Text()] if frame.swarm else []
+        table.add_row(*name_and_state, *duties, *rest)
     return table
+
+
+def _split(cells: list[Text]) -> tuple[list[Text], list[Text]]:
+    return cells[:2], cells[2:]
 
 
 def _peer_cells(row: PeerRow, part: str) -> list[Text]:
@@ -120,8 +148,8 @@ def _peer_cells(row: PeerRow, part: str) -> list[Text]:
         Text(str(row.steps.value)),
         Text("" if math.isnan(row.loss) else f"{row.loss:.3f}"),
         Text(f"{row.tokens_per_s:.0f}" if row.tokens_per_s else ""),
-        Text(bytes_text(row.sent.value)),
-        Text(bytes_text(row.received.value)),
+        Text(bytes_text(row.sent)),
+        Text(bytes_text(row.received)),
         Text(f"↑{row.sent_rate / 1e3:.0f} ↓{row.received_rate / 1e3:.0f}", style="dim"),
         Text.assemble(str(row.merged), ("/", "dim"), (str(row.rejected), "red" if row.rejected else "dim")),
     ]
@@ -212,7 +240,7 @@ def progress_line(state: DemoState, frame: Frame) -> str:
         parts.append(f"lone {state.lone[-1].loss:.3f}")
     if state.validation.get("outer"):
         parts.append(f"held out {state.validation['outer'][-1].loss:.3f}")
-    parts.append(f"sent {bytes_text(sum(row.sent.value for row in state.peers.values()))}")
+    parts.append(f"sent {bytes_text(sum(row.sent for row in state.peers.values()))}")
     if state.rounds:
         parts.append(f"last round {state.rounds[-1].seconds:.1f} s, {state.rounds[-1].reason}")
     return " · ".join(parts)

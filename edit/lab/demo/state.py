@@ -17,6 +17,7 @@ from edit.plain_text import printable
 __all__ = ["Cell", "DemoState", "Event", "PeerRow", "RoundRow", "Total"]
 
 Record = Mapping[str, Any]
+_RATED_S = 0.4  # a rate is over at least so long
 _BAD_ORDER = ("nonfinite", "anomalous", "idle")  # a round's cell shows the worst verdict over its fragments
 
 
@@ -68,7 +69,7 @@ class RoundRow:
     seconds: float
     bytes_in: int
     bytes_out: int  # of one peer's download
-    digest: str
+    digests: Mapping[int, str]  # by part of the model; without a swarm there is one
     cells: Mapping[str, Cell]
 
 
@@ -88,22 +89,45 @@ class PeerRow:
     sent_rate: float = 0.0
     received_rate: float = 0.0
     steps: Total = field(default_factory=Total)
-    sent: Total = field(default_factory=Total)
-    received: Total = field(default_factory=Total)
     curve: list[Point] = field(default_factory=list)
     _logged: Total = field(default_factory=Total)
+    _sent: dict[int, Total] = field(default_factory=dict)  # by part, each of which has a connection of its own
+    _received: dict[int, Total] = field(default_factory=dict)
+    _reported: dict[int, float] = field(default_factory=dict)  # when
+    _rated: tuple[float, int, int] = (0.0, 0, 0)  # when the rates were computed, and what had been sent and received
+
+    @property
+    def sent(self) -> int:
+        """Bytes, of all parts and processes."""
+        return sum(total.value for total in self._sent.values())
+
+    @property
+    def received(self) -> int:
+        """Bytes, of all parts and processes."""
+        return sum(total.value for total in self._received.values())
 
     def report(self, record: Record) -> None:
-        """Apply a heartbeat, from the coordinator's file."""
-        t, before = float(record["t"]), (self.t, self.sent.value, self.received.value)
+        """Apply a heartbeat, from the file of the coordinator or of a part's owner.
+
+        An owner that is no more has written lines that are read after those of the next one: what is older is left out.
+        """
+        t, part = float(record["t"]), int(record.get("part", 0))
+        if t < self._reported.get(part, 0.0):
+            return
+        self._reported[part] = t
+        self._sent.setdefault(part, Total()).update(int(record.get("bytes_sent", 0)))
+        self._received.setdefault(part, Total()).update(int(record.get("bytes_received", 0)))
+        if t < self.t:
+            return
         self.state, self.outer_step, self.t = str(record["state"]), int(record["outer_step"]), t
         self.tokens_per_s = _number(record.get("tokens_per_s"), 0.0)
         self.steps.update(int(record.get("inner_steps", 0)))
-        self.sent.update(int(record.get("bytes_sent", 0)))
-        self.received.update(int(record.get("bytes_received", 0)))
-        if before[0] and t > before[0]:
-            self.sent_rate = (self.sent.value - before[1]) / (t - before[0])
-            self.received_rate = (self.received.value - before[2]) / (t - before[0])
+        since, sent, received = self._rated
+        if t - since >= _RATED_S:
+            if since:
+                self.sent_rate = (self.sent - sent) / (t - since)
+                self.received_rate = (self.received - received) / (t - since)
+            self._rated = t, self.sent, self.received
         self.loss = _number(record.get("loss"), self.loss)
 
     def step(self, record: Record) -> None:
@@ -128,7 +152,7 @@ class DemoState:
         self.lone: list[Point] = []
         self.validation: dict[str, list[Point]] = {}
         self.status: Status | None = None
-        self.digest_reports: set[tuple[str, int, str]] = set()
+        self.digest_reports: set[tuple[str, int, int, str]] = set()  # peer_id, part, outer step, digest
 
     @property
     def outer_step(self) -> int:
@@ -136,9 +160,10 @@ class DemoState:
         return max((row.outer_step for row in self.rounds if row.committed), default=0)
 
     @property
-    def digests(self) -> dict[int, str]:
-        """The digest of each committed outer step."""
-        return {row.outer_step: row.digest for row in self.rounds if row.committed}
+    def digests(self) -> dict[tuple[int, int], str]:
+        """The digest of each part and committed outer step."""
+        rows = [row for row in self.rounds if row.committed]
+        return {(part, row.outer_step): digest for row in rows for part, digest in row.digests.items()}
 
     def apply(self, record: Record) -> None:
         """Apply one line. Lines of an unknown kind, or with missing values, are ignored."""
@@ -184,7 +209,8 @@ class DemoState:
         row = self.peers.get(str(record["peer_id"]))
         if row is not None and record.get("digest"):
             row.outer_step = int(record["outer_step"])
-            self.digest_reports.add((row.peer_id, row.outer_step, str(record["digest"])))
+            part = int(record.get("part", record.get("aggregator", 0)))
+            self.digest_reports.add((row.peer_id, part, row.outer_step, str(record["digest"])))
 
     def _round(self, record: Record) -> None:
         row = RoundRow(
@@ -196,7 +222,7 @@ class DemoState:
             seconds=float(record["seconds"]),
             bytes_in=int(record["bytes_in"]),
             bytes_out=int(record["bytes_out"]),
-            digest=str(record.get("digest", "")),
+            digests={int(part): str(each) for part, each in record.get("digests", {0: record.get("digest", "")}).items()},
             cells=_cells(record.get("verdicts", ())),
         )
         self.rounds.append(row)

@@ -5,7 +5,7 @@ import pytest
 
 from edit.errors import ConfigError
 from edit.lab.demo.faults import ActionKind, FaultAction, FaultSchedule
-from edit.lab.demo.plan import DemoOptions, FaultPlan, plan_faults, plan_run
+from edit.lab.demo.plan import LEADER, OWNER, DemoOptions, FaultPlan, plan_faults, plan_run
 from edit.lab.run_toml import to_toml
 
 
@@ -104,6 +104,42 @@ def test_a_peer_comes_back_early_only_after_its_time_away_and_late_even_without_
     assert stuck.due(9, (), 59.0) == ()
     assert stuck.due(9, (), 60.0) == ()  # gives up waiting for it
     assert stuck.due(9, (), 60.1) == (FaultAction(ActionKind.KILL, "coordinator"),)
+
+
+@pytest.mark.parametrize("options", [DemoOptions(swarm=True), DemoOptions(swarm=True, quick=True)])
+def test_a_swarm_has_no_coordinator_and_loses_its_leader_and_an_owner_early(options):
+    faults = plan_faults(options)
+    assert 0 < faults.leader_stop_at < faults.owner_kill_at <= options.outer_steps / 2  # there is time to come back
+    assert faults.owner_kill_at < faults.nan_at < faults.huge_at < options.outer_steps - 1
+    assert (faults.killed, faults.kill_at, faults.coordinator_kill_at) == (None, 0, 0)
+    settings = plan_run(options, faults, "", "")
+    assert settings["swarm"]["parts"] == 4 and "server" not in settings
+    to_toml(settings)
+
+
+def test_two_members_lose_none():
+    faults = plan_faults(DemoOptions(swarm=True, peers=2))
+    assert (faults.leader_stop_at, faults.owner_kill_at) == (0, 0)
+
+
+def test_the_leader_is_stopped_and_an_owner_killed_once_it_is_known_who_that_is():
+    schedule = FaultSchedule(FaultPlan(leader_stop_at=2, owner_kill_at=3), away_s=3, patience_s=30)
+    everybody, roles = ("a", "b", "c"), {LEADER: "b", OWNER: "a"}
+    transcript = [
+        ((2, everybody, 0.0, None), ()),
+        ((2, everybody, 1.0, {LEADER: "", OWNER: ""}), ()),  # nobody leads
+        ((2, everybody, 2.0, roles), (FaultAction(ActionKind.STOP, "b"),)),
+        ((3, ("a", "c"), 4.9, {LEADER: "c", OWNER: "a"}), ()),
+        ((3, ("a", "c"), 5.0, {LEADER: "c", OWNER: "a"}), (FaultAction(ActionKind.CONTINUE, "b"),)),
+        ((3, ("a", "c"), 6.0, {LEADER: "c", OWNER: "a"}), ()),  # it does not train yet
+        ((3, everybody, 7.0, {LEADER: "c", OWNER: "a"}), ()),
+        ((3, everybody, 8.0, {LEADER: "c", OWNER: "a"}), (FaultAction(ActionKind.KILL, "a"),)),
+        ((4, ("b", "c"), 11.0, {LEADER: "c", OWNER: "b"}), (FaultAction(ActionKind.RESTART, "a"),)),
+        ((4, everybody, 12.0, roles), ()),
+    ]
+    for arguments, actions in transcript:
+        assert schedule.due(*arguments) == actions, arguments
+    assert schedule.over
 
 
 def test_no_plan_no_show():

@@ -59,8 +59,8 @@ def test_every_reported_digest_is_compared_with_the_committed_one(make_state):
     state = make_state()
     check = check_digests(state)
     assert (check.compared, check.outer_steps, check.unequal) == (9 * 4 - 2, 9, ())
-    state.digest_reports.add(("peer-1", 5, "other"))
-    state.digest_reports.add(("peer-1", 99, "not committed"))
+    state.digest_reports.add(("peer-1", 0, 5, "other"))
+    state.digest_reports.add(("peer-1", 0, 99, "not committed"))
     check = check_digests(state)
     assert (check.compared, check.unequal) == (9 * 4 - 1, (("peer-1", 5),))
 

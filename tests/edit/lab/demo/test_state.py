@@ -35,16 +35,16 @@ def test_a_peers_line_gives_its_row_rates_and_curve(state):
     state.apply(peer_line(10.0, bytes_sent=1000))
     state.apply(peer_line(12.0, bytes_sent=5000, bytes_received=600, inner_steps=14, loss=2.5))
     row = state.peers["peer-0"]
-    assert (row.sent_rate, row.received_rate, row.sent.value) == (2000.0, 300.0, 5000)
+    assert (row.sent_rate, row.received_rate, row.sent) == (2000.0, 300.0, 5000)
     assert (row.loss, row.steps.value) == (2.5, 14)
-    assert state.digest_reports == {("peer-0", 1, "d1")}
+    assert state.digest_reports == {("peer-0", 0, 1, "d1")}
 
 
 def test_a_restarted_peer_keeps_its_bytes_and_its_steps_and_has_no_negative_rate(state):
     state.apply(peer_line(10.0, bytes_sent=1000, inner_steps=50))
     state.apply(peer_line(15.0, bytes_sent=0, inner_steps=1, loss=None))
     row = state.peers["peer-0"]
-    assert (row.sent.value, row.steps.value, row.sent_rate) == (1000, 51, 0.0)
+    assert (row.sent, row.steps.value, row.sent_rate) == (1000, 51, 0.0)
     assert row.loss == 3.0
 
 
@@ -55,7 +55,7 @@ def test_a_peers_own_file_gives_its_curve_and_the_digest_of_every_outer_step(sta
     state.apply({"kind": "outer", "t": 5.0, "peer_id": "peer-1", "outer_step": 2, "digest": "d2", "reason": "all in"})
     state.apply({"kind": "outer", "t": 5.0, "peer_id": "stranger", "outer_step": 2, "digest": "d2", "reason": "all in"})
     assert [(point.step, point.loss) for point in state.peers["peer-1"].curve] == [(10, 3.0), (20, 2.5), (40, 2.0)]
-    assert state.digest_reports == {("peer-1", 2, "d2")}
+    assert state.digest_reports == {("peer-1", 0, 2, "d2")}
 
 
 def test_a_lost_peer_sends_nothing(state):
@@ -83,7 +83,7 @@ def test_an_aborted_round_does_not_advance(state):
     state.apply(round_line(1, [{"peer-0": ["ok", 1.0, 1.0]}]))
     state.apply(round_line(2, [], committed=False, reason="too few"))
     assert state.outer_step == 1
-    assert state.digests == {1: "d1"}
+    assert state.digests == {(0, 1): "d1"}
 
 
 def test_lines_of_the_lab_and_of_the_lone_peer(state):
@@ -102,3 +102,13 @@ def test_a_line_that_says_nothing_changes_nothing(state, line):
     state.apply(line)
     assert not state.rounds
     assert [row.state for row in state.peers.values()] == ["invited", "invited"]
+
+
+def test_the_parts_of_a_swarm_have_connections_of_their_own_and_a_late_line_of_a_former_owner_counts_nothing(state):
+    state.apply(peer_line(10.0, part=0, bytes_sent=500, digest="d0.1"))
+    state.apply(peer_line(10.1, part=1, bytes_sent=700, digest="d1.1"))
+    state.apply(peer_line(11.0, part=0, bytes_sent=900, digest="d0.1"))
+    state.apply(peer_line(10.5, part=0, bytes_sent=600, inner_steps=5, digest="d0.1"))  # it was read late
+    row = state.peers["peer-0"]
+    assert (row.sent, row.steps.value, row.sent_rate) == (1600, 10, 1100.0)
+    assert state.digest_reports == {("peer-0", 0, 1, "d0.1"), ("peer-0", 1, 1, "d1.1")}
