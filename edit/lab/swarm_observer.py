@@ -134,7 +134,7 @@ class SwarmObserver:
             if host is not None:
                 host.channel.close()
             name = Identity(self.run_id, "peer", peer_id).server_name
-            options = [*channel_options(COUNCIL_BYTES, server_name=name), ("grpc.max_reconnect_backoff_ms", 500)]
+            options = channel_options(address, COUNCIL_BYTES, server_name=name)
             host = self._hosts[peer_id] = _Host(grpc.secure_channel(address, self._credentials, options=options), address)
         return host
 
