@@ -154,8 +154,9 @@ def test_of_a_name_that_was_enrolled_again_the_earlier_machine_is_shut_out_every
 
 @asynccontextmanager
 async def channel(swarm: Hosts, to: str, credentials: grpc.ChannelCredentials) -> Any:
-    options = channel_options(server_name=Identity(swarm.run_id, "peer", to).server_name)
-    async with grpc.aio.secure_channel(swarm.running[to].listen, credentials, options=options) as found:
+    address = swarm.running[to].listen
+    options = channel_options(address, server_name=Identity(swarm.run_id, "peer", to).server_name)
+    async with grpc.aio.secure_channel(address, credentials, options=options) as found:
         yield found
 
 
