@@ -17,9 +17,11 @@ from peers.command_options import (
     DeviceOption,
     FolderOption,
     HomeOption,
+    HoursOption,
     MaxMbitOption,
     ModelsOption,
     ThreadsOption,
+    in_hours,
     log_lines,
     trains,
 )
@@ -102,6 +104,7 @@ def region(
     below: Annotated[Path, typer.Option(help="Folder of this region's identity in the run below.")],
     home: HomeOption = Path("edit-peer"),
     max_mbit: MaxMbitOption = None,
+    hours: HoursOption = None,
 ) -> None:
     """Connect a site's run to a run above it, in which the whole site is one peer.
 
@@ -115,7 +118,7 @@ def region(
     from peers.regions.daemon import run_region
 
     log_lines()
-    run_region(home, below, max_mbit)
+    in_hours(hours, lambda: run_region(home, below, max_mbit))
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from edit.command_line import log_to_stderr
+from edit.errors import ConfigError
 
 if TYPE_CHECKING:
     from peers.training.options import PeerOptions
@@ -30,6 +31,12 @@ MaxMbitOption = Annotated[
     float | None,
     typer.Option(
         help="Send at most so many 10^6 bits per second: contributions, updates, parameters. Default: no bound.", min=0.1
+    ),
+]
+HoursOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Take part in these hours only, by this machine's clock: 22:00-06:00, several with commas. Default: always."
     ),
 ]
 
@@ -92,16 +99,30 @@ def trains(command: Callable[..., None]) -> Callable[..., None]:
 
     def called(**given: Any) -> None:
         log_lines()
-        command(_training(**{name: given.pop(name) for name in common}), **given)
+        options, hours = _training(**{name: given.pop(name) for name in common}), given.pop("hours")
+        in_hours(hours, lambda: command(options, **given))
 
-    named = {**common, **own}
+    named = {**common, **own, "hours": inspect.Parameter("hours", inspect.Parameter.KEYWORD_ONLY, default=None)}
     del named[first]
+    hints["hours"] = HoursOption
     called.__name__, called.__doc__, called.__module__ = command.__name__, command.__doc__, command.__module__
     called.__annotations__ = hints
     called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]) for name, each in named.items()]
     )
     return called
+
+
+def in_hours(hours: str | None, work: Callable[[], object]) -> None:
+    """Do the work of a command in the hours that its option says. Raises ConfigError."""
+    from editpb.hours import Hours, keep_hours
+    from peers.training.torchrun import launched
+
+    if hours is not None and launched().size > 1:
+        raise ConfigError(
+            f"--hours {hours}: not with torchrun, whose ranks begin and end together; let a timer start and stop that"
+        )
+    keep_hours(Hours.parse(hours) if hours is not None else None, work)
 
 
 def log_lines() -> None:

@@ -30,12 +30,14 @@ def _serve() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--listen", help="HOST:PORT; port 0 chooses one, once")
     parser.add_argument("--advertise", help="the host by which others reach it; empty: nobody does")
+    parser.add_argument("--hours", help="in which it takes part, by this machine's clock: 22:00-06:00")
     parser.add_argument("--max-mbit", type=float, help="what is sent per second, in 10^6 bits")
     parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, as by `edit-coordinator serve`
     from aggregator.swarm.process import serve_host, settle  # imports torch and gRPC
+    from editpb.hours import Hours, keep_hours
 
     log_to_stderr(who=given.who)
     if given.who:  # the peer tells of each outer step
@@ -46,7 +48,8 @@ def _serve() -> None:
         peer_id, _, address = each.partition("=")
         seeds[peer_id] = (*seeds.get(peer_id, ()), address)
     settle(given.folder, given.listen, given.advertise, seeds)
-    asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit))
+    hours = Hours.parse(given.hours) if given.hours else None
+    keep_hours(hours, lambda: asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 
 from edit.command_line import SHORT_HELP
 from edit.errors import ConfigError
-from peers.command_options import HomeOption, MaxMbitOption, log_lines, trains
+from peers.command_options import HomeOption, HoursOption, MaxMbitOption, log_lines, trains
 
 if TYPE_CHECKING:
     from peers.training.options import PeerOptions
@@ -127,6 +127,7 @@ def host(
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
     max_mbit: MaxMbitOption = None,
+    hours: HoursOption = None,
 ) -> None:
     """Be a member that does not train: it holds the model, votes, and can own parts. No GPU is needed.
 
@@ -139,7 +140,7 @@ def host(
 
     log_lines()
     text = _text_of(invitation)
-    arguments = Place(listen=listen, advertise=advertise, max_mbit=max_mbit).arguments(home, enter(home, text))
+    arguments = Place(listen=listen, advertise=advertise, max_mbit=max_mbit, hours=hours).arguments(home, enter(home, text))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
     os.dup2(nothing, 1)
@@ -283,4 +284,4 @@ def _print_invitation(home: Path, name: str, hours: float) -> None:
 def _text_of(invitation: str | None) -> str | None:
     from peers.identity.enrolment import invitation_text
 
-    return invitation_text(invitation, sys.stdin) if invitation is not None else None
+    return invitation_text(invitation, sys.stdin) or None if invitation is not None else None  # of stdin it may be used up

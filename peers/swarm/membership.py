@@ -21,6 +21,7 @@ from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
 from edit.replica.replica import Replica
+from editpb.hours import Hours
 from editpb.identity import from_certificate
 from editpb.invitation import Invitation, is_loopback
 from peers.identity.enrolment import join
@@ -51,6 +52,7 @@ class Place:
     listen: str | None = None  # HOST:PORT
     advertise: str | None = None  # the host at which others reach it; '': nobody does
     max_mbit: float | None = None  # what it sends per second, as long as it runs; None: no bound
+    hours: str | None = None  # in which a host that does not train takes part; None: always
 
     def arguments(self, home: Path, seeds: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Return what the host is told. seeds: (peer_id, HOST:PORT) of members that are known; none: it founds the swarm.
@@ -77,6 +79,8 @@ class Place:
             words += ["--advertise", advertise]
         if self.max_mbit is not None:
             words += ["--max-mbit", str(self.max_mbit)]
+        if self.hours is not None:
+            words += ["--hours", Hours.parse(self.hours).text]
         return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
 
 
