@@ -30,6 +30,7 @@ def _serve() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--listen", help="HOST:PORT; port 0 chooses one, once")
     parser.add_argument("--advertise", help="the host by which others reach it; empty: nobody does")
+    parser.add_argument("--dht-peers", action="append", default=[], help="a libp2p node of the DHT to begin with")
     parser.add_argument("--hours", help="in which it takes part, by this machine's clock: 22:00-06:00")
     parser.add_argument("--max-mbit", type=float, help="what is sent per second, in 10^6 bits")
     parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
@@ -47,7 +48,7 @@ def _serve() -> None:
     for each in given.seed:
         peer_id, _, address = each.partition("=")
         seeds[peer_id] = (*seeds.get(peer_id, ()), address)
-    settle(given.folder, given.listen, given.advertise, seeds)
+    settle(given.folder, given.listen, given.advertise, seeds, tuple(given.dht_peers))
     hours = Hours.parse(given.hours) if given.hours else None
     keep_hours(hours, lambda: asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit)))
 

@@ -96,6 +96,8 @@ class HostFolder:
         installed, discovery = find_spec("hivemind") is not None, self.discovery or swarm.discovery
         if discovery == "dht" and not installed:
             raise ConfigError(f'discovery = "dht": {_NOT_INSTALLED}; discovery = "addresses" works without')
+        if self.dht_peers and not installed and discovery != "addresses":
+            raise ConfigError(f'--dht-peers: {_NOT_INSTALLED}; without, set discovery = "addresses" in host.json')
         if discovery == "auto" and not installed:
             _log.info("members are found by their addresses alone: %s", _NOT_INSTALLED)
         return installed and discovery != "addresses"

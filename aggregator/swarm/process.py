@@ -142,7 +142,13 @@ def _stop_at_the_end(stop: asyncio.Event, now: asyncio.Event, trained: asyncio.E
         trained.set()
 
 
-def settle(path: Path, listen: str | None, advertise: str | None, seeds: Mapping[str, tuple[str, ...]]) -> HostFolder:
+def settle(
+    path: Path,
+    listen: str | None,
+    advertise: str | None,
+    seeds: Mapping[str, tuple[str, ...]],
+    dht_peers: tuple[str, ...] = (),
+) -> HostFolder:
     """Change host.json to what the command line says; what it leaves out stays. Raises ConfigError, StorageError."""
     folder = HostFolder.load(path)
     changed = dataclasses.replace(
@@ -150,6 +156,7 @@ def settle(path: Path, listen: str | None, advertise: str | None, seeds: Mapping
         listen=folder.listen if listen is None else listen,
         advertise=folder.advertise if advertise is None else advertise,
         seeds=seeds or folder.seeds,
+        dht_peers=dht_peers or folder.dht_peers,
     )
     if changed != folder or not (path / "host.json").exists():
         changed.save(path)

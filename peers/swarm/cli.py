@@ -35,6 +35,14 @@ AdvertiseOption = Annotated[
     str | None,
     typer.Option(help="The host name or address by which the other members reach this one; '' if they cannot."),
 ]
+DhtPeersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dht-peers",
+        help="A libp2p node of the DHT to find members by: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable, and kept.",
+        metavar="ADDRESS",
+    ),
+]
 InvitationArgument = Annotated[
     str | None,
     typer.Argument(
@@ -54,6 +62,7 @@ def start(
     name: Annotated[str, typer.Option(help="The name of this member.")] = "founder",
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    dht_peers: DhtPeersOption = None,
     invited: Annotated[
         str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
     ] = "second",
@@ -69,7 +78,8 @@ def start(
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Founding, Place, found, is_member
 
-    home, place, new = options.home, Place(listen=listen, advertise=advertise, max_mbit=options.max_mbit), []
+    home, new = options.home, []
+    place = Place(listen=listen, advertise=advertise, dht_peers=tuple(dht_peers or ()), max_mbit=options.max_mbit)
 
     def prepare() -> list[str]:
         if not is_member(home):
@@ -104,6 +114,7 @@ def join(
     invitation: InvitationArgument = None,
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    dht_peers: DhtPeersOption = None,
 ) -> None:
     """Join a swarm with an invitation, and train. The same command goes on after a stop or a crash.
 
@@ -116,7 +127,8 @@ def join(
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Place, enter
 
-    place, text = Place(listen=listen, advertise=advertise, max_mbit=options.max_mbit), _text_of(invitation)
+    place = Place(listen=listen, advertise=advertise, dht_peers=tuple(dht_peers or ()), max_mbit=options.max_mbit)
+    text = _text_of(invitation)
     run_member(options, lambda: place.arguments(options.home, enter(options.home, text)))
 
 
@@ -126,6 +138,7 @@ def host(
     home: HomeOption = Path("edit-peer"),
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    dht_peers: DhtPeersOption = None,
     max_mbit: MaxMbitOption = None,
     hours: HoursOption = None,
 ) -> None:
@@ -140,7 +153,9 @@ def host(
 
     log_lines()
     text = _text_of(invitation)
-    arguments = Place(listen=listen, advertise=advertise, max_mbit=max_mbit, hours=hours).arguments(home, enter(home, text))
+    nodes = tuple(dht_peers or ())
+    place = Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=max_mbit, hours=hours)
+    arguments = place.arguments(home, enter(home, text))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
     os.dup2(nothing, 1)

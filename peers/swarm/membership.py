@@ -51,6 +51,7 @@ class Place:
 
     listen: str | None = None  # HOST:PORT
     advertise: str | None = None  # the host at which others reach it; '': nobody does
+    dht_peers: tuple[str, ...] = ()  # multiaddresses of nodes of the DHT; none: as before
     max_mbit: float | None = None  # what it sends per second, as long as it runs; None: no bound
     hours: str | None = None  # in which a host that does not train takes part; None: always
 
@@ -81,6 +82,7 @@ class Place:
             words += ["--max-mbit", str(self.max_mbit)]
         if self.hours is not None:
             words += ["--hours", Hours.parse(self.hours).text]
+        words += [f"--dht-peers={maddr}" for maddr in self.dht_peers]
         return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from aggregator.swarm import host_folder
 from aggregator.swarm.host_folder import HostFolder
+from aggregator.swarm.process import settle
 from edit.config.run import SwarmConfig
 from edit.errors import ConfigError
 
@@ -59,3 +60,21 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = folder(discovery="dht", dht_peers=(MADDR,), dht_port=4001, seeds={"b": ("127.0.0.1:1",)})
     made.save(tmp_path)
     assert HostFolder.load(tmp_path) == made
+
+
+def test_nodes_of_a_dht_that_cannot_be_used_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folder, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^--dht-peers: the DHT needs hivemind.*\[swarm\]") as caught:
+        folder(dht_peers=(MADDR,)).uses_dht(AUTO)
+    assert "\n" not in str(caught.value)
+    assert not folder(dht_peers=(MADDR,), discovery="addresses").uses_dht(AUTO)
+
+
+def test_nodes_of_a_dht_are_kept_until_others_are_named(tmp_path: Path) -> None:
+    settle(tmp_path, "127.0.0.1:0", "", {}, (MADDR,))
+    assert settle(tmp_path, None, None, {}).dht_peers == HostFolder.load(tmp_path).dht_peers == (MADDR,)
+    other = MADDR.replace("4001", "4002")
+    assert settle(tmp_path, None, None, {}, (other,)).dht_peers == (other,)
+    with pytest.raises(ConfigError, match="dht_peers"):
+        settle(tmp_path, None, None, {}, ("127.0.0.1:4001",))
+    assert HostFolder.load(tmp_path).dht_peers == (other,)

@@ -155,3 +155,14 @@ def test_an_invitation_to_a_swarm_is_read_as_it_was_written_and_is_for_swarms_on
     with pytest.raises(RefusedError, match="expired"):
         join(made.encode(), tmp_path / "b", now + 3601, swarm=True)
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_host_is_told_beside_its_place(tmp_path: Path) -> None:
+    place = Place(
+        advertise="", dht_peers=("/ip4/192.0.2.1/tcp/1/p2p/x", "/ip4/192.0.2.2/tcp/1/p2p/y"), max_mbit=2.5, hours="1:00-2:00"
+    )
+    words = place.arguments(tmp_path)
+    assert words[words.index("--max-mbit") + 1] == "2.5" and words[words.index("--hours") + 1] == "1:00-2:00"
+    assert [word for word in words if word.startswith("--dht")] == [f"--dht-peers={each}" for each in place.dht_peers]
+    with pytest.raises(ConfigError, match="--hours"):
+        Place(hours="night").arguments(tmp_path)
