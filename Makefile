@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 TORCH_INDEX ?=
 PROTOS := $(wildcard proto/editpb/*.proto)
 
-.PHONY: demo test check format stubs clean
+.PHONY: demo test check format stubs reference clean
 demo: $(VENV)/.run
 	$(BIN)/edit-lab demo $(ARGS)
 
@@ -21,6 +21,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile
 	PATH="$(abspath $(BIN)):$$PATH" sh proto/check-drift.sh
+	$(BIN)/python docs/make_reference.py --check
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -28,6 +29,9 @@ format: $(VENV)/.dev
 
 stubs: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+
+reference: $(VENV)/.dev
+	$(BIN)/python docs/make_reference.py
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed; say make PYTHON=python3.12 ...")'

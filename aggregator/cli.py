@@ -19,7 +19,7 @@ from rich.text import Text
 from aggregator.run_template import RUN_TOML
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
-from edit.command_line import SHORT_HELP, log_to_stderr, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
 from editpb.invitation import is_loopback
@@ -34,8 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
     help="Coordinate a training run: create it, serve it, invite peers, control it, export the model.\n\n"
-    "Exit codes: 0 success, 2 wrong configuration or a file that cannot be used, 3 refused by the other side, "
-    "4 evicted, 69 the coordinator cannot be reached, 70 a bug, 130 Ctrl-C.\n\n"
+    f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
     "Example: edit-coordinator init --state my-run && edit-coordinator serve --state my-run",
 )
 with_version(app, "edit-coordinator")

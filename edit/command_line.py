@@ -17,9 +17,26 @@ import edit
 from edit.errors import EditError
 from edit.plain_text import printable
 
-__all__ = ["SHORT_HELP", "log_to_stderr", "run_command", "with_version"]
+__all__ = ["EXIT_CODES", "SHORT_HELP", "exit_codes", "log_to_stderr", "run_command", "with_version"]
+
+# What every program ends with; an exception's is in `edit.errors`.
+EXIT_CODES = {
+    0: "finished, or stopped as asked",
+    1: "a rule of `edit-lab chaos` was broken",
+    2: "wrong configuration or command line, or a file that cannot be used",
+    3: "refused by the other side",
+    4: "evicted from the run",
+    69: "the other side cannot be reached",
+    70: "a bug, with a traceback",
+    130: "Ctrl-C",
+}
 
 SHORT_HELP = {"help_option_names": ["-h", "--help"]}  # context settings of a command
+
+
+def exit_codes(*codes: int) -> str:
+    """Return what these exit codes mean, as a sentence for the help of a program."""
+    return f"Exit codes: {'; '.join(f'{code} {EXIT_CODES[code]}' for code in codes)}."
 
 
 def with_version(app: typer.Typer, program: str) -> None:
@@ -38,9 +55,9 @@ def with_version(app: typer.Typer, program: str) -> None:
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:
-    """Run a command line and exit. gRPC, which commands import, is told to be silent: it would log each stranger's handshake.
+    """Run a command line and exit with one of EXIT_CODES.
 
-    Exit codes: 0 success, 2 configuration, 3 refused, 4 evicted, 69 not reachable, 70 bug, 130 Ctrl-C.
+    gRPC, which commands import, is told to be silent: it would log each stranger's handshake.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

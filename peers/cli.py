@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edit.command_line import SHORT_HELP, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
 from peers.command_options import (
     DataOption,
     DeviceOption,
@@ -38,8 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
     help="Take part in a training run: join it with an invitation, then train.\n\n"
-    "Exit codes: 0 finished or stopped, 2 wrong configuration or a file that cannot be used, 3 refused by the coordinator, "
-    "4 evicted, 69 the coordinator cannot be reached, 70 a bug, 130 Ctrl-C.\n\n"
+    f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
     "Example: edit-peer join INVITATION --home my-peer && edit-peer run --home my-peer --data ~/books",
 )
 with_version(app, "edit-peer")

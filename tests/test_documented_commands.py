@@ -28,6 +28,7 @@ import edit.lab.cli
 import peers.cli
 from tests.test_documented_settings import blocks, without_blocks
 from tests.test_documents import DOCUMENTS, REPOSITORY
+from tests.test_reference import reference_script
 
 APPS = {
     "edit-coordinator": aggregator.cli.app,
@@ -184,6 +185,11 @@ def check_benchmark(path: Path, arguments: Sequence[str]) -> None:
         specification.loader.exec_module(module)
         with pytest.raises(Parsed):
             module.main()
+
+
+def test_the_reference_is_up_to_date() -> None:
+    script = reference_script()
+    assert script.REFERENCE.read_text(encoding="utf-8") == script.reference(), "run: python docs/make_reference.py"
 
 
 NAMED = sorted({(where, line) for where, line in command_lines() if line.strip()})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from edit.config.codec import LOCAL, SPARSE, CodecConfig
-from edit.config.validation import one_of, positive, require, within
+from edit.config.validation import Between, OneOf, Positive, check_bounds, require
 
 __all__ = [
     "GossipConfig",
@@ -23,51 +24,41 @@ class SyncConfig:
 
     # H: inner steps between two exchanges of the same fragment. With schedule = "time" it only tells the learning rate's
     # schedule how many inner steps an outer step counts as. EDiT's paper uses 128.
-    every: int = 128
+    every: Annotated[int, Between(1, 1 << 32)] = 128
     # The run ends after so many outer steps, or earlier by `tokens`.
-    outer_steps: int = 1000
+    outer_steps: Annotated[int, Between(1, 1 << 40)] = 1000
     # P of Streaming DiLoCo (arXiv 2501.18512): an outer step exchanges one of P groups of fragments, every H / P inner steps.
-    groups: int = 1
+    groups: Annotated[int, Between(1, 1 << 20)] = 1
     # Which fragments form a group: `sequential`: neighbours; `strided`: every P-th.
-    pattern: str = "strided"
+    pattern: Annotated[str, OneOf("sequential", "strided")] = "strided"
     # How training waits for an update. `blocking`: at the exchange; `forward`: for a layer's update just before that layer's
     # next forward; `delayed`: not at all, the update is applied `delay` inner steps later; `eager`: as `delayed`, and meanwhile
     # training goes on from an estimate of the update.
-    mode: str = "blocking"
+    mode: Annotated[str, OneOf("blocking", "forward", "delayed", "eager")] = "blocking"
     # Inner steps from a contribution to its update, with mode `delayed` or `eager`.
-    delay: int = 1
+    delay: Annotated[int, Between(1, 1 << 32)] = 1
     # With `delayed`, what becomes of the progress made meanwhile. `replay`: it is added to the new outer parameters; `replace`:
     # it is dropped; `lerp`: the local parameters become alpha * local + (1 - alpha) * outer.
-    mix: str = "replay"
-    # With mix = "lerp".
-    alpha: float = 0.5
+    mix: Annotated[str, OneOf("replay", "replace", "lerp")] = "replay"
+    # The share of the local parameters that is kept with mix = "lerp".
+    alpha: Annotated[float, Between(0, 1)] = 0.5
     # Never train on without an outcome, even when the coordinator is away: slower after faults, but an interrupted run ends
     # with the same bits as one that was not interrupted.
     strict: bool = False
     # `steps`: a peer contributes every H / P inner steps. `time` (A-EDiT, arXiv 2412.07210): at the first inner step at which
     # `time_s` / P seconds have passed since the last outcome was applied.
-    schedule: str = "steps"
+    schedule: Annotated[str, OneOf("steps", "time")] = "steps"
     # Seconds of the peer's own clock between two exchanges of the same fragment, with schedule = "time".
-    time_s: float = 600.0
+    time_s: Annotated[float, Between(1e-3, 1e7)] = 600.0
     # Scale each peer's H by its measured speed, so that all contribute together (arXiv 2401.09135, section 5).
     dylu: bool = False
     # The run ends once so many tokens are merged; 0: only outer_steps counts.
-    tokens: int = 0
+    tokens: Annotated[int, Between(0, 1 << 62)] = 0
 
     def __post_init__(self) -> None:
-        within("sync.every", self.every, 1, 1 << 32)
-        within("sync.outer_steps", self.outer_steps, 1, 1 << 40)
-        within("sync.tokens", self.tokens, 0, 1 << 62)
-        one_of("sync.schedule", self.schedule, ("steps", "time"))
-        within("sync.time_s", self.time_s, 1e-3, 1e7)
+        check_bounds("sync.", self)
         require(not (self.dylu and self.schedule == "time"), "sync.dylu", True, 'has no effect with sync.schedule = "time"')
-        within("sync.groups", self.groups, 1, 1 << 20)
         require(self.every % self.groups == 0, "sync.groups", self.groups, f"must divide sync.every ({self.every})")
-        one_of("sync.pattern", self.pattern, ("sequential", "strided"))
-        one_of("sync.mode", self.mode, ("blocking", "forward", "delayed", "eager"))
-        one_of("sync.mix", self.mix, ("replay", "replace", "lerp"))
-        within("sync.alpha", self.alpha, 0, 1)
-        within("sync.delay", self.delay, 1, 1 << 32)
         require(self.mode != "eager" or self.groups == 1, "sync.groups", self.groups, 'must be 1 with sync.mode = "eager"')
         if self.mode in ("delayed", "eager"):
             require(
@@ -100,63 +91,50 @@ class PenaltyConfig:
     The defaults of alpha, delta, temperature and clip are the paper's. benchmarks/penalty.py compares the detectors.
     """
 
-    # False: no verdict but NONFINITE, no clip, and a mean by `weighting`: DiLoCo's.
+    # Judge contributions, and weigh them by their norms. false: a mean by `weighting` of all that are finite, without a clip,
+    # as in DiLoCo.
     enabled: bool = True
     # `level`: the logarithm of a norm, less that of its steps, is judged; with three or more contributions, relative to the
     # round's median; trends are followed, and a level that is held is learned (`edit.merging.detector`). `edit`: the paper's
     # rule, which judges the norm by accepted norms only, so that a lasting rise is rejected for ever.
-    detector: str = "level"
+    detector: Annotated[str, OneOf("level", "edit")] = "level"
     # Rate of the moving statistics of a peer's norms.
-    alpha: float = 0.02
+    alpha: Annotated[float, Between(1e-6, 1)] = 0.02
     # Standard deviations above its mean from which a norm is anomalous; with `level`: above its forecast, and more while few
     # norms are known.
-    delta: float = 3.0
-    # W: norms of a peer that must be seen before one of them can be anomalous; the authors' code waits for 120.
-    observations: int = 10
+    delta: Annotated[float, Positive()] = 3.0
+    # W: the number of norms of a peer that must be seen before one of them can be anomalous; the authors' code waits for 120.
+    observations: Annotated[int, Between(1, 1 << 30)] = 10
     # The power p of the inner steps that a norm is expected to grow by: 0.5 for a random walk's, 1 for a straight one's.
-    step_power: float = 0.5
+    step_power: Annotated[float, Between(0, 1)] = 0.5
     # Anomalous contributions of a peer in a row, alike within a factor of 2, after which their level is its new usual one.
-    relearn: int = 3
+    relearn: Annotated[int, Between(1, 100)] = 3
     # With three or more contributions, a norm (per steps) so many times the round's median is anomalous from the first round
     # on, and is never learned.
-    max_ratio: float = 10.0
-    # T of the softmax over -G / T.
-    temperature: float = 1.0
-    # phi: the largest norm of a merged fragment; 0: no clip.
-    clip: float = 10.0
+    max_ratio: Annotated[float, Between(1, 1e6)] = 10.0
+    # T: the temperature of the softmax over -G / T that gives the weights.
+    temperature: Annotated[float, Positive()] = 1.0
+    # phi: the largest norm of a merged fragment; 0: no clipping.
+    clip: Annotated[float, Between(0, 1e12)] = 10.0
     # The G that enters the softmax. `raw`: the norm; `per_sqrt_step`: norm / sqrt(inner steps); `relative`: norm / median of
     # the round.
-    norm: str = "relative"
+    norm: Annotated[str, OneOf("raw", "per_sqrt_step", "relative")] = "relative"
     # A norm below this share of the round's largest accepted one (with `edit`: of the median of three or more) is a free
     # rider's and gets weight 0, and so do zeros; 0: no such verdict.
-    idle_ratio: float = 0.01
+    idle_ratio: Annotated[float, Between(0, 0.5)] = 0.01
     # No share exceeds max_share / M of M accepted contributions; what is cut is spread over the others. Arrivals are exempt.
-    max_share: float = 1.5
+    max_share: Annotated[float, Between(1, 1e6)] = 1.5
     # With the penalty off: `uniform`, `tokens`, or `tokens2_per_step` (tokens^2 / inner steps, arXiv 2604.21428).
-    weighting: str = "uniform"
+    weighting: Annotated[str, OneOf("uniform", "tokens", "tokens2_per_step")] = "uniform"
     # A contribution that is s outer steps old has its weight multiplied by (1 + s) ** -staleness (arXiv 1903.03934); the
     # weights are then normalised again. With rounds.max_staleness above 0.
-    staleness: float = 0.5
+    staleness: Annotated[float, Between(0, 10)] = 0.5
     # The same exponent with rounds.merging = "arrivals", where the weights are not normalised again. 0, because each arrival
     # of M peers is M - 1 outer steps old, and damping all of them cost loss in each setting measured (docs/measurements.md).
-    damping: float = 0.0
+    damping: Annotated[float, Between(0, 10)] = 0.0
 
     def __post_init__(self) -> None:
-        within("penalty.alpha", self.alpha, 1e-6, 1)
-        positive("penalty.delta", self.delta)
-        within("penalty.observations", self.observations, 1, 1 << 30)
-        one_of("penalty.detector", self.detector, ("level", "edit"))
-        within("penalty.step_power", self.step_power, 0, 1)
-        within("penalty.relearn", self.relearn, 1, 100)
-        within("penalty.max_ratio", self.max_ratio, 1, 1e6)
-        within("penalty.max_share", self.max_share, 1, 1e6)
-        positive("penalty.temperature", self.temperature)
-        within("penalty.clip", self.clip, 0, 1e12)
-        one_of("penalty.norm", self.norm, ("raw", "per_sqrt_step", "relative"))
-        within("penalty.idle_ratio", self.idle_ratio, 0, 0.5)
-        one_of("penalty.weighting", self.weighting, ("uniform", "tokens", "tokens2_per_step"))
-        within("penalty.staleness", self.staleness, 0, 10)
-        within("penalty.damping", self.damping, 0, 10)
+        check_bounds("penalty.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,38 +148,31 @@ class OuterConfig:
     # `mean`: all contributions become one pseudo-gradient, which moves the outer parameters that all peers share. `gossip`:
     # every peer has outer parameters of its own, and takes each outer step with one other peer; the section [gossip] has its
     # settings, this one no others. Only for a run within one process (`edit.local.LocalGossip`) so far.
-    algorithm: str = "mean"
-    # sgd | nesterov | adam | yogi | delayed_nesterov; the last is meant for rounds.merging = "arrivals".
-    optimizer: str = "nesterov"
-    # nu.
-    lr: float = 0.8
-    # mu of nesterov and delayed_nesterov.
-    momentum: float = 0.85
-    # Of adam and yogi (arXiv 2003.00295).
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-3
+    algorithm: Annotated[str, OneOf("mean", "gossip")] = "mean"
+    # The outer optimizer. delayed_nesterov is meant for rounds.merging = "arrivals".
+    optimizer: Annotated[str, OneOf("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")] = "nesterov"
+    # nu: the outer learning rate.
+    lr: Annotated[float, Positive()] = 0.8
+    # mu: the momentum of nesterov and delayed_nesterov.
+    momentum: Annotated[float, Between(0, 0.9999)] = 0.85
+    # First beta of adam and yogi (arXiv 2003.00295).
+    beta1: Annotated[float, Between(0, 0.9999)] = 0.9
+    # Second beta of adam and yogi.
+    beta2: Annotated[float, Between(0, 0.99999)] = 0.99
+    # Epsilon of adam and yogi.
+    eps: Annotated[float, Positive()] = 1e-3
     # N of delayed_nesterov (arXiv 2401.09135): its momentum moves at every N-th outer step; the number of peers fits.
-    period: int = 4
+    period: Annotated[int, Between(1, 1 << 20)] = 4
     # The share of the momentum that delayed_nesterov applies at the outer steps between, at most 1 / N.
     c: float = 0.0
     # `mean`, or `rda` (arXiv 2604.21428): the mean of the contributions' directions, with the mean of their lengths.
-    direction: str = "mean"
+    direction: Annotated[str, OneOf("mean", "rda")] = "mean"
     # `none`, or `heloco` (arXiv 2606.00271): what goes against the momentum is shrunk or turned towards it, tensor by tensor.
-    correct: str = "none"
+    correct: Annotated[str, OneOf("none", "heloco")] = "none"
 
     def __post_init__(self) -> None:
-        one_of("outer.algorithm", self.algorithm, ("mean", "gossip"))
-        one_of("outer.optimizer", self.optimizer, ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov"))
-        positive("outer.lr", self.lr)
-        within("outer.momentum", self.momentum, 0, 0.9999)
-        within("outer.beta1", self.beta1, 0, 0.9999)
-        within("outer.beta2", self.beta2, 0, 0.99999)
-        positive("outer.eps", self.eps)
-        within("outer.period", self.period, 1, 1 << 20)
+        check_bounds("outer.", self)
         require(0 <= self.c * self.period <= 1, "outer.c", self.c, f"must be between 0 and 1 / outer.period ({self.period})")
-        one_of("outer.direction", self.direction, ("mean", "rda"))
-        one_of("outer.correct", self.correct, ("none", "heloco"))
         if self.correct == "heloco":
             rule = 'must be one of nesterov, delayed_nesterov with outer.correct = "heloco", which compares with the momentum'
             require(self.optimizer in ("nesterov", "delayed_nesterov"), "outer.optimizer", self.optimizer, rule)
@@ -216,69 +187,58 @@ class GossipConfig:
     """
 
     # beta: how far the outer parameters follow the pair's mean pseudo-gradient.
-    lr: float = 0.7
-    # alpha.
-    momentum: float = 0.5
+    lr: Annotated[float, Positive()] = 0.7
+    # alpha: the momentum of each peer's own outer parameters.
+    momentum: Annotated[float, Between(0, 0.9999)] = 0.5
     # gamma: how fast the outer parameters of a pair approach their mean.
-    mixing: float = 0.7
-    # In which a peer sends its outer parameters: `bf16` or `fp32`. (They have no base in common that a smaller one would need.)
-    codec: str = "bf16"
+    mixing: Annotated[float, Positive()] = 0.7
+    # The codec of the outer parameters that a peer sends. Smaller ones would need a base that both peers share.
+    codec: Annotated[str, OneOf("bf16", "fp32")] = "bf16"
     # Outer steps after which all peers' outer parameters become their mean. 0: only at the end of the run.
-    settle_every: int = 0
+    settle_every: Annotated[int, Between(0, 1 << 40)] = 0
 
     def __post_init__(self) -> None:
-        positive("gossip.lr", self.lr)
-        within("gossip.momentum", self.momentum, 0, 0.9999)
-        positive("gossip.mixing", self.mixing)
+        check_bounds("gossip.", self)
         most = 2 * (1 - self.momentum * self.momentum)
         rule = f"must be below 2 (1 - gossip.momentum^2) = {most:g}, or the peers drift apart without bound"
         require(self.mixing < most, "gossip.mixing", self.mixing, rule)
-        one_of("gossip.codec", self.codec, ("bf16", "fp32"))
-        within("gossip.settle_every", self.settle_every, 0, 1 << 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundsConfig:
     """The section [rounds]: when a round opens and closes."""
 
-    # Live peers before the first round opens.
-    start_peers: int = 1
-    # Contributions without which a round never commits.
-    quorum: int = 1
-    # Bounds of a round's deadline, in seconds.
-    floor_s: float = 5.0
-    ceiling_s: float = 600.0
+    # Live peers that the first round waits for before it opens.
+    start_peers: Annotated[int, Between(1, 1 << 20)] = 1
+    # The number of contributions without which a round never commits.
+    quorum: Annotated[int, Between(1, 1 << 20)] = 1
+    # The shortest deadline of a round, in seconds.
+    floor_s: Annotated[float, Positive()] = 5.0
+    # The longest deadline of a round, in seconds.
+    ceiling_s: Annotated[float, Positive()] = 600.0
     # k of median + k * MAD: when a peer is overdue by its own measured times.
-    spread: float = 6.0
+    spread: Annotated[float, Between(0, 1000)] = 6.0
     # For whom a round waits once the quorum is in. `times`: for each missing peer until it is overdue, then grace_s longer;
     # `slack`: for nobody beyond grace_s, or for as long as it costs nobody anything, because those who are in still train
     # behind the exchange (sync.delay).
-    wait: str = "times"
-    # How much longer, in seconds.
-    grace_s: float = 2.0
+    wait: Annotated[str, OneOf("times", "slack")] = "times"
+    # How much longer a round waits once the quorum is in, in seconds (see `wait`).
+    grace_s: Annotated[float, Between(0, 1e6)] = 2.0
     # `rounds`: as above; `arrivals`: each contribution is merged as soon as it is complete, nobody is waited for, and the
     # settings above have no effect.
-    merging: str = "rounds"
+    merging: Annotated[str, OneOf("rounds", "arrivals")] = "rounds"
     # A contribution computed against outer step s is merged at outer step t as long as t - s does not exceed this, and refused
     # after that. 0: a contribution that misses its round is lost.
-    max_staleness: int = 0
+    max_staleness: Annotated[int, Between(0, 1 << 20)] = 0
 
     def __post_init__(self) -> None:
-        within("rounds.start_peers", self.start_peers, 1, 1 << 20)
-        within("rounds.quorum", self.quorum, 1, 1 << 20)
-        positive("rounds.floor_s", self.floor_s)
-        positive("rounds.ceiling_s", self.ceiling_s)
+        check_bounds("rounds.", self)
         require(
             self.floor_s <= self.ceiling_s,
             "rounds.floor_s",
             self.floor_s,
             f"must not exceed rounds.ceiling_s ({self.ceiling_s})",
         )
-        within("rounds.spread", self.spread, 0, 1000)
-        one_of("rounds.wait", self.wait, ("times", "slack"))
-        within("rounds.grace_s", self.grace_s, 0, 1e6)
-        one_of("rounds.merging", self.merging, ("rounds", "arrivals"))
-        within("rounds.max_staleness", self.max_staleness, 0, 1 << 20)
         if self.merging == "arrivals":
             rule = 'must be at least 1 with rounds.merging = "arrivals", or only one peer at a time could contribute'
             require(self.max_staleness >= 1, "rounds.max_staleness", self.max_staleness, rule)

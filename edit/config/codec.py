@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Annotated
 
-from edit.config.validation import one_of, require, within
+from edit.config.validation import Between, OneOf, check_bounds, one_of, require, within
 from edit.errors import ConfigError
 
 __all__ = [
@@ -144,6 +145,21 @@ class CodecChoice:
         return {self.default.name, *(spec.name for _, spec in self.fragments)}
 
 
+@dataclass(frozen=True, slots=True)
+class NamesCodec:
+    """The text of a CodecSpec of one of these codecs. optional: or none. Its options are checked beside."""
+
+    names: tuple[str, ...]
+    optional: bool = False
+
+    @property
+    def rule(self) -> str:
+        return f"must be one of {', '.join(self.names)}"
+
+    def allows(self, value: str) -> bool:
+        return value.partition(":")[0] in self.names or (self.optional and not value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentCodec:
     """One entry of [codec.fragments]: other codecs for the fragments whose names match its key; empty: as the others."""
@@ -156,32 +172,31 @@ class FragmentCodec:
 class CodecConfig:
     """The section [codec]: how vectors are encoded on the wire, as the text of a CodecSpec (see `edit.codecs`)."""
 
-    # Of the contributions.
-    up: str = "int8"
-    # Of the published update.
-    down: str = "bf16"
-    # What becomes of an error before the next contribution is added to it; 1: it is sent later, all of it (error feedback);
-    # below 1: it is forgotten by and by (SparseLoCo, arXiv 2508.15706: 0.95); 0: no feedback.
-    up_decay: float = 1.0
-    # The same for the updates.
-    down_decay: float = 1.0
+    # The codec of contributions.
+    up: Annotated[str, NamesCodec(tuple(CODECS))] = "int8"
+    # The codec of the published update.
+    down: Annotated[str, NamesCodec(tuple(CODECS))] = "bf16"
+    # The share of what a contribution's codec left out that is added to the next contribution (error feedback). 1: all of it is
+    # sent later; below 1: it decays (SparseLoCo, arXiv 2508.15706: 0.95); 0: no feedback.
+    up_decay: Annotated[float, Between(0, 1)] = 1.0
+    # The share of what an update's codec left out that is added to the next update.
+    down_decay: Annotated[float, Between(0, 1)] = 1.0
     # How a peer stores its residual, what its contributions left out: "fp32" to the bit, "bf16" or "int8" in 2 bytes or about
     # 1 byte for each parameter instead of 4. "local": in its local parameters, in no more memory: training goes on from theta
     # less the residual, and the next pseudo-gradient has it (step-ahead error feedback, arXiv 2008.05823).
-    up_residual: str = "fp32"
-    # Of what a round's contributions were merged to: journalled like this, and given to the outer optimizer as it is decoded
-    # again. "": fp32 where the update is fp32, else bf16. One with scales keeps what it left out and adds it to the next.
-    record: str = ""
+    up_residual: Annotated[str, OneOf(*RESIDUAL_FORMS, LOCAL)] = "fp32"
+    # The codec of the merged pseudo-gradient in the journal; the outer optimizer is given what it decodes to. "": fp32 where
+    # the update is fp32, else bf16. A codec with scales (int8, int4, e3m0) keeps what it left out and adds it to the next.
+    record: Annotated[str, NamesCodec(RECORDS, optional=True)] = ""
     # How the aggregator keeps what `down` and `record` left out: fp32, bf16 or int8 (`edit.codecs.residuals`).
-    down_residual: str = "int8"
+    down_residual: Annotated[str, OneOf(*RESIDUAL_FORMS)] = "int8"
     # Other codecs for some fragments, by a pattern of their names ("embedding*"; `fnmatch`); the longest that matches counts.
     fragments: Mapping[str, FragmentCodec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_bounds("codec.", self)
         for direction in ("up", "down"):
             _check_spec(f"codec.{direction}", getattr(self, direction))
-            within(f"codec.{direction}_decay", getattr(self, f"{direction}_decay"), 0, 1)
-        one_of("codec.up_residual", self.up_residual, (*RESIDUAL_FORMS, LOCAL))
         within("codec.fragments (their number)", len(self.fragments), 0, 64)
         for pattern, chosen in self.fragments.items():
             name = f'codec.fragments."{pattern}"'
@@ -190,10 +205,8 @@ class CodecConfig:
             for direction in ("up", "down"):
                 if text := getattr(chosen, direction):
                     _check_spec(f"{name}.{direction}", text)
-        one_of("codec.down_residual", self.down_residual, RESIDUAL_FORMS)
         if self.record:
             _check_spec("codec.record", self.record)
-            one_of("codec.record", self.record.partition(":")[0], RECORDS)
         if not self.downlink.names.isdisjoint(SPARSE):
             rule = (
                 f"must be 1 with {' or '.join(SPARSE)} in codec.down or codec.fragments: most of an outer step is in the "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from edit.config.algorithm import (
     GossipConfig,
@@ -23,7 +23,7 @@ from edit.config.algorithm import (
     check_together,
 )
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
-from edit.config.validation import build, one_of, positive, require, within
+from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
 
@@ -49,6 +49,24 @@ __all__ = [
 ]
 
 
+def _names_a_model(text: str) -> bool:
+    kind, _, rest = text.partition(":")
+    return (
+        (kind == "builtin" and rest == "gpt")
+        or (kind == "hf" and rest.isascii() and rest.replace("-", "_").isidentifier())
+        or (kind == "entry" and rest.isidentifier())
+    )
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and int(port) < 65536
+
+
+def _names_a_run(text: str) -> bool:
+    return 0 < len(text) <= 55 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The section [model]: which model a run trains."""
@@ -56,32 +74,24 @@ class ModelConfig:
     # `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
     # entry point of group `edit.models` that each peer's operator has allowed, or any name for a model of the peers' own loops.
     # The coordinator refuses a peer whose model is not the builtin's; of the others the founder says names and shapes.
-    name: str = "builtin:gpt"
-    # Of builtin:gpt only: transformer blocks, attention heads, size of the residual stream.
-    layers: int = 4
-    heads: int = 4
-    width: int = 128
+    name: Annotated[str, Matches(_names_a_model, "must be builtin:gpt, hf:MODEL_TYPE or entry:NAME")] = "builtin:gpt"
+    # Transformer blocks of builtin:gpt.
+    layers: Annotated[int, Between(1, 1024)] = 4
+    # Attention heads of builtin:gpt; must divide width.
+    heads: Annotated[int, Between(1, 1024)] = 4
+    # Size of the residual stream of builtin:gpt.
+    width: Annotated[int, Between(1, 65536)] = 128
     # Tokens in a sequence.
-    context: int = 128
-    # Different tokens; 256 for bytes.
-    vocabulary: int = 256
-    # Of the transformers configuration or for the entry point; an error for a builtin.
+    context: Annotated[int, Between(1, 1 << 20)] = 128
+    # Number of different tokens; 256 for bytes.
+    vocabulary: Annotated[int, Between(1, 1 << 22)] = 256
+    # Fields of the transformers configuration, or options for the entry point; an error for builtin:gpt.
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kind, _, rest = self.name.partition(":")
-        require(
-            (kind == "builtin" and rest == "gpt")
-            or (kind == "hf" and rest.isascii() and rest.replace("-", "_").isidentifier())
-            or (kind == "entry" and rest.isidentifier()),
-            "model.name",
-            self.name,
-            "must be builtin:gpt, hf:MODEL_TYPE or entry:NAME",
-        )
-        for name, high in (("layers", 1024), ("heads", 1024), ("width", 65536), ("context", 1 << 20), ("vocabulary", 1 << 22)):
-            within(f"model.{name}", getattr(self, name), 1, high)
+        check_bounds("model.", self)
         require(self.width % self.heads == 0, "model.width", self.width, f"must be a multiple of model.heads ({self.heads})")
-        if kind == "builtin" and self.options:
+        if self.name.startswith("builtin:") and self.options:
             raise ConfigError("model.options has no effect with builtin:gpt; remove it")
 
 
@@ -90,33 +100,28 @@ class InnerConfig:
     """The section [inner]: the inner optimizer (AdamW) of every peer, with linear warm-up and cosine decay."""
 
     # The learning rate after the warm-up.
-    lr: float = 2e-3
+    lr: Annotated[float, Positive()] = 2e-3
     # The learning rate at the end of the run, as a share of lr.
-    final_lr_ratio: float = 0.1
+    final_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
     # Inner steps of the warm-up.
-    warmup_steps: int = 50
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
+    warmup_steps: Annotated[int, Between(0, 1 << 40)] = 50
+    # AdamW's weight decay.
+    weight_decay: Annotated[float, Between(0, 10)] = 0.1
+    # AdamW's first beta.
+    beta1: Annotated[float, Between(0, 0.9999)] = 0.9
+    # AdamW's second beta.
+    beta2: Annotated[float, Between(0, 0.99999)] = 0.95
     # Sequences in a micro-batch.
-    batch_size: int = 4
+    batch_size: Annotated[int, Between(1, 1 << 20)] = 4
     # Micro-batches in an inner step.
-    accumulation: int = 1
+    accumulation: Annotated[int, Between(1, 1 << 20)] = 1
     # The largest global norm of the gradient; 0: no clipping.
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, Between(0, 1e9)] = 1.0
     # Use bf16 autocast where the device has it.
     autocast: bool = True
 
     def __post_init__(self) -> None:
-        positive("inner.lr", self.lr)
-        within("inner.final_lr_ratio", self.final_lr_ratio, 0, 1)
-        within("inner.warmup_steps", self.warmup_steps, 0, 1 << 40)
-        within("inner.weight_decay", self.weight_decay, 0, 10)
-        within("inner.beta1", self.beta1, 0, 0.9999)
-        within("inner.beta2", self.beta2, 0, 0.99999)
-        within("inner.batch_size", self.batch_size, 1, 1 << 20)
-        within("inner.accumulation", self.accumulation, 1, 1 << 20)
-        within("inner.clip_norm", self.clip_norm, 0, 1e9)
+        check_bounds("inner.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +129,13 @@ class MembershipConfig:
     """The section [membership]: how peers show that they are there."""
 
     # Seconds between two reports of a peer; by default 1 in a swarm.
-    heartbeat_s: float = 2.0
+    heartbeat_s: Annotated[float, Between(0.05, 3600)] = 2.0
     # Seconds of silence after which a peer is lost; at least twice heartbeat_s. By default 3 in a swarm, where the other bounds
     # are shorter, too: a round waits for a peer that was stopped until it is lost.
     lease_s: float = 6.0
 
     def __post_init__(self) -> None:
-        within("membership.heartbeat_s", self.heartbeat_s, 0.05, 3600)
+        check_bounds("membership.", self)
         require(
             self.lease_s >= 2 * self.heartbeat_s,
             "membership.lease_s",
@@ -147,19 +152,17 @@ class StorageConfig:
     """The section [storage]: what an aggregator keeps."""
 
     # Bytes of contributions in memory: three quarters hold them before they spill to disk, a quarter is for what is on its way.
-    buffer_bytes: int = 256 << 20
+    buffer_bytes: Annotated[int, Between(0, 1 << 50)] = 256 << 20
     # Outer steps between two checkpoints.
-    checkpoint_every: int = 20
-    # How many checkpoints are kept.
-    keep_checkpoints: int = 2
-    # How many published updates are kept for peers that missed a commit, also over a restart; with sync.groups, of each group.
-    keep_updates: int = 4
+    checkpoint_every: Annotated[int, Between(1, 1 << 30)] = 20
+    # Number of checkpoints that are kept.
+    keep_checkpoints: Annotated[int, Between(1, 1000)] = 2
+    # Number of published updates that are kept for peers that missed a commit, also over a restart; with sync.groups, of each
+    # group.
+    keep_updates: Annotated[int, Between(1, 1000)] = 4
 
     def __post_init__(self) -> None:
-        within("storage.buffer_bytes", self.buffer_bytes, 0, 1 << 50)
-        within("storage.checkpoint_every", self.checkpoint_every, 1, 1 << 30)
-        within("storage.keep_checkpoints", self.keep_checkpoints, 1, 1000)
-        within("storage.keep_updates", self.keep_updates, 1, 1000)
+        check_bounds("storage.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,19 +170,14 @@ class ServerConfig:
     """The section [server]: the coordinator's own addresses; never sent to peers."""
 
     # HOST:PORT of control and data (mutual TLS).
-    listen: str = "127.0.0.1:7700"
+    listen: Annotated[str, Matches(_is_address, "must be HOST:PORT")] = "127.0.0.1:7700"
     # HOST:PORT where invitations are redeemed.
-    enrol_listen: str = "127.0.0.1:7701"
+    enrol_listen: Annotated[str, Matches(_is_address, "must be HOST:PORT")] = "127.0.0.1:7701"
     # Host names or addresses under which peers reach it; the server's certificate names them.
-    advertise: tuple[str, ...] = ("127.0.0.1", "localhost")
+    advertise: Annotated[tuple[str, ...], Matches(bool, "must name at least one host")] = ("127.0.0.1", "localhost")
 
     def __post_init__(self) -> None:
-        for name in ("listen", "enrol_listen"):
-            host, _, port = getattr(self, name).rpartition(":")
-            require(
-                bool(host) and port.isdigit() and int(port) < 65536, f"server.{name}", getattr(self, name), "must be HOST:PORT"
-            )
-        require(len(self.advertise) > 0, "server.advertise", self.advertise, "must name at least one host")
+        check_bounds("server.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +194,7 @@ class AggregatorsConfig:
 
     def __post_init__(self) -> None:
         for address in self.addresses:
-            host, _, port = address.rpartition(":")
-            known = bool(host) and port.isdigit() and 0 < int(port) < 65536
+            known = _is_address(address) and int(address.rpartition(":")[2]) > 0
             require(known, "aggregators.addresses", address, "must be HOST:PORT, and the port not 0")
         twice = next((each for each in self.addresses if self.addresses.count(each) > 1), None)
         require(twice is None, "aggregators.addresses", twice, "must not be named twice")
@@ -213,24 +210,20 @@ class AggregatorsConfig:
 class SwarmConfig:
     """The section [swarm]: the run has no coordinator, but members that agree. It excludes [aggregators] and [server]."""
 
-    # Into how many parts the model is cut, each of which one member owns at a time; fixed once the run is founded.
-    parts: int = 4
+    # Number of parts that the model is cut into, each owned by one member at a time; fixed once the run is founded.
+    parts: Annotated[int, Between(1, 1024)] = 4
     # Seconds between two messages of the member that leads.
-    heartbeat_s: float = 0.25
+    heartbeat_s: Annotated[float, Between(0.01, 30)] = 0.25
     # Seconds of silence after which a member's parts go to another one; at least twice heartbeat_s.
-    lease_s: float = 1.0
+    lease_s: Annotated[float, Between(0.02, 60)] = 1.0
     # Seconds of silence after which a member has no vote any more.
-    forget_s: float = 60.0
+    forget_s: Annotated[float, Between(1, 1e9)] = 60.0
     # How members find each other beside the addresses that they know: "dht": by hivemind's DHT; "auto": where it is installed;
     # "addresses": not at all.
-    discovery: str = "auto"
+    discovery: Annotated[str, OneOf("auto", "addresses", "dht")] = "auto"
 
     def __post_init__(self) -> None:
-        one_of("swarm.discovery", self.discovery, ("auto", "addresses", "dht"))
-        within("swarm.parts", self.parts, 1, 1024)
-        within("swarm.heartbeat_s", self.heartbeat_s, 0.01, 30)
-        within("swarm.lease_s", self.lease_s, 0.02, 60)
-        within("swarm.forget_s", self.forget_s, 1, 1e9)
+        check_bounds("swarm.", self)
         rule = "must be at least twice swarm.heartbeat_s"
         require(self.lease_s >= 2 * self.heartbeat_s, "swarm.lease_s", self.lease_s, rule)
 
@@ -239,10 +232,10 @@ class SwarmConfig:
 class RunConfig:
     """Everything that all peers of one run share."""
 
-    # Becomes part of the run_id.
-    name: str = "run"
-    # Of the initial parameters.
-    seed: int = 0
+    # The beginning of the run's id.
+    name: Annotated[str, Matches(_names_a_run, "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'")] = "run"
+    # Seeds the initial parameters, and each peer's order of its data.
+    seed: Annotated[int, Between(0, 2**63 - 1)] = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -258,13 +251,7 @@ class RunConfig:
     swarm: SwarmConfig | None = None  # None: the run has a coordinator
 
     def __post_init__(self) -> None:
-        require(
-            0 < len(self.name) <= 55 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in self.name),
-            "name",
-            self.name,
-            "must be 1 to 55 letters (a to z), digits, '-', '_' or '.'",
-        )
-        within("seed", self.seed, 0, 2**63 - 1)
+        check_bounds("", self)
         check_together(self.sync, self.rounds, self.outer, self.codec)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
@@ -337,51 +324,118 @@ class RunConfig:
 
 def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key that is written but has no effect in this combination (T11)."""
-    for applies, section, keys, because in _ineffective(config):
-        written = sorted(keys & set(mapping.get(section, {})))
-        if applies and written:
-            raise ConfigError(f"{section}.{written[0]} has no effect with {because}; remove it")
+    for rule in NO_EFFECT:
+        written = sorted(set(rule.keys) & set(mapping.get(rule.section, {})))
+        if written and rule.applies(config):
+            raise ConfigError(f"{rule.section}.{written[0]} has no effect with {rule.because(config)}; remove it")
 
 
-def _ineffective(config: RunConfig) -> Iterator[tuple[bool, str, set[str], str]]:
-    """Yield (whether the rule applies, section, keys that then have no effect, because of what)."""
-    sync, penalty, outer, rounds = config.sync, config.penalty, config.outer, config.rounds
-    of_penalty = {f.name for f in dataclasses.fields(PenaltyConfig)} - {"enabled", "weighting", "staleness", "damping"}
-    yield not penalty.enabled, "penalty", of_penalty, "penalty.enabled = false"
-    yield penalty.enabled, "penalty", {"weighting"}, "penalty.enabled = true"
-    of_level = {"step_power", "relearn", "max_ratio", "max_share"}
-    yield penalty.detector == "edit", "penalty", of_level, 'penalty.detector = "edit"'
-    yield rounds.merging == "arrivals", "penalty", {"max_share"}, 'rounds.merging = "arrivals"'
-    yield rounds.max_staleness == 0, "penalty", {"staleness"}, "rounds.max_staleness = 0"
-    yield rounds.merging == "arrivals", "penalty", {"staleness"}, 'rounds.merging = "arrivals" (penalty.damping has)'
-    yield rounds.merging == "rounds", "penalty", {"damping"}, 'rounds.merging = "rounds"'
-    yield sync.schedule == "steps", "sync", {"time_s"}, 'sync.schedule = "steps"'
-    yield sync.groups == 1, "sync", {"pattern"}, "sync.groups = 1"
-    yield sync.mode in ("blocking", "forward"), "sync", {"delay"}, f'sync.mode = "{sync.mode}"'
-    yield sync.mode != "delayed", "sync", {"mix"}, f'sync.mode = "{sync.mode}"'
-    yield sync.mode != "delayed" or sync.mix != "lerp", "sync", {"alpha"}, 'sync.mix other than "lerp"'
-    of_gossip = {f.name for f in dataclasses.fields(GossipConfig)}
-    yield outer.algorithm == "mean", "gossip", of_gossip, 'outer.algorithm = "mean"'
-    of_outer = {f.name for f in dataclasses.fields(OuterConfig)} - {"algorithm"}
-    alone = outer.algorithm == "gossip"
-    yield alone, "outer", of_outer, 'outer.algorithm = "gossip" (the section [gossip] has)'
-    of_downlink = {"down", "down_decay", "down_residual", "record"}
-    yield alone, "codec", of_downlink, 'outer.algorithm = "gossip": no update is sent'
-    of_optimizer = f'outer.optimizer = "{outer.optimizer}"'
-    yield outer.optimizer not in ("nesterov", "delayed_nesterov"), "outer", {"momentum"}, of_optimizer
-    yield outer.optimizer not in ("adam", "yogi"), "outer", {"beta1", "beta2", "eps"}, of_optimizer
-    yield outer.optimizer != "delayed_nesterov", "outer", {"period", "c"}, of_optimizer
-    of_rounds = {"start_peers", "quorum", "floor_s", "ceiling_s", "spread", "wait", "grace_s"}
-    yield rounds.merging == "arrivals", "rounds", of_rounds, 'rounds.merging = "arrivals"'
-    yield alone, "rounds", of_rounds, 'outer.algorithm = "gossip": there is no round of all peers'
-    for direction, choice in (("up", config.codec.uplink), ("down", config.codec.downlink)):
-        lossless = f'codec.{direction} = "fp32", which leaves nothing out'
-        yield choice.names == {"fp32"}, "codec", {f"{direction}_decay"}, lossless
-    up, down = config.codec.uplink, config.codec.downlink
-    yield up.names == {"fp32"}, "codec", {"up_residual"}, 'codec.up = "fp32", which leaves nothing out'
-    yield up.decay == 0, "codec", {"up_residual"}, "codec.up_decay = 0"
-    if config.codec.record in ("", "fp32", "bf16"):  # they leave nothing that is kept
-        yield down.names == {"fp32"}, "codec", {"down_residual"}, 'codec.down = "fp32", which leaves nothing out'
-        yield down.decay == 0, "codec", {"down_residual"}, "codec.down_decay = 0"
-    of_builtin = {"layers", "heads", "width"}
-    yield not config.model.name.startswith("builtin:"), "model", of_builtin, f'model.name = "{config.model.name}"'
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """Keys of a section that mean nothing while another setting has one of some values."""
+
+    section: str
+    keys: Collection[str]
+    # The other setting, as `sync.mode`, and those values; None: any.
+    setting: str
+    values: tuple[str | int | bool, ...] | None
+    # What the message says behind the setting and its value.
+    note: str = ""
+    # What it says instead of the setting and its value.
+    instead: str = ""
+    # What must hold beside; `beside` says it in words.
+    also: Callable[[RunConfig], bool] = lambda config: True
+    beside: str = ""
+
+    def _value(self, config: RunConfig) -> Any:
+        section, _, key = self.setting.partition(".")
+        return getattr(getattr(config, section), key)
+
+    def applies(self, config: RunConfig) -> bool:
+        """Return whether the keys mean nothing in this configuration."""
+        return (self.values is None or self._value(config) in self.values) and self.also(config)
+
+    def because(self, config: RunConfig) -> str:
+        """Return what makes them so, as run.toml has it: `sync.mode = "blocking"`."""
+        return self.instead or f"{self.setting} = {toml_value(self._value(config))}{self.note}"
+
+
+def toml_value(value: str | float | bool) -> str:
+    """Return a plain value as run.toml has it."""
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _keys(section: type[Any], *others: str) -> frozenset[str]:
+    """All settings of a section but these."""
+    return frozenset(each.name for each in dataclasses.fields(section)) - set(others)
+
+
+def _nothing_left_out(direction: str) -> Callable[[RunConfig], bool]:
+    """The condition that all fragments are sent in fp32."""
+    return lambda config: getattr(config.codec, f"{direction}link").names == {"fp32"}
+
+
+def _keeps_no_record(config: RunConfig) -> bool:
+    """Whether `codec.record` leaves nothing that is kept."""
+    return config.codec.record in ("", "fp32", "bf16")
+
+
+_OF_ROUNDS = ("start_peers", "quorum", "floor_s", "ceiling_s", "spread", "wait", "grace_s")
+_NOT_LERP = 'sync.mix other than "lerp"'
+_LOSSLESS = ", which leaves nothing out"
+_ALL_FP32 = "for all fragments"
+_RECORD = "unless `codec.record` has scales"
+
+NO_EFFECT: tuple[NoEffect, ...] = (
+    NoEffect("penalty", _keys(PenaltyConfig, "enabled", "weighting", "staleness", "damping"), "penalty.enabled", (False,)),
+    NoEffect("penalty", {"weighting"}, "penalty.enabled", (True,)),
+    NoEffect("penalty", {"step_power", "relearn", "max_ratio", "max_share"}, "penalty.detector", ("edit",)),
+    NoEffect("penalty", {"max_share"}, "rounds.merging", ("arrivals",)),
+    NoEffect("penalty", {"staleness"}, "rounds.max_staleness", (0,)),
+    NoEffect("penalty", {"staleness"}, "rounds.merging", ("arrivals",), note=" (penalty.damping has)"),
+    NoEffect("penalty", {"damping"}, "rounds.merging", ("rounds",)),
+    NoEffect("sync", {"time_s"}, "sync.schedule", ("steps",)),
+    NoEffect("sync", {"pattern"}, "sync.groups", (1,)),
+    NoEffect("sync", {"delay"}, "sync.mode", ("blocking", "forward")),
+    NoEffect("sync", {"mix"}, "sync.mode", ("blocking", "forward", "eager")),
+    NoEffect("sync", {"alpha"}, "sync.mode", ("blocking", "forward", "eager"), instead=_NOT_LERP),
+    NoEffect("sync", {"alpha"}, "sync.mix", ("replay", "replace"), instead=_NOT_LERP),
+    NoEffect("gossip", _keys(GossipConfig), "outer.algorithm", ("mean",)),
+    NoEffect("outer", _keys(OuterConfig, "algorithm"), "outer.algorithm", ("gossip",), note=" (the section [gossip] has)"),
+    NoEffect(
+        "codec",
+        {"down", "down_decay", "down_residual", "record"},
+        "outer.algorithm",
+        ("gossip",),
+        note=": no update is sent",
+    ),
+    NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
+    NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "delayed_nesterov")),
+    NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "adam", "yogi")),
+    NoEffect("rounds", _OF_ROUNDS, "rounds.merging", ("arrivals",)),
+    NoEffect("rounds", _OF_ROUNDS, "outer.algorithm", ("gossip",), note=": there is no round of all peers"),
+    NoEffect("codec", {"up_decay"}, "codec.up", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("up"), beside=_ALL_FP32),
+    NoEffect(
+        "codec", {"down_decay"}, "codec.down", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("down"), beside=_ALL_FP32
+    ),
+    NoEffect("codec", {"up_residual"}, "codec.up", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("up"), beside=_ALL_FP32),
+    NoEffect("codec", {"up_residual"}, "codec.up_decay", (0,)),
+    NoEffect(
+        "codec",
+        {"down_residual"},
+        "codec.down",
+        ("fp32",),
+        note=_LOSSLESS,
+        also=lambda config: _nothing_left_out("down")(config) and _keeps_no_record(config),
+        beside=f"{_ALL_FP32}, {_RECORD}",
+    ),
+    NoEffect("codec", {"down_residual"}, "codec.down_decay", (0,), also=_keeps_no_record, beside=_RECORD),
+    NoEffect(
+        "model",
+        {"layers", "heads", "width"},
+        "model.name",
+        None,
+        also=lambda config: not config.model.name.startswith("builtin:"),
+        beside="of hf: and entry:",
+    ),
+)

@@ -7,12 +7,25 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from edit.errors import ConfigError
 
-__all__ = ["build", "one_of", "positive", "require", "within"]
+__all__ = [
+    "Between",
+    "Bound",
+    "Matches",
+    "OneOf",
+    "Positive",
+    "bounds_of",
+    "build",
+    "check_bounds",
+    "one_of",
+    "require",
+    "within",
+]
 
 _T = typing.TypeVar("_T")
 
@@ -23,19 +36,96 @@ def require(ok: bool, field_name: str, value: object, rule: str) -> None:
         raise ConfigError(f"{field_name} = {value!r}: {rule}")
 
 
-def positive(field_name: str, value: float) -> None:
-    """Raise ConfigError unless `value` is finite and above 0."""
-    require(math.isfinite(value) and value > 0, field_name, value, "must be a finite number above 0")
+class Bound(Protocol):
+    """What the value of one setting may be, declared with its type: `every: Annotated[int, Between(1, 100)]`."""
+
+    @property
+    def rule(self) -> str:
+        """What a message says of a wrong value: "must be ..."."""
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the setting may have this value, which is of the declared type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A number from `low` to `high`, both included."""
+
+    low: float
+    high: float
+
+    @property
+    def rule(self) -> str:
+        return f"must be between {self.low:g} and {self.high:g}"
+
+    def allows(self, value: Any) -> bool:
+        return bool(self.low <= value <= self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Positive:
+    """A finite number above 0."""
+
+    rule: str = "must be a finite number above 0"
+
+    def allows(self, value: Any) -> bool:
+        return bool(math.isfinite(value) and value > 0)
+
+
+class OneOf:
+    """One of these texts."""
+
+    def __init__(self, *allowed: str) -> None:
+        self.allowed = allowed
+
+    @property
+    def rule(self) -> str:
+        return f"must be one of {', '.join(self.allowed)}"
+
+    def allows(self, value: Any) -> bool:
+        return value in self.allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """A value of which a function says whether it is right."""
+
+    test: Callable[[Any], bool]
+    rule: str
+
+    def allows(self, value: Any) -> bool:
+        return self.test(value)
+
+
+_bounds: dict[type, Mapping[str, Bound]] = {}  # of the classes that were asked for: hints take milliseconds to resolve
+
+
+def bounds_of(cls: type) -> Mapping[str, Bound]:
+    """Return the bounds that the fields of a configuration dataclass are declared with, by field name."""
+    if cls not in _bounds:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        declared = {name: hint for name, hint in hints.items() if typing.get_origin(hint) is typing.Annotated}
+        _bounds[cls] = {name: hint.__metadata__[0] for name, hint in declared.items()}
+    return _bounds[cls]
+
+
+def check_bounds(prefix: str, section: object) -> None:
+    """Raise ConfigError for a field outside its declared bounds. prefix: stands before its fields in messages, as `sync.`."""
+    for name, bound in bounds_of(type(section)).items():
+        value = getattr(section, name)
+        require(bound.allows(value), f"{prefix}{name}", value, bound.rule)
 
 
 def within(field_name: str, value: float, low: float, high: float) -> None:
     """Raise ConfigError unless low <= value <= high."""
-    require(low <= value <= high, field_name, value, f"must be between {low:g} and {high:g}")
+    bound = Between(low, high)
+    require(bound.allows(value), field_name, value, bound.rule)
 
 
 def one_of(field_name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of those allowed."""
-    require(value in allowed, field_name, value, f"must be one of {', '.join(allowed)}")
+    bound = OneOf(*allowed)
+    require(bound.allows(value), field_name, value, bound.rule)
 
 
 def build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edit.command_line import SHORT_HELP, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
 
 __all__ = ["SIMULATE_EXAMPLE", "app", "main"]
 
@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
     help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"
-    "Exit codes: 0 success, 1 a rule was broken (chaos), 2 wrong configuration, 70 a bug, 130 Ctrl-C.\n\n"
+    f"{exit_codes(0, 1, 2, 70, 130)}\n\n"
     "Example: edit-lab demo --quick",
 )
 with_version(app, "edit-lab")
@@ -148,7 +148,8 @@ _Label = Annotated[str, typer.Option(help="Text beside the figures.")]
 _Results = Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file, FILE.svg.")]
 _Folder = Annotated[
-    Path | None, typer.Option(help="Folder of the other systems' environments.", show_default="edit/rivals in the cache folder")
+    Path | None,
+    typer.Option(help="Folder of the other systems' environments.", show_default="rivals, in the cache folder of edit"),
 ]
 _TorchIndex = Annotated[str, typer.Option(help="A further index for pip, which has the torch that is installed here.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table.")]

@@ -90,16 +90,16 @@ class Serving:
 class Heartbeat:
     """A peer's report."""
 
-    state: PeerState
+    state: PeerState  # starting, training, exchanging
     outer_step: int = 0  # of its outer parameters
     digest: str = ""  # of its outer parameters; empty while starting
     inner_steps: int = 0  # since its process started
     round_inner_steps: int = 0  # since its last contribution
     loss: float = math.nan  # training loss, moving mean; NaN before the first step, not finite when training diverged
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # moving mean
     step_s: float = 0.0  # seconds per inner step, moving mean
     bytes_sent: int = 0  # data plane, since its process started
-    bytes_received: int = 0
+    bytes_received: int = 0  # likewise
     serving: Serving | None = None  # the snapshot of `outer_step`; None: it serves none
 
     def as_json(self) -> dict[str, str | int | float | None]:

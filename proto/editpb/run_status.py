@@ -17,9 +17,9 @@ __all__ = ["MemberStatus", "RoundReport", "RunStatus"]
 class RoundReport:
     """One closed round, without tensors."""
 
-    round_id: int
+    round_id: int  # ascending, also over restarts
     outer_step: int  # the step that the round advanced to, or tried to
-    committed: bool
+    committed: bool  # whether it became an outer step; else it was aborted
     reason: str  # why it closed
     seconds: float  # from open to close
     bytes_in: int  # payloads received while it was open
@@ -50,18 +50,18 @@ class RoundReport:
 class MemberStatus:
     """One member. The numbers of its last heartbeat are 0 before it attends."""
 
-    peer_id: str
-    role: str
+    peer_id: str  # the member's name
+    role: str  # peer, region, observer, operator
     state: str  # invited, starting, training, exchanging, lost, left, evicted
     reason: str  # of the last change
     silent_s: float = 0.0  # since the last sign of life
     outer_step: int = 0  # of the peer's outer parameters
     inner_steps: int = 0  # since the peer's process started
     loss: float = 0.0  # training loss, moving mean; NaN before the first step
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # of its training, moving mean
     step_s: float = 0.0  # seconds per inner step
     bytes_sent: int = 0  # data plane, since the peer's process started
-    bytes_received: int = 0
+    bytes_received: int = 0  # likewise
     contributions: int = 0  # merged with a weight
     rejections: int = 0  # merged with weight 0
     absences: int = 0  # rounds committed without it while it was expected
@@ -69,9 +69,9 @@ class MemberStatus:
     phase: str = ""  # download, compute, upload, waiting; empty: it is not here
     upload_bytes: int = 0  # received so far of the contribution that is held
     upload_total_bytes: int = 0  # 0: no contribution is held
-    download_s: float = 0.0  # what each phase may take, from measurements; 0 before any
-    compute_s: float = 0.0
-    upload_s: float = 0.0
+    download_s: float = 0.0  # what a download may take, from measurements; 0 before any
+    compute_s: float = 0.0  # the same for its inner steps
+    upload_s: float = 0.0  # the same for an upload
     optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
     quarantined_s: float = 0.0  # for so long it is kept out of the rounds: its bytes were bad too often
     expires: float = 0.0  # when its newest certificate ends, in seconds since 1970; 0: not known here
@@ -111,7 +111,7 @@ class MemberStatus:
 class RunStatus:
     """One aggregator's run as it stands."""
 
-    run_id: str
+    run_id: str  # the run's name and eight hexadecimal digits
     phase: str  # founding, gathering, collecting, committing, paused, finished
     outer_step: int  # the last committed one
     outer_steps: int  # where the run ends
@@ -127,7 +127,7 @@ class RunStatus:
     expected: tuple[str, ...]  # peers that the open round waits for
     arrived: tuple[str, ...]  # peers whose contribution to the open round is complete
     deadline_in_s: float | None  # None: no round is open, or nobody is waited for
-    members: tuple[MemberStatus, ...]
+    members: tuple[MemberStatus, ...]  # see below
     rounds: tuple[RoundReport, ...]  # the last ones, newest last
     warnings: tuple[str, ...] = ()  # of its own certificates, and of its clock
     aggregator: int = 0  # which one this is; 0 is the coordinator
