@@ -41,7 +41,7 @@ from editpb.identity import ROLES, Identity
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity
 
-__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer", "made_at"]
+__all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer", "load_key", "made_at"]
 
 INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
@@ -372,6 +372,17 @@ def load_issuer(path: Path) -> Issuer:
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise ConfigError(f"{path}: ca.key and ca.pem do not belong together; restore both from a copy")
     return Issuer(key, certificate)
+
+
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Return a member's private key. Raises ConfigError that names the file."""
+    try:
+        key = serialization.load_pem_private_key(read_private(path), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be used ({error})") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path}: is not a P-256 key")
+    return key
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,28 +16,39 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from aggregator.security.authority import Authority, made_at
+from aggregator.security.authority import Authority, load_key, made_at
 from aggregator.security.certificates import public_der, public_key_of
 from aggregator.security.members import Members
 from aggregator.services.enrolment import Refusals, source_of
-from aggregator.swarm.host_folder import AUTHORITY_FORMAT, HostFolder, authority_folder, identity_of, run_of
+from aggregator.swarm.host_folder import AUTHORITY_FORMAT, HostFolder, authority_folder, credentials, identity_of, run_of
 from aggregator.swarm.member_folder import MemberFolder
 from edit.council.events import Claim
 from edit.council.record import Enrolled, Record
 from edit.durable_files import write_atomic, write_json
-from edit.errors import ConfigError, EditError, RefusedError, StaleError, StorageError, TransportError
+from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StaleError, StorageError, TransportError
 from editpb import council_pb2 as pb
 from editpb import enrolment_pb2 as epb
 from editpb.council_messages import SwarmDescription, description_from_pb
-from editpb.identity import Identity, invited_by
+from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault, invited_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, guest_key, is_endpoint
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, handshake_refusal
-from editpb.validity import Validity
+from editpb.validity import Notice, Validity
 
-__all__ = ["Gate", "SwarmEnrolment", "addresses_of", "invite", "keep_authority", "open_authority", "take_settings"]
+__all__ = [
+    "Gate",
+    "OwnCertificate",
+    "SwarmEnrolment",
+    "SwarmRenewal",
+    "addresses_of",
+    "certificate_of",
+    "invite",
+    "keep_authority",
+    "open_authority",
+    "take_settings",
+]
 
 ANSWER_S = 15.0  # of each host that is asked for the settings
 AGAIN_S = 2.0
@@ -131,6 +143,10 @@ class Gate(Protocol):
         """Return the time in seconds since 1970."""
         ...
 
+    def caller(self, context: Any) -> str:
+        """Return which peer of the run calls. Raises EditError."""
+        ...
+
     async def claim(self, claim: Claim) -> None:
         """Have all agree on who is enrolled with an invitation. Raises EditError."""
         ...
@@ -151,7 +167,7 @@ class SwarmEnrolment:
         """Redeem an invitation. Aborts with the status of RefusedError, RemoteProtocolError, StaleError or TransportError."""
         async with abort_on_error(context):
             try:
-                return await self._redeem(request, guest_of(context))
+                return await self._redeem(request, certificate_of(context))
             except EditError as error:
                 self._refusals.log(source_of(context.peer()), str(error), self._gate.unix())
                 raise
@@ -182,9 +198,128 @@ class SwarmEnrolment:
         )
 
 
-def guest_of(context: Any) -> x509.Certificate:
+class SwarmRenewal:
+    """Renewal of enrolment.proto, at a member with the authority's key: for the same identity and key, so nobody need agree."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def Renew(self, request: epb.RenewRequest, context: Any) -> epb.RenewReply:
+        """Return a new certificate for the caller's identity and key."""
+        async with abort_on_error(context):
+            identity, now = Identity(self._gate.run_id, "peer", self._gate.caller(context)), self._gate.unix()
+            if self._gate.authority is None:
+                raise StaleError("this member has no copy of the authority's key")
+            present = certificate_of(context)
+            if now >= (validity := Validity.of(present)).ends:
+                raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}; invite the member again")
+            certificate = self._gate.authority.renew(identity, present, now=now)
+            _log.info("the certificate of %s is renewed", identity.peer_id)
+            return epb.RenewReply(certificate_der=certificate)
+        raise AssertionError("unreachable: abort raises")
+
+
+class OwnCertificate:
+    """The certificate of a member, in its folder, while its host runs: `look` renews it when it is due.
+
+    Only peer.pem is replaced, as a whole: new connections to this host show what lies there
+    (`editpb.server_certificate`), and the peer that trains beside it looks there, too.
+
+    Args:
+        path: the member's folder.
+        unix: the clock, in seconds since 1970.
+
+    Raises ConfigError for what the folder has.
+    """
+
+    def __init__(self, path: Path, identity: Identity, unix: Callable[[], float]) -> None:
+        self._path, self._identity, self._unix = path, identity, unix
+        self.present = self._load()
+        self._trouble = ""  # why the last attempt failed
+        self._said: object = None
+
+    async def look(
+        self, sources: Callable[[], Iterable[Callable[[], Awaitable[bytes]]]], warn: Callable[[str], None] = lambda text: None
+    ) -> bool:
+        """Renew the certificate if it is due; return whether there is another one now. Log what is new of its end.
+
+        Args:
+            sources: ask somebody for a certificate in DER, in turn, until one gives one that is right; each may raise
+                EditError.
+            warn: is told, too, when it ends soon nevertheless.
+        """
+        before, self._trouble = self.present, ""
+        if Validity.of(self.present).renewal_due(self._unix()):
+            self._trouble = "nobody with the authority's key is known"
+            for ask in sources():
+                try:
+                    await asyncio.to_thread(self._take, await ask())
+                except EditError as error:
+                    self._trouble = str(error)
+                else:
+                    self._trouble = ""
+                    break
+        renewed = self.present is not before
+        if renewed:
+            _log.info("this member's certificate is renewed and %s", Validity.of(self.present).text(self._unix()))
+        self._say(warn)
+        return renewed
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last attempt failed."""
+        return bool(self._trouble)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return this member's as a client, of what lies in the folder now. Raises ConfigError."""
+        return credentials(self._path)[0]
+
+    def _take(self, der: bytes) -> None:
+        """Replace the certificate. Raises RemoteProtocolError for anything but a later one for the same identity and key."""
+        if not 0 < len(der) <= MAX_CERTIFICATE_BYTES:
+            raise RemoteProtocolError(f"a certificate of {len(der)} bytes was sent")
+        try:
+            certificate = x509.load_der_x509_certificate(der)
+        except ValueError as error:
+            raise RemoteProtocolError("a damaged certificate was sent") from error
+        key = load_key(self._path / "peer.key")
+        authority = x509.load_pem_x509_certificate((self._path / "ca.pem").read_bytes())
+        if (fault := certificate_fault(certificate, authority, self._identity, key)) is not None:
+            raise RemoteProtocolError(f"the new certificate does not fit: {fault}")
+        if Validity.of(certificate).ends <= Validity.of(self.present).ends:
+            raise RemoteProtocolError("the new certificate ends no later than the present one")
+        write_atomic(self._path / "peer.pem", certificate.public_bytes(serialization.Encoding.PEM))
+        self.present = certificate
+
+    def _load(self) -> x509.Certificate:
+        try:
+            return x509.load_pem_x509_certificate((self._path / "peer.pem").read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._path / 'peer.pem'}: cannot be read ({error})") from error
+
+    def _say(self, warn: Callable[[str], None]) -> None:
+        """Say what is new: that a renewal fails, louder the nearer the end is."""
+        now, validity = self._unix(), Validity.of(self.present)
+        notice = validity.notice(now)
+        if (notice, self._trouble) == self._said or (notice is Notice.NONE and not self._trouble):
+            return
+        self._said = notice, self._trouble
+        because = f" and could not be renewed yet: {self._trouble}" if self._trouble else ""
+        level = logging.INFO if notice is Notice.NONE else logging.WARNING
+        text = f"this member's certificate {validity.text(now)}{because}"
+        _log.log(level, "%s", text)
+        if level == logging.WARNING:
+            warn(text)
+
+
+def certificate_of(context: Any) -> x509.Certificate:
     """Return the certificate of the caller's connection."""
-    return x509.load_pem_x509_certificate(next(iter(context.auth_context()["x509_pem_cert"])))
+    return _parsed(next(iter(context.auth_context()["x509_pem_cert"])))
+
+
+@lru_cache(1024)
+def _parsed(pem: bytes) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem)
 
 
 async def take_settings(

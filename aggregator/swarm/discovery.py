@@ -120,6 +120,7 @@ class Discovery:
     ) -> None:
         self._run_id, self._peer_id, self._place, self._credentials = run_id, peer_id, place, credentials
         self._known = _Known()
+        self._records: SignedRecords | None = None  # of the present node
         self._host: asyncio.AbstractEventLoop | None = None
         self._loop = _Loop()  # the thread's
         self._news, self._stop = asyncio.Event(), asyncio.Event()  # set on that loop
@@ -159,6 +160,12 @@ class Discovery:
         before, self._known = self._known, known
         if (before.addresses, before.maddrs) != (known.addresses, known.maddrs):
             self._set(self._news)
+
+    def renew(self, certificate: bytes) -> None:
+        """Sign what this member says with a new certificate (PEM) from now on."""
+        self._credentials = self._credentials[0], certificate, self._credentials[2]
+        if self._records is not None:
+            self._records.renew(certificate)
 
     async def close(self) -> None:
         """End p2pd and the thread. Waits at most CLOSE_S; then the thread is left behind."""
@@ -218,7 +225,7 @@ class Discovery:
     async def _one_life(self) -> None:
         """Be a node, until p2pd ends. Raises whatever hivemind raises, P2PDaemonError when p2pd has ended."""
         hivemind = _hivemind()
-        records = SignedRecords(
+        records = self._records = SignedRecords(
             self._run_id,
             hivemind.DHTID.generate(key_of(self._run_id)).to_bytes(),
             self._credentials[2],

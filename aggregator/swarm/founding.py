@@ -16,18 +16,17 @@ from pathlib import Path
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aggregator.security.authority import Authority
+from aggregator.security.authority import Authority, load_key
 from aggregator.storage.state_folder import lock_folder
 from aggregator.swarm.host import found_swarm
 from aggregator.swarm.host_folder import AUTHORITY_FORMAT, Settings, authority_folder, run_of
 from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
-from edit.durable_files import read_private, write_atomic, write_json
+from edit.durable_files import write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
@@ -92,12 +91,7 @@ def _authority(path: Path, name: str, now: float) -> Authority:
 
 
 def _certify(path: Path, authority: Authority, identity: Identity, now: float) -> None:
-    try:
-        key = serialization.load_pem_private_key(read_private(path / "peer.key"), None)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path / 'peer.key'}: cannot be used ({error})") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path / 'peer.key'}: is not a P-256 key")
+    key = load_key(path / "peer.key")
     certificate = authority.enrol(identity, key.public_key(), now=now)
     write_atomic(path / "ca.pem", x509.load_der_x509_certificate(authority.ca_der).public_bytes(serialization.Encoding.PEM))
     write_atomic(path / "peer.pem", certificate.public_bytes(serialization.Encoding.PEM))

@@ -16,16 +16,16 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
-from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from aggregator.control.status import run_status
 from aggregator.resources import Clock
@@ -34,7 +34,14 @@ from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.storage.store import Store
-from aggregator.swarm.admission import SwarmEnrolment, addresses_of, keep_authority
+from aggregator.swarm.admission import (
+    OwnCertificate,
+    SwarmEnrolment,
+    SwarmRenewal,
+    addresses_of,
+    certificate_of,
+    keep_authority,
+)
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
 from aggregator.swarm.host_folder import Settings
@@ -72,11 +79,11 @@ from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from editpb import control_pb2 as cpb
-from editpb import control_pb2_grpc, enrolment_pb2_grpc
+from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
-from editpb.identity import admitted, from_auth_context
+from editpb.identity import Identity, admitted, from_auth_context
 from editpb.invitation import MAX_ENDPOINTS
 from editpb.limits import check_digest, check_id, one_line
 from editpb.transport.abort_on_error import abort_on_error
@@ -85,6 +92,7 @@ from editpb.transport.chunk_frames import add_council_servicer, handlers_of
 from editpb.transport.chunks import CHUNK_BYTES
 from editpb.transport.parts import metadata_of_owner, part_of
 from editpb.transport.send_limit import UNLIMITED, SendLimit
+from editpb.transport.status import from_rpc
 from editpb.validity import Notice, Validity
 
 if TYPE_CHECKING:
@@ -105,6 +113,9 @@ ORDERS = ("Evict", "Pause", "Resume", "Drain")  # calls of control.proto
 MOST_ORDERS = 16  # of operators that wait to be agreed on
 ORDER_S = 10.0  # an order that is not agreed on for so long is answered; it may be later
 CLAIM_AGAIN_S = 0.5  # after which it is said again that somebody redeems an invitation
+CERTIFICATE_LOOK_S = 3600.0
+CERTIFICATE_AGAIN_S = 60.0  # while it is due, and cannot be renewed
+CERTIFICATE_ANSWER_S = 15.0
 LEAVE_S = 3.0  # how long a member that leaves waits to be voted out
 _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
@@ -150,6 +161,7 @@ class Host:
         discovery: finds more of them; not started.
         settings: what new members are told, and the record must say.
         authority: the run's, where this member can let others in.
+        certificate: of this member, for it to be renewed.
         limit: of what is sent to others; not of what stays on this machine.
         on_commit: is told of each outer step that is taken here, in the part's thread.
 
@@ -174,6 +186,7 @@ class Host:
         clock: Clock | None = None,
         settings: Settings | None = None,
         authority: Authority | None = None,
+        certificate: OwnCertificate | None = None,
         limit: SendLimit = UNLIMITED,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
     ) -> None:
@@ -183,7 +196,9 @@ class Host:
         self._seeds: Addresses = seeds or {}
         self._discovery, self._limit = discovery, limit
         self._found: Addresses = {}  # by it
-        self._settings, self.authority = settings, authority
+        self._settings, self.authority, self._certificate = settings, authority, certificate
+        self._renewers: tuple[str, ...] = ()  # who was known to renew certificates when it was looked at
+        self._look = asyncio.Event()  # at the certificate, at once
         self._claims = 0  # that wait to be agreed on
         self._credentials, self._server_credentials = client, server
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="council")
@@ -221,6 +236,7 @@ class Host:
         self._server = grpc.aio.server(interceptors=[limit], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         add_council_servicer(_CouncilService(self), self._server)
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(SwarmEnrolment(self), self._server)
+        enrolment_pb2_grpc.add_RenewalServicer_to_server(SwarmRenewal(self), self._server)
         orders = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, _OrderService(self))
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
@@ -238,6 +254,8 @@ class Host:
             await part.do(torch.set_num_threads, torch.get_num_threads())  # OpenMP counts for each thread that computes
             self._background.spawn(self._work(part))
         self._background.spawn(self._take_events())
+        if self._certificate is not None:
+            self._background.spawn(self._keep_certificate(self._certificate))
         if self._discovery is not None:
             self._discovery.start(self._found_others, self._found_at)
         _log.info("%s of %s listens on %s", name_of(self.peer_id, saved.incarnation), self.run_id, self.listen)
@@ -529,8 +547,12 @@ class Host:
             case ev.Refused(reason):
                 self._refused(event, reason)
             case ev.Noticed(text):
-                self._notices.append((self._clock.monotonic(), one_line(text, MOST_WORDS // 2)))
+                self._note(text)
                 _log.info("%s", text)
+
+    def _note(self, text: str) -> None:
+        """Show it in the status for a while."""
+        self._notices.append((self._clock.monotonic(), one_line(text, MOST_WORDS // 2)))
 
     def _check(self, record: Record | None) -> None:
         """Raise ConfigError when this member's model is not cut into as many parts as the swarm's."""
@@ -562,6 +584,9 @@ class Host:
         """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""
         news, self._news = self._news, asyncio.Event()
         news.set()
+        if record.holders != self._renewers:
+            self._renewers = record.holders
+            self._look.set()
         before, self._voters = self._voters, (record.voters, frozenset(record.members))
         if self._voters != before:
             _log.info("%d vote, of %d members: %s", len(record.voters), len(record.members), ", ".join(record.voters))
@@ -730,15 +755,53 @@ class Host:
         part.own = None
         await part.do(part.replica.refuse, update.id, reason)
 
+    # -- this member's certificate -----------------------------------------------------------------------------------------
+
+    async def _keep_certificate(self, own: OwnCertificate) -> None:
+        """Look at it now and then, and take a renewed one: connections that are open stay."""
+        while True:
+            self._look.clear()
+            if await own.look(self._certifiers, self._note):
+                self.links.renew(own.credentials())
+                self._members.add_caller(Identity(self.run_id, "peer", self.peer_id), own.present)
+                if self._discovery is not None:
+                    self._discovery.renew(own.present.public_bytes(serialization.Encoding.PEM))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CERTIFICATE_AGAIN_S if own.failing else CERTIFICATE_LOOK_S):
+                    await self._look.wait()
+
+    def _certifiers(self) -> Iterator[Callable[[], Awaitable[bytes]]]:
+        """Yield what asks for a renewed certificate: this member itself if it can, then the others that can."""
+        if self.authority is not None:
+            yield self._certify
+        for peer_id in self.holders:
+            if peer_id != self.peer_id:
+                yield partial(self._ask_certificate, peer_id)
+
+    async def _certify(self) -> bytes:
+        assert self.authority is not None and self._certificate is not None
+        identity = Identity(self.run_id, "peer", self.peer_id)
+        return self.authority.renew(identity, self._certificate.present, now=self._clock.unix())
+
+    async def _ask_certificate(self, peer_id: str) -> bytes:
+        stub: Any = enrolment_pb2_grpc.RenewalStub(self.links.channel(peer_id))
+        try:
+            reply: enrolment_pb2.RenewReply = await stub.Renew(enrolment_pb2.RenewRequest(), timeout=CERTIFICATE_ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        return reply.certificate_der
+
     # -- what others ask ---------------------------------------------------------------------------------------------------
 
     def caller(self, context: Context) -> str:
         """Return which peer of the run calls. Raises RefusedError, EvictedError."""
-        peer_id = admitted(context.auth_context(), self.run_id, ("peer",)).peer_id
-        self.check_evicted(peer_id)
-        if self._members.superseded(peer_id, certificate_of(context)):
-            raise RefusedError(f"{peer_id} was enrolled again, with another key: it is on another machine now")
-        return peer_id
+        identity = admitted(context.auth_context(), self.run_id, ("peer",))
+        certificate = certificate_of(context)
+        self.check_evicted(identity.peer_id)
+        if self._members.superseded(identity.peer_id, certificate):
+            raise RefusedError(f"{identity.peer_id} was enrolled again, with another key: it is on another machine now")
+        self._members.add_caller(identity, certificate)  # of a renewed one, what trains beside it has an older one for a while
+        return identity.peer_id
 
     def limit_of(self, context: Context) -> SendLimit:
         """Return what bounds the bytes that a caller is sent; nothing does where that is this member, on this machine."""
@@ -1066,16 +1129,6 @@ class _ToEngines(grpc.GenericRpcHandler):
             return self._host.handler(handler_call_details.method, handler_call_details.invocation_metadata)
         except EditError as error:
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
-
-
-def certificate_of(context: Context) -> x509.Certificate:
-    """Return the certificate of the caller's connection."""
-    return _parsed(next(iter(context.auth_context()["x509_pem_cert"])))
-
-
-@lru_cache(1024)
-def _parsed(pem: bytes) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(pem)
 
 
 def _shut_out(record: Record) -> frozenset[str]:

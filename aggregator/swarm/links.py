@@ -37,6 +37,7 @@ MOST_WAITING = 64  # messages to one member
 INTRODUCE_S = 10.0  # within which a stream's first message comes
 STALL_S = 15.0  # a stream whose reader takes no message for so long ends, as a connection without keepalive does
 REDIAL_S = 2.0
+RETIRE_S = 600.0
 FIRST_REDIAL_S = 0.2
 Addresses = Mapping[str, Sequence[str]]  # HOST:PORT of each peer that accepts connections
 Write = Callable[[pb.CouncilMessage], Awaitable[None]]
@@ -113,6 +114,7 @@ class Links:
         self._streams: dict[str, list[_Stream]] = {}  # by peer_id, the newest last
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._data: dict[str, tuple[str, grpc.aio.Channel]] = {}  # to whom bytes were fetched from, and its address
+        self._retired: set[asyncio.Task[None]] = set()  # connections that an earlier certificate opened, while they end
         self._addresses: Addresses = {}
         self._reached: dict[str, str] = {}  # where each peer was reached last
         self._begun = asyncio.get_running_loop().time()
@@ -155,6 +157,10 @@ class Links:
 
     def stub(self, peer_id: str) -> Any:
         """Return what fetches bytes from a peer, over a connection of its own. Raises TransportError when it has no address."""
+        return council_stub(self.channel(peer_id))
+
+    def channel(self, peer_id: str) -> grpc.aio.Channel:
+        """Return the connection to a peer beside the stream. Raises TransportError when it has no address."""
         addresses = self._addresses.get(peer_id, ())
         address = self._reached.get(peer_id)
         if address not in addresses:
@@ -163,7 +169,16 @@ class Links:
             raise TransportError(f"{peer_id} accepts no connections")
         if peer_id not in self._data or self._data[peer_id][0] != address:
             self._data[peer_id] = address, self._channel(peer_id, address)
-        return council_stub(self._data[peer_id][1])
+        return self._data[peer_id][1]
+
+    def renew(self, credentials: grpc.ChannelCredentials) -> None:
+        """Open connections with these credentials from now on. Streams stay; other calls under way have RETIRE_S to end."""
+        self._credentials = credentials
+        for _, channel in self._data.values():
+            task = asyncio.get_running_loop().create_task(channel.close(RETIRE_S))
+            self._retired.add(task)
+            task.add_done_callback(self._retired.discard)
+        self._data.clear()
 
     async def close(self) -> None:
         """End all streams."""
@@ -176,6 +191,9 @@ class Links:
         await asyncio.gather(*tasks, return_exceptions=True)
         for _, channel in self._data.values():
             await channel.close()
+        for retired in list(self._retired):
+            retired.cancel()
+        await asyncio.gather(*self._retired, return_exceptions=True)
 
     # -- a stream ----------------------------------------------------------------------------------------------------------
 

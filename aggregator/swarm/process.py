@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 
 from aggregator.resources import raise_file_limit
 from aggregator.storage.state_folder import lock_folder
-from aggregator.swarm.admission import open_authority, take_settings
+from aggregator.swarm.admission import OwnCertificate, open_authority, take_settings
 from aggregator.swarm.host import Host, Place
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of, members
 from aggregator.swarm.member_folder import MemberFolder
@@ -98,6 +99,7 @@ async def _open(path: Path, limit: SendLimit) -> Host:
         discovery=discovery,
         settings=settings,
         authority=open_authority(path),
+        certificate=OwnCertificate(path, identity, time.time),
         limit=limit,
     )
 

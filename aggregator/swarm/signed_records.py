@@ -117,9 +117,9 @@ class SignedRecords:
         unix: Callable[[], float] = time.time,
     ) -> None:
         self._run_id, self._key, self._evicted, self._unix = run_id, key, evicted, unix
+        self.renew(certificate)
         try:
             own = serialization.load_pem_private_key(private_key, None)
-            self._certificate = x509.load_pem_x509_certificate(certificate).public_bytes(serialization.Encoding.DER)
             self._authorities = x509.load_pem_x509_certificates(authority)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"peer.key, peer.pem or ca.pem is damaged ({error})") from error
@@ -127,6 +127,13 @@ class SignedRecords:
             raise ConfigError("peer.key is not a P-256 key")
         self._private_key = own
         self._member = lru_cache(1024)(self._member_of)  # of certificates of this run only: others raise
+
+    def renew(self, certificate: bytes) -> None:
+        """Sign with this certificate (PEM) from now on. It is for the same key. Raises ConfigError."""
+        try:
+            self._certificate = x509.load_pem_x509_certificate(certificate).public_bytes(serialization.Encoding.DER)
+        except ValueError as error:
+            raise ConfigError(f"peer.pem is damaged ({error})") from error
 
     # -- hivemind's RecordValidatorBase ------------------------------------------------------------------------------------
 

@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError, TransportError
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
-from editpb.identity import Identity
+from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
-from peers.identity.peer_folder import MAX_CERTIFICATE_BYTES, PeerFolder, certificate_fault, key_pem
+from peers.identity.peer_folder import PeerFolder, key_pem
 
 __all__ = ["invitation_text", "join"]
 

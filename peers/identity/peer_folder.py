@@ -12,21 +12,20 @@ from typing import Any
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from edit.durable_files import read_json, read_private, write_atomic, write_json
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError
-from editpb.identity import Identity, from_certificate
+from edit.errors import ConfigError, RemoteProtocolError
+from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 from editpb.server_certificate import ServerCertificate
 from editpb.validity import Notice, Validity
 
-__all__ = ["MAX_CERTIFICATE_BYTES", "Enrolment", "PeerFolder", "certificate_fault", "key_pem"]
+__all__ = ["Enrolment", "PeerFolder", "key_pem"]
 
-MAX_CERTIFICATE_BYTES = 16_384
 FORMAT = 1  # of identity.json
 
 
@@ -155,24 +154,6 @@ class PeerFolder:
             return read_private(self._key)
         except OSError as error:
             raise ConfigError(f"{self._key}: cannot be read ({error.strerror})") from error
-
-
-def certificate_fault(
-    certificate: x509.Certificate, authority: x509.Certificate, identity: Identity, key: ec.EllipticCurvePrivateKey
-) -> str | None:
-    """Return what is wrong with a member's certificate, or None if `authority` signed it for `identity` and `key`."""
-    try:
-        certificate.verify_directly_issued_by(authority)
-        named, public = from_certificate(certificate), certificate.public_key()
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
-        return "the certificate is not signed by the run's authority"
-    except RefusedError as error:
-        return str(error)
-    if named != identity:
-        return f"the certificate is for {named.uri}, not {identity.uri}"
-    if public != key.public_key():
-        return "the certificate is for another key than peer.key"
-    return None
 
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

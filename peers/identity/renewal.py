@@ -34,9 +34,9 @@ class Renewal:
     Args:
         folder: of the peer.
         enrolled: what was loaded from it.
-        channels: to the coordinator; they, and those made from them, get the new credentials.
+        channels: to the coordinator, or in a swarm to a part; they, and those made from them, get the new credentials.
         asks: whether this process asks the coordinator. Of the ranks on one machine one does; the others find what it has
-            stored.
+            stored. In a swarm none does: the peer's host.
         unix: the clock, in seconds since 1970.
     """
 
@@ -73,7 +73,7 @@ class Renewal:
         self._say()
 
     async def _take_stored(self) -> None:
-        stored = await asyncio.to_thread(self._folder.load)
+        stored = await asyncio.to_thread(self._folder.load, swarm=not self._enrolled.endpoints)
         if stored.certificate != self._enrolled.certificate:
             self._enrolled = stored
             self._channels.renew(stored.credentials)

@@ -11,12 +11,25 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from edit.errors import ConfigError, RefusedError
 from editpb.limits import is_id
 
-__all__ = ["ROLES", "Identity", "admitted", "from_auth_context", "from_certificate", "from_uri", "invited_by"]
+__all__ = [
+    "MAX_CERTIFICATE_BYTES",
+    "ROLES",
+    "Identity",
+    "admitted",
+    "certificate_fault",
+    "from_auth_context",
+    "from_certificate",
+    "from_uri",
+    "invited_by",
+]
 
+MAX_CERTIFICATE_BYTES = 16_384
 ROLES = ("peer", "region", "observer", "operator", "coordinator")
 _SCHEME = "edit://"
 _INVITED = "invitation:"  # before the URI of whom an invitation to a swarm is for
@@ -88,6 +101,24 @@ def admitted(context: Mapping[str, Iterable[bytes]], run_id: str, roles: Collect
 def from_certificate(certificate: x509.Certificate) -> Identity:
     """Return the identity that a certificate names. Raises RefusedError without exactly one."""
     return _only([uri for uri in _uris(certificate) if uri.startswith(_SCHEME)])
+
+
+def certificate_fault(
+    certificate: x509.Certificate, authority: x509.Certificate, identity: Identity, key: ec.EllipticCurvePrivateKey
+) -> str | None:
+    """Return what is wrong with a member's certificate, or None if `authority` signed it for `identity` and `key`."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+        named, public = from_certificate(certificate), certificate.public_key()
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return "the certificate is not signed by the run's authority"
+    except RefusedError as error:
+        return str(error)
+    if named != identity:
+        return f"the certificate is for {named.uri}, not {identity.uri}"
+    if public != key.public_key():
+        return "the certificate is for another key than peer.key"
+    return None
 
 
 def invited_by(certificate: x509.Certificate) -> Identity:

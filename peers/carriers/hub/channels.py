@@ -70,6 +70,10 @@ class Channels:
         other._held = self._held
         return other
 
+    def share(self, other: Channels) -> None:
+        """Have the credentials of others, also once they are renewed."""
+        self._held = other._held
+
     def renew(self, credentials: grpc.ChannelCredentials) -> None:
         """Open channels with these credentials from now on. Those that are open stay: calls may still use them."""
         self._held.credentials = credentials

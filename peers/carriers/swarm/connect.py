@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
@@ -12,6 +13,7 @@ from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
+from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.io_thread import IoThread
@@ -32,6 +34,7 @@ def connect_swarm(
     ranks: Ranks = ALONE,
     limit: SendLimit = UNLIMITED,
     *,
+    keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -46,9 +49,14 @@ def connect_swarm(
         parts: that the model is cut into.
         credentials: of this peer.
         limit: of what is sent.
+        keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
     channels = [PartChannels(identity.run_id, hosts, part, credentials, limit) for part in range(parts)]
+    for each in channels[1:]:
+        each.share(channels[0])
+    if keep is not None:
+        io.spawn(keep(channels[0]))
     parser = ConfigParser()
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)

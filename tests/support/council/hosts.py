@@ -19,8 +19,9 @@ from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
-from aggregator.swarm.admission import open_authority
+from aggregator.swarm.admission import OwnCertificate, open_authority
 from aggregator.swarm.host import Host, Place, found_swarm
+from aggregator.swarm.host_folder import credentials
 from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
 from edit.council.machine import Role, Timing
@@ -66,6 +67,8 @@ class Hosts:
     model: tuple[Schema, Sequence[Tensor]] | None = None  # and its parameters; None: one of random vectors
     running: dict[str, Host] = field(default_factory=dict)
     limits: dict[str, SendLimit] = field(default_factory=dict)  # of what members send, from their next start on
+    unix: Callable[[], float] = time.time  # of all members
+    renews: bool = False  # whether members have their certificates in their folders, and renew them
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
 
     @property
@@ -116,7 +119,11 @@ class Hosts:
             seeds: whom it knows, and where; None: all that run.
             discovery: makes it of (private key, certificate, authority).
         """
-        key, certificate = self.certificate(peer_id)
+        path, key, certificate = self.path / peer_id, *self.certificate(peer_id)
+        client = grpc.ssl_channel_credentials(self.ca, key, certificate)
+        server = grpc.ssl_server_credentials([(key, certificate)], self.ca, True)
+        if self.renews:
+            client, server = credentials(path)
         running = {other: (host.listen,) for other, host in self.running.items() if host._place.advertise and discovery is None}
 
         def took(part: int, commit: Commit) -> None:
@@ -129,16 +136,17 @@ class Hosts:
             self.folder(peer_id),
             self.schemas,
             Place("127.0.0.1:0", advertise),
-            grpc.ssl_channel_credentials(self.ca, key, certificate),
-            grpc.ssl_server_credentials([(key, certificate)], self.ca, True),
+            client,
+            server,
             Members(self.path / peer_id / "members.json", new=True, enrols=False),
             seeds=running if seeds is None else seeds,
             timing=TIMING,
             discovery=discovery((key, certificate, self.ca)) if discovery is not None else None,
-            clock=Clock(monotonic=asyncio.get_running_loop().time),
+            clock=Clock(monotonic=asyncio.get_running_loop().time, unix=self.unix),
             on_commit=took,
             limit=self.limits.get(peer_id, UNLIMITED),
-            authority=open_authority(self.path / peer_id),
+            authority=open_authority(path),
+            certificate=OwnCertificate(path, Identity(self.run_id, "peer", peer_id), self.unix) if self.renews else None,
         )
         await host.start()
         self.running[peer_id] = host

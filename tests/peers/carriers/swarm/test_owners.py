@@ -47,6 +47,8 @@ def test_a_change_of_owners_is_told_at_once_and_another_host_is_asked_when_one_i
         async with hosts(tmp_path, parts=3) as swarm:
             await swarm.grow("a", "b", "c")
             await swarm.until(lambda: len({part.owner for part in swarm.record.parts}) == 3, passes=3.0)
+            everybody = swarm.running.values()
+            await swarm.until(lambda: all(host.council.committed == swarm.record for host in everybody), passes=0.1)
             async with watching(swarm, "cab") as channels:
                 await swarm.until(lambda: at_owners(swarm, channels))
                 await swarm.stop("b")
