@@ -108,7 +108,11 @@ def simulate(
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the faults; the same seed and options give the same schedule.")] = 0,
     minutes: Annotated[float, typer.Option(help="Inject faults for so many minutes.")] = 1.0,
-    peers: Annotated[int, typer.Option(help="Number of peers.")] = 3,
+    peers: Annotated[int | None, typer.Option(help="Number of peers.", show_default="3; with --swarm 5")] = None,
+    swarm: Annotated[
+        bool,
+        typer.Option("--swarm", help="Without a coordinator. Needs network namespaces: Linux, as root."),
+    ] = False,
     sharded: Annotated[bool, typer.Option("--sharded", help="Make one of them a torchrun replica of two ranks.")] = False,
     kills: Annotated[
         int, typer.Option(help="Only kill, so many times, whatever --minutes says.", show_default="faults of all kinds")
@@ -128,6 +132,10 @@ def chaos(
     them), also checks that honest peers stay in the commits and are never refused, that the coordinator's log and folder stay
     small, and that all parameters stay finite. The penalty is enabled, and a quorum has an honest peer in it.
 
+    With --swarm members are killed, stopped, cut off alone or in pairs, slowed down, wiped, evicted; they leave and rejoin; all
+    are killed at once. One accepts no connections. Checks that every outer step of a part has one digest, nothing that was
+    reported is lost, the swarm advances while a quorum is there, and all end by themselves with the same state on disk.
+
     Example: edit-lab chaos --seed 7 --minutes 5 --hostile 1
     """
     from rich.console import Console
@@ -136,7 +144,15 @@ def chaos(
     from edit.lab.chaos.options import ChaosOptions
 
     options = ChaosOptions(
-        seed=seed, seconds=60 * minutes, peers=peers, sharded=sharded, hostile=hostile, kills=kills, gap_s=gap, out=out
+        seed=seed,
+        seconds=60 * minutes,
+        peers=peers if peers is not None else 5 if swarm else 3,
+        swarm=swarm,
+        sharded=sharded,
+        hostile=hostile,
+        kills=kills,
+        gap_s=gap,
+        out=out,
     )
     run_chaos(options, as_json, Console(stderr=True))
 

@@ -88,6 +88,7 @@ class Network:
         self._names, self._mbit = tuple(names), mbit
         self._others, self._queue_ms = others or {}, queue_ms
         self._open = ExitStack()
+        self._switches = {"switch"}
         self.hosts: Mapping[str, Host] = dict.fromkeys(self._names, LOOPBACK)
 
     def __enter__(self) -> Self:
@@ -115,6 +116,26 @@ class Network:
             (counted[f"{name} up"],) = (each["bytes"] for each in _qdiscs(host) if each["kind"] == "tbf")
             counted[f"{name} down"] = down[_port(place)]
         return counted
+
+    def move(self, name: str, switch: str = "switch") -> None:
+        """Connect a host to another switch: only who is there reaches it. "": to none, as if its cable were pulled.
+
+        The switch is made when it is first named. Connections stay open, and hear nothing.
+        """
+        port = _port(self._names.index(name))
+        if not switch:
+            _run(self._switch, ("ip", "-batch", "-"), f"link set {port} nomaster\n")
+            return
+        if switch not in self._switches:
+            _run(self._switch, ("ip", "-batch", "-"), f"link add {switch} type bridge\nlink set {switch} up\n")
+            self._switches.add(switch)
+        _run(self._switch, ("ip", "-batch", "-"), f"link set {port} master {switch}\n")
+
+    def limit(self, name: str, mbit: float) -> None:
+        """Give a host's link another rate, in both directions."""
+        limit = self._limit(mbit)
+        _run(self._switch, ("tc", *f"qdisc replace dev {_port(self._names.index(name))} {limit}".split()))
+        _run(self.hosts[name], ("tc", *f"qdisc replace dev eth0 {limit}".split()))
 
     def congestion_control(self) -> str:
         """Return what TCP has on the hosts, the system's choice: "cubic", for example."""

@@ -135,9 +135,15 @@ class Supervisor:
         child.signal_all(signal.SIGKILL)
         child.process.wait()
 
-    def signal(self, name: str, number: signal.Signals) -> None:
+    def send_signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to the process and to all that it has started."""
         self._children[name].signal_all(number)
+
+    def signal_leader(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the process's own group only, which tells the others itself. Its end is expected."""
+        child = self._children[name]
+        child.stop_requested = True
+        child.signal_group(number)
 
     def processes(self, name: str) -> list[int]:
         """Return the process, if it runs, and all that it has started that runs."""

@@ -10,6 +10,8 @@ disk         a disk that can be filled
 history      what was seen of the run
 invariants   what must hold, as pure functions of the history
 harness      runs all of it
+swarm        the same for a swarm whose members are on hosts of their own
+swarm_rules  what was seen of it, and what must hold
 outcome      the result as JSON and tables
 command      the terminal
 """

@@ -7,16 +7,17 @@ import time
 import torch
 from rich.console import Console
 
+from edit.lab.chaos import swarm
 from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.options import ChaosOptions
-from edit.lab.chaos.outcome import as_json, tables
+from edit.lab.chaos.outcome import as_json, swarm_tables, tables
 from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 
 __all__ = ["run_chaos"]
 
 
-def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Report:
+def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Report | swarm.SwarmReport:
     """Run it, with progress on `console` and the result on stdout. Raises RuleBroken (exit code 1) when a rule was broken.
 
     Before it returns or raises, every process has ended. The folder is kept.
@@ -24,15 +25,16 @@ def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Repor
     torch.set_num_threads(1)
     log = _Log(console)
     with terminated_as_interrupt():
-        chaos = Chaos(options, log.line)
+        chaos = swarm.SwarmChaos(options, log.line) if options.swarm else Chaos(options, log.line)
         for fault in chaos.report.schedule:
             log.line(f"planned {fault}")
         report = chaos.run()
-    (options.out / "chaos.json").write_text(json_text(as_json(report), indent=1) + "\n", encoding="utf-8")
+    values = swarm.as_json(report) if isinstance(report, swarm.SwarmReport) else as_json(report)
+    (options.out / "chaos.json").write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
     if json_only:
-        print(json_text(as_json(report)))  # noqa: T201
+        print(json_text(values))  # noqa: T201
     else:
-        Console().print(tables(report))
+        Console().print(swarm_tables(report) if isinstance(report, swarm.SwarmReport) else tables(report))
     if report.violation is not None:
         raise RuleBroken(_explanation(report))
     return report
@@ -48,12 +50,15 @@ class _Log:
         self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _explanation(report: Report) -> str:
+def _explanation(report: Report | swarm.SwarmReport) -> str:
     """Return what is needed to find and repeat the violation."""
-    violation, history = report.violation, report.history
+    violation = report.violation
     assert violation is not None
     when = time.strftime("%H:%M:%S", time.localtime(violation.t))
-    last = [str(incident) for incident in history.incidents if incident.began <= violation.t][-3:]
+    if isinstance(report, swarm.SwarmReport):
+        last = report.incidents[-3:]
+    else:
+        last = [str(incident) for incident in report.history.incidents if incident.began <= violation.t][-3:]
     lines = [
         f"rule broken: {violation}",
         f"  seed {report.options.seed}, at {when}; replay: edit-lab chaos --seed {report.options.seed} with the same options",

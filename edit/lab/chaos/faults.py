@@ -15,7 +15,7 @@ from enum import StrEnum
 from edit.errors import ConfigError
 from edit.lab.processes import COORDINATOR
 
-__all__ = ["Fault", "Kind", "draw_schedule", "kinds_for"]
+__all__ = ["SWARM_KINDS", "Fault", "Kind", "draw_schedule", "kinds_for"]
 
 _RECOVERY_S = 4.0  # between two faults of one target, so that it can recover
 _LONGEST_GAP = 4.0  # times the mean
@@ -36,6 +36,14 @@ class Kind(StrEnum):
     SLOW = "slow link"
     LOSSY = "lossy link"
     FULL_DISK = "full disk"
+    # only in a swarm, where KILL_PEER and STOP_PEER are of a member with its host, and SLOW is of its whole link
+    KILL_HOST = "SIGKILL of a member's host"
+    CABLE = "cable pulled"
+    PARTITION = "two members cut off together"
+    POWER_CUT = "SIGKILL of all members"
+    LEAVE = "a member leaves and joins again"
+    WIPE = "a member's disk is lost"
+    EVICT = "a member is evicted, a new one invited"
 
     @property
     def of_coordinator(self) -> bool:
@@ -70,9 +78,24 @@ class Fault:
         )
 
 
+SWARM_KINDS = (
+    Kind.KILL_PEER,
+    Kind.STOP_PEER,
+    Kind.SLOW,
+    Kind.KILL_HOST,
+    Kind.CABLE,
+    Kind.PARTITION,
+    Kind.POWER_CUT,
+    Kind.LEAVE,
+    Kind.WIPE,
+    Kind.EVICT,
+)
+_ONLY_SWARM = {kind for kind in SWARM_KINDS if kind not in (Kind.KILL_PEER, Kind.STOP_PEER, Kind.SLOW)}
+
+
 def kinds_for(sharded: bool) -> tuple[Kind, ...]:
-    """Return every kind; a rank can only be killed where a replica has several."""
-    return tuple(kind for kind in Kind if sharded or kind is not Kind.KILL_RANK)
+    """Return every kind of a run with a coordinator; a rank can only be killed where a replica has several."""
+    return tuple(kind for kind in Kind if kind not in _ONLY_SWARM and (sharded or kind is not Kind.KILL_RANK))
 
 
 def draw_schedule(
@@ -121,4 +144,6 @@ def _targets(kind: Kind, peers: Sequence[str], sharded: str | None) -> Sequence[
     if kind is Kind.KILL_RANK:
         assert sharded is not None
         return (sharded,)
+    if kind in (Kind.WIPE, Kind.EVICT):
+        return peers[1:]  # the first one invites
     return peers

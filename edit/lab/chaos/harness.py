@@ -40,7 +40,7 @@ class Report:
     options: ChaosOptions
     schedule: tuple[Fault, ...]
     history: History
-    disk: str  # which kind of disk the coordinator had
+    disk: str = ""  # which kind of disk the coordinator had
     seconds: float = 0.0  # of chaos
     violation: Violation | None = None
     ended: dict[str, int] = field(default_factory=dict)  # exit codes by name
@@ -52,9 +52,10 @@ class Chaos:
 
     def __init__(self, options: ChaosOptions, say: Callable[[str], None], unix: Callable[[], float] = time.time) -> None:
         self._options, self._say, self._unix = options, say, unix
+        schedule = options.schedule()
         self._testbed = Testbed(options)
         self._history = History(options.peer_ids, options.step_tokens, options.hostile_ids)
-        self.report = Report(options, options.schedule(), self._history, self._testbed.disk.kind)
+        self.report = Report(options, schedule, self._history)
         names = (COORDINATOR, *options.peer_ids)
         self._lines = {name: JsonLines(self._testbed.metrics(name)) for name in names}
         self._observer: Observer | None = None
@@ -67,6 +68,7 @@ class Chaos:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._testbed)
+                self.report.disk = self._testbed.disk.kind
                 try:
                     self._found()
                     stack.callback(self._close_observer)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edit.errors import ConfigError
-from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
+from edit.lab.chaos.faults import SWARM_KINDS, Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.invariants import Bounds
+from edit.lab.chaos.swarm_rules import SwarmBounds
 from edit.lab.run_toml import Settings
 
 __all__ = ["SHARDED", "ChaosOptions"]
@@ -25,6 +26,7 @@ class ChaosOptions:
     seed: int = 0
     seconds: float = 60.0  # of faults, after all peers are in a commit
     peers: int = 3
+    swarm: bool = False  # no coordinator; the last member has no listening port
     sharded: bool = False  # the last peer is a torchrun replica of two ranks
     hostile: int = 0  # members beside them that attack the run
     behaviours: tuple[str, ...] = ()  # of the hostile members; none: all
@@ -56,6 +58,12 @@ class ChaosOptions:
             raise ConfigError(f"--seed {self.seed}: must be between 0 and 2147483647")
         if not 10 <= self.seconds <= 24 * 3600:
             raise ConfigError(f"--minutes {self.seconds / 60:g}: must be between 0.17 (ten seconds) and 1440 (a day)")
+        if not 0.01 <= self.gap_s <= 3600:
+            raise ConfigError(f"--gap {self.gap_s:g}: must be between 0.01 and 3600 seconds")
+        if self.swarm and (self.sharded or self.hostile or self.kills):
+            raise ConfigError("--swarm: cannot be combined with --sharded, --hostile or --kills")
+        if self.swarm and not 3 <= self.peers <= 7:
+            raise ConfigError(f"--peers {self.peers}: with --swarm between 3 and 7")
         if not 1 <= self.peers <= 64:
             raise ConfigError(f"--peers {self.peers}: must be between 1 and 64")
         if not 0 <= self.kills <= 10_000:
@@ -67,6 +75,11 @@ class ChaosOptions:
     def peer_ids(self) -> tuple[str, ...]:
         plain = tuple(f"peer-{index}" for index in range(self.peers - self.sharded))
         return (*plain, SHARDED) if self.sharded else plain
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the model of a swarm is cut."""
+        return 3
 
     @property
     def hostile_ids(self) -> tuple[str, ...]:
@@ -81,11 +94,21 @@ class ChaosOptions:
     def bounds(self) -> Bounds:
         return Bounds.of(ceiling_s=self.ceiling_s, lease_s=self.lease_s, start_s=self.start_s)
 
+    @property
+    def swarm_bounds(self) -> SwarmBounds:
+        """Return generous bounds: every timeout of the run once, and `start_s` for a process to start under load."""
+        of_a_round = 2 * self.ceiling_s + 4 * self.lease_s
+        return SwarmBounds(
+            advance_s=of_a_round + self.start_s / 2, return_s=of_a_round + 2 * self.start_s, spare=(self.peers - 1) // 2
+        )
+
     def schedule(self) -> tuple[Fault, ...]:
         """Return the planned faults; the same options give the same ones."""
         if self.faults is not None:
             return self.faults
         kinds, seconds, longest_s = self.kinds, self.seconds, self.longest_s
+        if self.swarm and kinds is None:
+            kinds = SWARM_KINDS
         if self.kills:
             kinds = tuple(kind for kind in kinds_for(self.sharded) if kind.kills)
             seconds, longest_s = 10 * self.kills * self.gap_s, _DOWN_S
@@ -109,6 +132,11 @@ class ChaosOptions:
         quorum = max(self.quorum, self.hostile + 1) if self.hostile else self.quorum
         model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": CONTEXT}
         rounds = {"start_peers": self.peers, "quorum": quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
+        where: Settings = {
+            "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0", "advertise": ("127.0.0.1", "localhost")}
+        }
+        if self.swarm:
+            where = {"swarm": {"parts": self.parts, "lease_s": 1.0, "forget_s": 10.0, "discovery": "addresses"}}
         return {
             "name": "chaos",
             "seed": self.seed,
@@ -122,5 +150,5 @@ class ChaosOptions:
             "rounds": rounds,
             "membership": {"heartbeat_s": self.heartbeat_s, "lease_s": self.lease_s},
             "storage": {"checkpoint_every": self.checkpoint_every, "keep_updates": 4},
-            "server": {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0", "advertise": ("127.0.0.1", "localhost")},
+            **where,
         }

@@ -12,8 +12,9 @@ from rich.table import Table
 from edit.lab.chaos.faults import Kind
 from edit.lab.chaos.harness import Report
 from edit.lab.chaos.history import History, Incident
+from edit.lab.chaos.swarm import SwarmReport
 
-__all__ = ["as_json", "tables"]
+__all__ = ["as_json", "swarm_tables", "tables"]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -111,3 +112,27 @@ def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _median_max(spread: dict[str, float] | None) -> str:
     return f"{spread['median']:.1f} median, {spread['max']:.1f} max" if spread else "-"
+
+
+def swarm_tables(report: SwarmReport) -> RenderableType:
+    """Return the result of a swarm's chaos as tables."""
+    history = report.history
+    faults = Table("fault", "count", box=None, header_style="dim", title_justify="left")
+    for kind, count in sorted(report.done.items()):
+        faults.add_row(str(kind), str(count))
+    facts = Table(box=None, show_header=False)
+    steps = ", ".join(f"part {part}: {step}" for part, step in sorted(history.reached.items()))
+    back = (
+        f"{statistics.median(history.recovery_s):.1f} median, {max(history.recovery_s):.1f} max" if history.recovery_s else "-"
+    )
+    memory = f"{statistics.median(history.memory) / 1e6:.0f} MB median, {max(history.memory) / 1e6:.0f} MB at most"
+    for name, text in (
+        ("chaos", f"{report.seconds:.0f} s, {report.done.total()} faults, {report.skipped} skipped"),
+        ("outer steps", f"{steps}; rounds aborted {history.aborted}"),
+        ("longest pause of a part", f"{max(history.pauses_s, default=0.0):.1f} s"),
+        ("a disturbed member's next outer step", f"{back} s (from its repair or restart)"),
+        ("digests compared", f"{history.reports:,}" + (", all equal" if report.violation is None else ", see above")),
+        ("largest host's memory", memory if history.memory else "?"),
+    ):
+        facts.add_row(name, text)
+    return Group(faults, "", facts)

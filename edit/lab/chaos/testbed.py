@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
 from edit.lab import procfs
-from edit.lab.chaos.disk import BALLAST, open_disk
+from edit.lab.chaos.disk import BALLAST, Disk, open_disk
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.history import Recovered
 from edit.lab.chaos.options import SHARDED, ChaosOptions
@@ -34,7 +34,7 @@ from edit.lab.observer import open_observer
 from edit.lab.processes import COORDINATOR, ChildDied, Exit, Programs, Supervisor
 from edit.lab.run_toml import to_toml
 
-__all__ = ["Testbed"]
+__all__ = ["Testbed", "marked_processes"]
 
 _MARK = "EDIT_LAB_CHAOS"
 _PATIENCE_S = 20.0
@@ -51,29 +51,22 @@ class Testbed:
         self._options, self._programs = options, programs or Programs()
         self.folder = DemoFolder(options.out)
         self.folder.claim()
-        self.disk = open_disk(self.folder.state, options.disk_bytes)
         self._supervisor = Supervisor(self.folder.logs, patience_s=_PATIENCE_S)
         self._links: dict[str, Link] = {}
         self._open = contextlib.ExitStack()
         self._log_begins = 0  # where the log of the coordinator's present process begins
-        self._mark = secrets.token_hex(8)
-        self.left_behind: tuple[str, ...] = ()
+        self.disk: Disk
+        self.left_behind: list[str] = []
 
     def __enter__(self) -> Self:
+        self.disk = open_disk(self.folder.state, self._options.disk_bytes)
         self._open.callback(self.disk.close)
-        self._open.callback(self._sweep)
-        self._open.enter_context(_environment({_MARK: self._mark, "OMP_NUM_THREADS": "1"}))
+        self.left_behind = self._open.enter_context(marked_processes())
         self._open.enter_context(self._supervisor)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open.close()
-
-    def _sweep(self) -> None:
-        """Note and kill the processes that still have the mark."""
-        left = procfs.marked(f"{_MARK}={self._mark}")
-        self.left_behind = tuple(f"{pid}: {procfs.command_line(pid)}" for pid in left)
-        _signal(left, signal.SIGKILL)
 
     # ---- starting -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +137,7 @@ class Testbed:
             case Kind.KILL_RANK:
                 _signal(procfs.children(self._supervisor.pid(name))[-1:], signal.SIGKILL)
             case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
-                self._supervisor.signal(name, signal.SIGSTOP)
+                self._supervisor.send_signal(name, signal.SIGSTOP)
             case Kind.CUT:
                 self._links[name].cut()
             case Kind.SILENCE:
@@ -163,7 +156,7 @@ class Testbed:
             case Kind.KILL_PEER | Kind.KILL_COORDINATOR:
                 self.start(name)
             case Kind.STOP_PEER | Kind.STOP_COORDINATOR:
-                self._supervisor.signal(name, signal.SIGCONT)
+                self._supervisor.send_signal(name, signal.SIGCONT)
             case Kind.CUT | Kind.SILENCE | Kind.LOSSY:
                 self._links[name].repair()
             case Kind.SLOW:
@@ -232,6 +225,19 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def marked_processes() -> Iterator[list[str]]:
+    """Mark the processes that are started inside, one thread each; at the end kill those that are left, and note them."""
+    mark, left = secrets.token_hex(8), list[str]()
+    with _environment({_MARK: mark, "OMP_NUM_THREADS": "1"}):
+        try:
+            yield left
+        finally:
+            pids = procfs.marked(f"{_MARK}={mark}")
+            left += [f"{pid}: {procfs.command_line(pid)}" for pid in pids]
+            _signal(pids, signal.SIGKILL)
 
 
 @contextlib.contextmanager

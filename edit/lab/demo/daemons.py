@@ -103,11 +103,11 @@ class DemoDaemons:
 
     def stop(self, name: str) -> None:
         """Send SIGSTOP."""
-        self._supervisor.signal(name, signal.SIGSTOP)
+        self._supervisor.send_signal(name, signal.SIGSTOP)
 
     def go_on(self, name: str) -> None:
         """Send SIGCONT."""
-        self._supervisor.signal(name, signal.SIGCONT)
+        self._supervisor.send_signal(name, signal.SIGCONT)
 
     def end(self, name: str) -> None:
         """End the process, if it runs."""

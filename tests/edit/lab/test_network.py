@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,44 @@ def test_without_the_right_to_make_namespaces_one_line_says_so() -> None:
     last = done.stderr.splitlines()[-1]
     assert "links of a limited rate need network namespaces, as root: Operation not permitted" in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("limited_links")
+def test_hosts_on_another_switch_reach_each_other_only_and_one_on_none_nobody() -> None:
+    with Network(["ada", "grace", "joan", "mary"], 1000.0) as four, ExitStack() as opened:
+        at = {}
+        for name, host in four.hosts.items():
+            server = opened.enter_context(host._inside(partial(socket.create_server, (host.address, 0), backlog=64)))
+            at[name] = server.getsockname()
+
+        def connects(source: str, name: str, within_s: float) -> bool:
+            try:
+                four.hosts[source]._inside(partial(socket.create_connection, at[name], timeout=within_s)).close()
+            except OSError:
+                return False
+            return True
+
+        def reaches(source: str, *wanted: str) -> bool:
+            """Whether a host reaches these and no others. What the kernel asked for in vain before may fail once more."""
+            return all(any(connects(source, name, 10.0) for _ in range(3)) for name in wanted) and not any(
+                connects(source, name, 0.5) for name in {*at} - {source, *wanted}
+            )
+
+        four.move("joan", "other")
+        four.move("mary", "other")
+        assert reaches("joan", "mary") and reaches("ada", "grace")
+        four.move("mary", "")
+        assert reaches("mary") and reaches("joan")
+        four.move("mary")
+        four.move("joan")
+        assert reaches("mary", "ada", "grace", "joan")
+
+
+@pytest.mark.usefixtures("limited_links")
+def test_a_link_can_be_given_another_rate() -> None:
+    with Network(["ada", "grace"], 1000.0) as two:
+        two.limit("ada", 2.0)
+        rates = [
+            each["options"]["rate"] for host in two.hosts.values() for each in network._qdiscs(host) if each["kind"] == "tbf"
+        ]
+        assert rates == [2_000_000 // 8, 1_000_000_000 // 8]

@@ -177,6 +177,6 @@ def test_what_a_child_has_started_in_a_group_of_its_own_ends_with_it_even_if_sto
         supervisor.start("peer", python(WITH_A_GROUP_OF_ITS_OWN, fifo.path, STUBBORN))
         fifo.wait_ready()
         assert len(supervisor.processes("peer")) == 2
-        supervisor.signal("peer", signal.SIGSTOP)
+        supervisor.send_signal("peer", signal.SIGSTOP)
         {"kill": lambda: supervisor.kill("peer"), "stop": lambda: supervisor.stop("peer"), "close": supervisor.close}[how]()
         fifo.wait_gone()
