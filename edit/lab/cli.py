@@ -140,7 +140,7 @@ def chaos(
     """
     from rich.console import Console
 
-    from edit.lab.chaos.command import run_chaos
+    from edit.lab.chaos.command import run_chaos, run_swarm_chaos
     from edit.lab.chaos.options import ChaosOptions
 
     options = ChaosOptions(
@@ -154,7 +154,7 @@ def chaos(
         gap_s=gap,
         out=out,
     )
-    run_chaos(options, as_json, Console(stderr=True))
+    (run_swarm_chaos if swarm else run_chaos)(options, as_json, Console(stderr=True))
 
 
 _Parameters = Annotated[int, typer.Option(min=12, help="Size of the model, in parameters.")]

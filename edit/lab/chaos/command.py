@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from edit.lab.chaos import swarm
 from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, swarm_tables, tables
+from edit.lab.chaos.swarm import SwarmChaos, SwarmReport
+from edit.lab.chaos.swarm import as_json as swarm_json
 from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 
-__all__ = ["run_chaos"]
+__all__ = ["run_chaos", "run_swarm_chaos"]
+
+_Reported = TypeVar("_Reported", Report, SwarmReport)
 
 
-def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Report | swarm.SwarmReport:
+class _Runs(Protocol[_Reported]):
+    """A chaos run."""
+
+    report: _Reported
+
+    def run(self) -> _Reported: ...
+
+
+def run_chaos(options: ChaosOptions, json_only: bool, console: Console) -> Report:
     """Run it, with progress on `console` and the result on stdout. Raises RuleBroken (exit code 1) when a rule was broken.
 
     Before it returns or raises, every process has ended. The folder is kept.
     """
+    report = _run(Chaos, options, console)
+    _show(report, as_json(report), tables(report), json_only)
+    return report
+
+
+def run_swarm_chaos(options: ChaosOptions, json_only: bool, console: Console) -> SwarmReport:
+    """Run that of a swarm likewise."""
+    report = _run(SwarmChaos, options, console)
+    _show(report, swarm_json(report), swarm_tables(report), json_only)
+    return report
+
+
+def _run(
+    kind: Callable[[ChaosOptions, Callable[[str], None]], _Runs[_Reported]], options: ChaosOptions, console: Console
+) -> _Reported:
     torch.set_num_threads(1)
     log = _Log(console)
     with terminated_as_interrupt():
-        chaos = swarm.SwarmChaos(options, log.line) if options.swarm else Chaos(options, log.line)
+        chaos = kind(options, log.line)
         for fault in chaos.report.schedule:
             log.line(f"planned {fault}")
-        report = chaos.run()
-    values = swarm.as_json(report) if isinstance(report, swarm.SwarmReport) else as_json(report)
-    (options.out / "chaos.json").write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
+        return chaos.run()
+
+
+def _show(report: Report | SwarmReport, values: dict[str, Any], shown: RenderableType, json_only: bool) -> None:
+    """Write and print the result. Raises RuleBroken."""
+    (report.options.out / "chaos.json").write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
     if json_only:
         print(json_text(values))  # noqa: T201
     else:
-        Console().print(swarm_tables(report) if isinstance(report, swarm.SwarmReport) else tables(report))
+        Console().print(shown)
     if report.violation is not None:
         raise RuleBroken(_explanation(report))
-    return report
 
 
 class _Log:
@@ -50,12 +80,12 @@ class _Log:
         self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _explanation(report: Report | swarm.SwarmReport) -> str:
+def _explanation(report: Report | SwarmReport) -> str:
     """Return what is needed to find and repeat the violation."""
     violation = report.violation
     assert violation is not None
     when = time.strftime("%H:%M:%S", time.localtime(violation.t))
-    if isinstance(report, swarm.SwarmReport):
+    if isinstance(report, SwarmReport):
         last = report.incidents[-3:]
     else:
         last = [str(incident) for incident in report.history.incidents if incident.began <= violation.t][-3:]
