@@ -2,6 +2,7 @@
 
     python benchmarks/swarm_faults.py --faults 20                  # 2M parameters: about 40 minutes on 2 busy cores
     python benchmarks/swarm_faults.py --faults 20 --parameters 50331648
+    python benchmarks/swarm_faults.py --faults 0 --power-cuts 10    # all four killed at once, and started again
     python benchmarks/swarm_faults.py --starts 50                  # how many swarms of four form
 
 A member is a host (`python -m aggregator.swarm`) and a peer that trains, as two processes under one name; all bytes go over
@@ -11,6 +12,12 @@ to all parts. Each fault takes a member with both processes, by SIGKILL or SIGST
 all survivors; `second`: until each was at the one after that, which nothing from before the fault can have brought. After that
 the victim is started again, or goes on, and the next fault comes once all four vote and train. A round waits for a peer that is
 silent for 1.5 s ([membership]), the council for a member for --lease.
+
+A power cut kills all members with all processes at once, and starts all of them again: there `next` and `second` count from the
+start, and have no bound.
+
+`within`: how often `next` was at most 3 s after a kill, 4 s after a stop; of a larger model than 2M parameters that and two
+exchanges of the same run.
 
 Checked, at each fault and at the end: every outer step of a part has one digest, whoever reports it (no split); no peer goes
 back (nothing lost); what lies in all folders at the end is one state for each part, at least as far as any peer reported.
@@ -77,6 +84,8 @@ KINDS = ("owner", "leader", "plain")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 SETTLES_S, GOES_ON_S, FORMS_S = 300.0, 120.0, 120.0
 LOOK_S = 0.02
+BOUNDS_S = {"kill": 3.0, "stop": 4.0}  # of `next`; a model of more than SMALL parameters has EXCHANGES more
+SMALL, EXCHANGES = 2_097_152, 2
 YEAR_S = 365 * 86_400.0
 TOML = """
 name = "faults"
@@ -166,7 +175,7 @@ class Swarm:
     """Four members in folders of their own."""
 
     def __init__(self, path: Path, options: argparse.Namespace, supervisor: Supervisor) -> None:
-        self.path, self._options, self._supervisor = path, options, supervisor
+        self.path, self._options, self._supervisor, self.parameters = path, options, supervisor, options.parameters
         lease = {"lease": options.lease, "heartbeat": min(0.25, options.lease / 4)}
         self._toml = TOML.format(codec=options.codec, members=len(MEMBERS), parts=options.parts, **lease)
         self.config, self.run_id = RunConfig.from_mapping(tomllib.loads(self._toml)), f"faults-{secrets.token_hex(4)}"
@@ -409,8 +418,29 @@ def fault(at: Swarm, how: str, kind: str, draw: random.Random, label: str) -> Ro
         "owns": victim in owners,
         "leads": victim == leader,
         "missed": missed,
+        "bound_s": round(BOUNDS_S[how] + (EXCHANGES * exchange_s if at.parameters > SMALL else 0.0), 3),
         **{name: round(value, 3) for name, value in figures.items()},
     }
+
+
+def power_cut(at: Swarm, label: str) -> Row:
+    """Kill all members at once, start all again, and measure until all go on from where they were."""
+    settled(at)
+    begins, exchange_s = circumstances(label), at.exchange_s()
+    for peer_id in MEMBERS:
+        at.signal(peer_id, signal.SIGKILL)
+    for peer_id in MEMBERS:
+        at.kill(peer_id)
+    at.look()
+    reached, ends, began = at.reached(MEMBERS), [], time.monotonic()
+    for peer_id in MEMBERS:
+        at.start_host(peer_id)
+        at.start_peer(peer_id)
+    for further in (1, 2):
+        wanted = {part: step + further for part, step in reached.items()}
+        ends.append(at.wait(partial(at.all_at, MEMBERS, wanted), SETTLES_S, "after a power cut"))
+    figures = {"exchange_s": exchange_s, "next_s": ends[0] - began, "second_s": ends[1] - began, "cpu_s": at.cpu_s(MEMBERS)}
+    return {**begins, "how": "kill", "kind": "all", "missed": 0, **{name: round(each, 3) for name, each in figures.items()}}
 
 
 def faults(options: argparse.Namespace) -> list[Row]:
@@ -418,6 +448,7 @@ def faults(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     draw = random.Random(options.seed)
     planned = [(how, kind) for how in SIGNALS for kind in KINDS for _ in range(options.faults)]
+    planned += [("kill", "all")] * options.power_cuts
     draw.shuffle(planned)
     with swarm(options) as at:
         print(f"formed in {at.form():.1f} s", flush=True)
@@ -425,7 +456,7 @@ def faults(options: argparse.Namespace) -> list[Row]:
             at.start_peer(peer_id)
         while planned:
             how, kind = planned.pop()
-            row = fault(at, how, kind, draw, options.label)
+            row = power_cut(at, options.label) if kind == "all" else fault(at, how, kind, draw, options.label)
             if row is None:  # all others own a part
                 print(f"{how} of the {kind}: there is none now", flush=True)
                 continue
@@ -463,7 +494,7 @@ def starts(options: argparse.Namespace) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> None:
     """Print medians and the largest, by fault and victim."""
-    head = ("fault", "times", "next, median", "largest", "second, median", "largest", "an exchange", "CPU s", "late")
+    head = ("fault", "times", "next, median", "largest", "within", "second, median", "largest", "an exchange", "CPU s", "late")
     lines = []
     for how, kind in dict.fromkeys((row["how"], row["kind"]) for row in rows):
         of = [row for row in rows if (row["how"], row["kind"]) == (how, kind)]
@@ -474,6 +505,8 @@ def table(rows: Sequence[Row]) -> None:
 
         late = str(sum(row.get("missed", 0) for row in of))
         ends = [figure(name, choose) for name in ("next_s", "second_s") for choose in (statistics.median, max)]
+        bounded = [row["next_s"] <= row["bound_s"] for row in of if "bound_s" in row]
+        ends.insert(2, f"{sum(bounded)} of {len(bounded)}" if bounded else "")
         lines.append(
             (
                 f"{how} {kind}".strip(),
@@ -491,6 +524,7 @@ def table(rows: Sequence[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1, metavar="N", help="of each kind: 3 victims, killed and stopped")
+    parser.add_argument("--power-cuts", type=int, default=0, metavar="N", help="of all four members at once")
     parser.add_argument("--starts", type=int, default=0, metavar="N", help="form so many swarms instead")
     parser.add_argument("--parameters", type=int, default=2_097_152)
     parser.add_argument("--codec", default="int8")

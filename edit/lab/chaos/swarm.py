@@ -102,6 +102,7 @@ class SwarmChaos:
         self._lines = {slot: JsonLines(self._metrics(slot)) for slot in options.peer_ids}
         self._owner_lines: dict[tuple[str, int], JsonLines] = {}
         self._last_slow_poll = self._began = 0.0
+        self._behind_s = 0.0  # the schedule, because faults waited
         self._orders = 0
 
     def run(self) -> SwarmReport:
@@ -195,11 +196,26 @@ class SwarmChaos:
         waiting, under_way = [*self.report.schedule], list[Iterator[None]]()
         end = self._began + self._options.seconds
         while waiting or under_way or self._unix() < end:
-            while waiting and self._began + waiting[0].at_s <= self._unix():
+            while waiting and self._is_due(waiting[0]):
                 if (effect := self._begin(waiting.pop(0))) is not None:
                     under_way.append(effect)
             under_way = [each for each in under_way if next(each, self) is not self]
             self._poll()
+
+    def _is_due(self, fault: Fault) -> bool:
+        """Whether it is time for a fault.
+
+        One that costs what a voter has on disk waits, and all after it, until all members vote again: else there might be no
+        quorum that has everything. It does not wait for ever; then it is skipped.
+        """
+        late_s = self._unix() - self._began - self._behind_s - fault.at_s
+        if late_s < 0:
+            return False
+        if fault.kind in (Kind.WIPE, Kind.EVICT):
+            if (self._history.out or not self._formed()) and late_s < self._options.swarm_bounds.return_s:
+                return False
+            self._behind_s += late_s
+        return True
 
     def _begin(self, fault: Fault) -> Iterator[None] | None:
         """Return the fault as what is still to be done, or None when it is skipped."""
