@@ -31,6 +31,7 @@ _STATES = {
     "left": "dim",
 }
 _VERDICTS = {"nonfinite": ("NaN", "bold red"), "anomalous": ("huge", "red"), "idle": ("idle", "yellow")}
+_RATES = 9  # the place of the rates among a peer's cells
 _SHOWN_PEERS = 6
 _SPARK_BINS = 60
 
@@ -77,14 +78,14 @@ def swarm_text(phase: str, swarm: SwarmStatus) -> Text:
     text.append(" · ", "dim")
     text.append(f"{swarm.leader} leads" if swarm.leader else "nobody leads", "bold" if swarm.leader else "bold red")
     text.append(" · ", "dim")
-    return text.append(f"voters: {swarm.quorum}", "dim" if swarm.has_quorum else "bold red")
+    quorum = swarm.quorum.partition(", or")[0]  # of two halves the one with the oldest member has it: too much for one line
+    return text.append(f"voters: {quorum}", "dim" if swarm.has_quorum else "bold red")
 
 
 def _duties(swarm: SwarmStatus, peer_id: str) -> Text:
-    """Return what a member does for all: it leads, it owns parts."""
+    """Return what a member does for all: whether it leads, and the parts that it owns."""
     owns = ",".join(str(part) for part, owner in enumerate(swarm.owners) if owner == peer_id)
-    text = Text("leads" if swarm.leader == peer_id else "", style="bold cyan")
-    return text.append(f"{' ' * (len(text) > 0)}part {owns}" if owns else "", "cyan")
+    return Text(", ".join(filter(None, ("leads" if swarm.leader == peer_id else "", owns))), style="cyan")
 
 
 def phase_text(state: DemoState, frame: Frame) -> Text:
@@ -126,17 +127,16 @@ def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
 def peers_table(state: DemoState, frame: Frame) -> Table:
     table = _table("peers")
     swarm = state.status.swarm if state.status is not None else None
-    _columns(table, "left", "peer", "state", *(["swarm"] if frame.swarm else []), "fault")
-    _columns(table, "right", "outer", "steps", "loss", "tok/s", "up", "down", "kB/s", "ok/bad")
+    duties = ["leads, owns"] if frame.swarm else []  # in place of the rates
+    _columns(table, "left", "peer", "state", *duties, "fault")
+    _columns(table, "right", "outer", "steps", "loss", "tok/s", "up", "down", *([] if frame.swarm else ["kB/s"]), "ok/bad")
     for row in state.peers.values():
-        peer_id, name_and_state, rest = row.peer_id, *_split(_peer_cells(row, frame.faults.role_of(row.peer_id)))
-        duties = [_duties(swarm, peer_id) if swarm is not None else Text()] if frame.swarm else []
-        table.add_row(*name_and_state, *duties, *rest)
+        cells = _peer_cells(row, frame.faults.role_of(row.peer_id))
+        if frame.swarm:
+            del cells[_RATES]
+            cells.insert(2, _duties(swarm, row.peer_id) if swarm is not None else Text())
+        table.add_row(*cells)
     return table
-
-
-def _split(cells: list[Text]) -> tuple[list[Text], list[Text]]:
-    return cells[:2], cells[2:]
 
 
 def _peer_cells(row: PeerRow, part: str) -> list[Text]:

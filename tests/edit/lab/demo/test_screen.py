@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -7,7 +8,7 @@ from edit.lab.demo.display import LiveDisplay, PlainDisplay, open_display
 from edit.lab.demo.plan import DemoOptions, plan_faults
 from edit.lab.demo.screen import Frame, progress_line, render
 from edit.lab.demo.state import DemoState
-from edit.lab.observations import Point
+from edit.lab.observations import Point, Status, SwarmStatus
 from edit.lab.units import bytes_text, duration_text, resample, sparkline
 
 FRAME = Frame(run_id="demo-1a2b3c4d", faults=plan_faults(DemoOptions()), started=100.0, now=183.0, rounds=8)
@@ -162,3 +163,25 @@ def test_a_members_words_are_text_on_both_displays(terminal):
     lines = screen.getvalue().split("\n")
     assert sum("[/nothing] [red]x[/]  [2J" in shown for shown in lines) >= 2
     assert all(shown.isprintable() for shown in lines)
+
+
+@pytest.mark.parametrize(("quorum", "shown"), [(True, "4 of 4 here, 3 needed"), (False, "1 of 4 here, 3 needed")])
+def test_a_swarms_screen_says_who_leads_and_owns_what_in_100_columns(make_state, quorum, shown):
+    state = make_state()
+    swarm = SwarmStatus(
+        leader="peer-0",
+        owners=("peer-0", "peer-1", "peer-1", "peer-3"),
+        steps=(9, 9, 9, 9),
+        quorum=f"{shown}, or 2 with peer-0, the oldest",
+        has_quorum=quorum,
+        away={},
+    )
+    numbers = {"outer_step": 9, "digest": "", "parameters": 1000, "deadline_s": None, "arrived": 0, "expected": 0}
+    state.status = Status(phase="running", memory_bytes=0, swarm=swarm, **numbers)
+    text = text_of(render(state, replace(FRAME, swarm=True)))
+    assert max(len(line) for line in text.splitlines()) <= 100 and "…" not in text
+    assert f"running · peer-0 leads · voters: {shown}" in text
+    assert "leads, 0 " in row_of(text, "peer-0") and "  1,2 " in row_of(text, "peer-1")
+    assert "kB/s" not in text
+    state.status = None
+    assert "waiting for the first host" in text_of(render(state, replace(FRAME, swarm=True)))
