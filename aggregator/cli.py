@@ -93,6 +93,14 @@ def serve(
     accept_rollback: Annotated[
         bool, typer.Option("--accept-rollback", help="Go on although the folder lost committed outer steps.")
     ] = False,
+    dht_peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dht-peers",
+            help="Say where this is in the DHT of this libp2p node: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
 ) -> None:
     """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
 
@@ -107,7 +115,8 @@ def serve(
     from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
 
     log_to_stderr()
-    asyncio.run(serve_run(StateFolder(state), threads=threads, accept_rollback=accept_rollback))
+    nodes = tuple(dht_peers or ())
+    asyncio.run(serve_run(StateFolder(state), threads=threads, accept_rollback=accept_rollback, dht_peers=nodes))
 
 
 @app.command()

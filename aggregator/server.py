@@ -33,18 +33,21 @@ from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
+from aggregator.swarm.host_folder import check_dht
 from aggregator.worker_thread import Background
 from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
 from edit.heaps import limit_heaps, map_large_blocks
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
+from editpb.invitation import is_maddr
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_data_servicer
 from editpb.validity import Notice
 
 if TYPE_CHECKING:
+    from aggregator.swarm.discovery import Discovery
     from edit.config.run import RunConfig
 
 __all__ = ["Coordinator", "serve_run"]
@@ -251,14 +254,19 @@ def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.S
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: bool = False) -> None:
+async def serve_run(
+    folder: StateFolder, *, threads: int = 1, accept_rollback: bool = False, dht_peers: tuple[str, ...] = ()
+) -> None:
     """Serve the run until SIGINT or SIGTERM. Raises EditError, also when a background task failed.
 
     Args:
         threads: that torch computes with. Each one more waits actively for the others, and on a busy machine that is time which
             the event loop and the peers do not get.
         accept_rollback: go on also below an outer step that was committed.
+        dht_peers: libp2p nodes of a DHT in which it says where it is; none: nowhere.
     """
+    if dht_peers:
+        _check_dht(folder, dht_peers)
     folder.lock()
     torch.set_num_threads(threads)
     limit_heaps()
@@ -269,10 +277,35 @@ async def serve_run(folder: StateFolder, *, threads: int = 1, accept_rollback: b
         loop.add_signal_handler(number, stop.set)
     _log.info(kernels.load())
     coordinator = Coordinator.open(folder, accept_rollback=accept_rollback)
+    said: Discovery | None = None
     try:
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
         await coordinator.start()
+        if dht_peers:
+            said = _say_where(coordinator, dht_peers)
         await coordinator.background.watch(stop)
         _log.info("stopping; the same command continues the run")
     finally:
+        if said is not None:
+            await said.close()
         await coordinator.close()
+
+
+def _check_dht(folder: StateFolder, dht_peers: tuple[str, ...]) -> None:
+    """Raise ConfigError unless a coordinator can say in this DHT where it is."""
+    if folder.aggregator:
+        raise ConfigError("--dht-peers: only the coordinator is found by the run's id; leave it out at further aggregators")
+    if wrong := next((each for each in dht_peers if not is_maddr(each)), None):
+        raise ConfigError(f"--dht-peers {wrong!r:.200}: must be like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
+    check_dht("--dht-peers")
+
+
+def _say_where(coordinator: Coordinator, dht_peers: tuple[str, ...]) -> Discovery:
+    """Say in a DHT where the coordinator is, beside all else. Raises ConfigError."""
+    from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
+
+    folder, advertise = coordinator.folder, coordinator.config.server.advertise[0]
+    said = Discovery.of_coordinator(folder.run_id, folder.path, coordinator.listen, advertise, dht_peers)
+    said.tell(None, coordinator.endpoints(), "")
+    said.start(lambda found: None, lambda maddr: None)
+    return said

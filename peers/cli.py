@@ -15,6 +15,7 @@ from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
 from peers.command_options import (
     DataOption,
     DeviceOption,
+    DhtPeersOption,
     FolderOption,
     HomeOption,
     HoursOption,
@@ -81,6 +82,7 @@ def run(
     advertise: Annotated[
         str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
     ] = None,
+    dht_peers: DhtPeersOption = None,
 ) -> None:
     """Train in the run until it finishes.
 
@@ -95,7 +97,9 @@ def run(
     """
     from peers.daemon import run_peer
 
-    run_peer(replace(options, tensor_parallel=tensor_parallel, serve_snapshots=serve_snapshots, advertise=advertise))
+    nodes = tuple(dht_peers or ())
+    serving = replace(options, serve_snapshots=serve_snapshots, advertise=advertise)
+    run_peer(replace(serving, tensor_parallel=tensor_parallel, dht_peers=nodes))
 
 
 @app.command()

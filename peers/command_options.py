@@ -33,6 +33,14 @@ MaxMbitOption = Annotated[
         help="Send at most so many 10^6 bits per second: contributions, updates, parameters. Default: no bound.", min=0.1
     ),
 ]
+DhtPeersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dht-peers",
+        help="A libp2p node of the DHT to find others by: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable.",
+        metavar="ADDRESS",
+    ),
+]
 HoursOption = Annotated[
     str | None,
     typer.Option(

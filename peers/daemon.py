@@ -29,6 +29,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
+from peers.identity.seeking import Seeking, searching
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
@@ -50,6 +51,8 @@ def run_peer(options: PeerOptions) -> None:
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{options.home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     launch = launched()
+    if options.dht_peers and launch.size > 1:
+        raise ConfigError(f"--dht-peers: a coordinator is not looked for by {launch.size} ranks; leave it out")
     device = choose_device(options.device, launch)
     use_threads(options.threads)
     limit_heaps()
@@ -58,7 +61,8 @@ def run_peer(options: PeerOptions) -> None:
     with process_group(launch, device):
         channels = Channels(enrolled.endpoints, enrolled.credentials, limit)
         renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
-        attend(options, channels, enrolled.identity, device, launch, server, renewal)
+        seeking = Seeking(channels, searching(options.home, options.dht_peers)) if options.dht_peers else None
+        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking)
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:
@@ -83,17 +87,20 @@ def attend(
     launch: Launch = ALONE,
     server: SnapshotServer | None = None,
     renewal: Renewal | None = None,
+    seeking: Seeking | None = None,
 ) -> None:
     """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
 
-    renewal: keeps the certificate of `channels` renewed meanwhile.
+    renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost.
     """
 
     def connect(io: IoThread, ranks: Ranks) -> Connecting:
         if renewal is not None:
             io.spawn(renewal.keep())
+        if seeking is not None:
+            io.spawn(seeking.keep())
         return connect_hub(io, channels, identity, ranks, server)
 
     train(options, connect, identity, device, launch)

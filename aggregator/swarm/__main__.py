@@ -10,7 +10,20 @@ from pathlib import Path
 from edit.command_line import log_to_stderr, run_command
 
 _VERBS = (
-    *("found", "invite", "status", "evict", "pause", "resume", "drain", "share-authority", "leave", "recover", "rejoin"),
+    *(
+        "found",
+        "seek",
+        "invite",
+        "status",
+        "evict",
+        "pause",
+        "resume",
+        "drain",
+        "share-authority",
+        "leave",
+        "recover",
+        "rejoin",
+    ),
     *("-h", "--help"),
 )
 

@@ -42,6 +42,16 @@ def found(
 
 
 @app.command()
+def seek(
+    folder: Annotated[Path, typer.Argument(help="The folder of a peer of a run with a coordinator.")],
+    dht_peers: Annotated[list[str], typer.Option("--dht-peers", help="A libp2p node of the DHT to begin with. Repeatable.")],
+) -> None:
+    """Print HOST:PORT at which the coordinator of the peer's run says to be, a line each."""
+    for address in operate.seek_coordinator(folder, tuple(dht_peers)):
+        typer.echo(address)
+
+
+@app.command()
 def invite(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],

@@ -35,6 +35,7 @@ from typing import Any
 
 import msgpack
 
+from aggregator.security.authority import COORDINATOR_ID
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement, SignedRecords, key_of
 from edit.council.record import MOST_MEMBERS, Record, Stamp
@@ -96,6 +97,14 @@ class NodePlace:
     seeds: tuple[str, ...] = ()
 
 
+def _credentials(path: Path, name: str) -> tuple[bytes, bytes, bytes]:
+    """Return the key, the certificate and the authority of a folder. Raises ConfigError."""
+    try:
+        return read_private(path / f"{name}.key"), (path / f"{name}.pem").read_bytes(), (path / "ca.pem").read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
 @dataclass(slots=True)
 class _Node:
     """One life of a node: hivemind's objects."""
@@ -108,7 +117,8 @@ class _Node:
 class Discovery:
     """The DHT as a host uses it. `start` it, `tell` it, `close` it; used on the host's loop.
 
-    credentials: private key, certificate and authority, in PEM.
+    credentials: private key, certificate and authority, in PEM. role: of those who say where they are: peers, in a swarm; the
+    coordinator of a run that has one.
     """
 
     def __init__(
@@ -117,7 +127,9 @@ class Discovery:
         peer_id: str,
         place: NodePlace,
         credentials: tuple[bytes, bytes, bytes],
+        role: str = "peer",
     ) -> None:
+        self._role = role
         self._run_id, self._peer_id, self._place, self._credentials = run_id, peer_id, place, credentials
         self._known = _Known()
         self._records: SignedRecords | None = None  # of the present node
@@ -131,13 +143,23 @@ class Discovery:
     @classmethod
     def of(cls, folder: HostFolder, identity: Identity, path: Path) -> Discovery:
         """Return the DHT for a host's folder. Raises ConfigError."""
-        try:
-            credentials = read_private(path / "peer.key"), (path / "peer.pem").read_bytes(), (path / "ca.pem").read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        credentials = _credentials(path, "peer")
         listen = folder.listen.rpartition(":")[0].strip("[]")
         place = NodePlace(path, listen, folder.advertise, folder.dht_port, folder.dht_peers)
         return cls(identity.run_id, identity.peer_id, place, credentials)
+
+    @classmethod
+    def of_coordinator(cls, run_id: str, path: Path, listen: str, advertise: str, seeds: tuple[str, ...]) -> Discovery:
+        """Return the DHT in which a coordinator says where it is. listen: HOST:PORT. Raises ConfigError."""
+        place = NodePlace(path, listen.rpartition(":")[0].strip("[]"), advertise.strip("[]"), 0, seeds)
+        return cls(run_id, COORDINATOR_ID, place, _credentials(path, "server"), "coordinator")
+
+    @classmethod
+    def of_seeker(cls, identity: Identity, path: Path, seeds: tuple[str, ...]) -> Discovery:
+        """Return the DHT in which a peer looks for its coordinator. path: of the peer's folder. Raises ConfigError."""
+        (path / "dht").mkdir(mode=0o700, exist_ok=True)
+        place = NodePlace(path / "dht", "127.0.0.1", "", 0, seeds)
+        return cls(identity.run_id, identity.peer_id, place, _credentials(path, "peer"), "coordinator")
 
     # -- on the host's loop ------------------------------------------------------------------------------------------------
 
@@ -231,6 +253,7 @@ class Discovery:
             self._credentials[2],
             *self._credentials[:2],
             evicted=lambda peer_id: peer_id in self._known.evicted,
+            role=self._role,
         )
         async with self._node(hivemind, records) as node:
             self._complaint, self._up = "", True

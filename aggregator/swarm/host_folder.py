@@ -33,12 +33,28 @@ from editpb.identity import Identity, from_certificate
 from editpb.invitation import is_endpoint, is_maddr
 from editpb.server_certificate import ServerCertificate
 
-__all__ = ["AUTHORITY_FORMAT", "HostFolder", "Settings", "authority_folder", "credentials", "identity_of", "members", "run_of"]
+__all__ = [
+    "AUTHORITY_FORMAT",
+    "HostFolder",
+    "Settings",
+    "authority_folder",
+    "check_dht",
+    "credentials",
+    "identity_of",
+    "members",
+    "run_of",
+]
 
 FORMAT = 2  # of host.json
 AUTHORITY_FORMAT = 1  # of authority/run.json
 _log = logging.getLogger(__name__)
 _NOT_INSTALLED = "the DHT needs hivemind, on Linux x86-64: pip install 'edit-localsgd[swarm]'"
+
+
+def check_dht(what: str) -> None:
+    """Raise ConfigError unless the DHT can be used. what: that needs it."""
+    if find_spec("hivemind") is None:
+        raise ConfigError(f"{what}: {_NOT_INSTALLED}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,13 @@ import grpc
 from cryptography.hazmat.primitives import serialization
 
 from aggregator.operator_client import drain_run, evict_peer, pause_run, resume_run
-from aggregator.security.authority import load_issuer
+from aggregator.security.authority import COORDINATOR_ID, load_issuer
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import addresses_of
-from aggregator.swarm.host_folder import HostFolder, authority_folder, credentials, identity_of
+from aggregator.swarm.host_folder import HostFolder, authority_folder, check_dht, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from aggregator.swarm.standing import Report, Standing, report
@@ -61,6 +61,7 @@ ANSWER_S = 5.0  # for how long a host is waited for
 ORDER_S = 30.0  # for how long an order is tried, while leaders change
 MOST_ASKED = 16  # hosts at a time
 OPERATOR_LIFETIME_S = 600.0
+SEEK_S = 30.0  # for how long a coordinator is looked for
 
 
 class _Folder:
@@ -423,3 +424,31 @@ def rejoin(path: Path) -> str:
         for each in (*path.glob("part-*"), *path.glob("engine-*"), path / "council.json"):  # the record is the last
             rename(each, aside / each.name)
     return f"what {path} had is in {aside.name}; start its host, it joins anew"
+
+
+def seek_coordinator(path: Path, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S) -> tuple[str, ...]:
+    """Return where the coordinator of a peer's run says to be. path: of the peer's folder.
+
+    Who answers there shows by its certificate that it is the run's. Raises ConfigError, TransportError when nothing is found.
+    """
+    check_dht("--dht-peers")
+    from aggregator.swarm.discovery import Discovery, Found  # needs what is not installed everywhere
+
+    async def seek() -> tuple[str, ...]:
+        said: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+
+        def found(those: Found) -> None:
+            if COORDINATOR_ID in those and not said.done():
+                said.set_result(those[COORDINATOR_ID].addresses)
+
+        discovery = Discovery.of_seeker(identity_of(path), path, dht_peers)
+        discovery.start(found, lambda maddr: None)
+        try:
+            async with asyncio.timeout(within_s):
+                return await said
+        except TimeoutError:
+            raise TransportError(f"the DHT does not know of the coordinator within {within_s:g} s") from None
+        finally:
+            await discovery.close()
+
+    return asyncio.run(seek())

@@ -104,6 +104,7 @@ class SignedRecords:
         private_key, certificate: this member's, in PEM.
         evicted: whether the record of the swarm shuts a peer out.
         unix: seconds since 1970.
+        role: of those whose records count, as their certificates say it.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class SignedRecords:
         certificate: bytes,
         evicted: Callable[[str], bool],
         unix: Callable[[], float] = time.time,
+        role: str = "peer",
     ) -> None:
+        self._role = role
         self._run_id, self._key, self._evicted, self._unix = run_id, key, evicted, unix
         self.renew(certificate)
         try:
@@ -194,7 +197,9 @@ class SignedRecords:
         if not any(_issued(read, authority, self._unix()) for authority in self._authorities):
             raise ValueError("signed by another authority")
         identity, public_key = from_certificate(read), read.public_key()
-        if (identity.run_id, identity.role) != (self._run_id, "peer") or not isinstance(public_key, ec.EllipticCurvePublicKey):
+        if (identity.run_id, identity.role) != (self._run_id, self._role) or not isinstance(
+            public_key, ec.EllipticCurvePublicKey
+        ):
             raise ValueError("of another run or role")
         return identity, public_key, read.not_valid_before_utc.timestamp(), read.not_valid_after_utc.timestamp()
 

@@ -11,7 +11,7 @@ import typer
 
 from edit.command_line import SHORT_HELP
 from edit.errors import ConfigError
-from peers.command_options import HomeOption, HoursOption, MaxMbitOption, log_lines, trains
+from peers.command_options import DhtPeersOption, HomeOption, HoursOption, MaxMbitOption, log_lines, trains
 
 if TYPE_CHECKING:
     from peers.training.options import PeerOptions
@@ -34,14 +34,6 @@ ListenOption = Annotated[
 AdvertiseOption = Annotated[
     str | None,
     typer.Option(help="The host name or address by which the other members reach this one; '' if they cannot."),
-]
-DhtPeersOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dht-peers",
-        help="A libp2p node of the DHT to find members by: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable, and kept.",
-        metavar="ADDRESS",
-    ),
 ]
 InvitationArgument = Annotated[
     str | None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edit.errors import ConfigError
-from editpb.invitation import is_endpoint
+from editpb.invitation import is_endpoint, is_maddr
 from peers.training.fault_injection import Fault
 
 __all__ = ["PeerOptions"]
@@ -33,6 +33,7 @@ class PeerOptions:
     fresh: bool = False  # start without a checkpoint although there is one
     serve_snapshots: str | None = None  # HOST:PORT; None: serves none
     advertise: str | None = None  # the host by which members reach serve_snapshots; None: its HOST
+    dht_peers: tuple[str, ...] = ()  # libp2p nodes of the DHT in which a lost coordinator is looked for
     max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
 
     def __post_init__(self) -> None:
@@ -46,6 +47,8 @@ class PeerOptions:
             raise ConfigError(f"--keep-checkpoints {self.keep_checkpoints}: must be at least 1")
         if not self.data.exists():
             raise ConfigError(f"--data {self.data}: does not exist; give a text file, a folder of text or a token file")
+        if wrong := next((each for each in self.dht_peers if not is_maddr(each)), None):
+            raise ConfigError(f"--dht-peers {wrong!r:.200}: must be like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
         self._check_serving()
 
     def _check_serving(self) -> None:

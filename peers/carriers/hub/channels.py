@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from edit.errors import TransportError
+from editpb.invitation import MAX_ENDPOINTS
 from editpb.transport.channel_options import channel_options
 from editpb.transport.http_proxy import proxy_for
 from editpb.transport.send_limit import UNLIMITED, SendLimit
@@ -56,6 +57,7 @@ class Channels:
         for each in self._endpoints:
             proxy_for(each)  # a wrong proxy is known at once
         self._turn = 0
+        self.failures = 0  # turns since a control connection has begun
         self.rtt_s = 0.0  # the least time in which a small question was answered here, in seconds; 0: none was
         self._data: dict[
             tuple[bool, _Wanted], grpc.aio.Channel
@@ -91,10 +93,23 @@ class Channels:
     def rotate(self) -> None:
         """Let the next channel go to the next endpoint."""
         self._turn += 1
+        self.failures += 1
         self.rtt_s = 0.0
 
     def welcomed(self, first_round_id: int) -> None:
         """Take note that the control connection has begun. first_round_id: see Welcome."""
+        self.failures = 0
+
+    @property
+    def known(self) -> int:
+        """How many endpoints are known."""
+        return len(self._endpoints)
+
+    def learn(self, endpoints: Sequence[str]) -> None:
+        """Try these next, before those that were known; at most MAX_ENDPOINTS stay."""
+        self._endpoints = tuple(dict.fromkeys((*endpoints, *self._endpoints)))[:MAX_ENDPOINTS]
+        self._turn, self.failures, self.rtt_s = 0, 0, 0.0
+        self._wake()
 
     @contextlib.asynccontextmanager
     async def while_here(self) -> AsyncIterator[None]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
 import pytest
 
+from aggregator.server import serve_run
+from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm import host_folder
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.process import settle
 from edit.config.run import SwarmConfig
 from edit.errors import ConfigError
+from tests.support.served import new_folder
 
 MADDR = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWMeRyCUk5dyG5REHphBwiG8eP4C13hyyyzheUgS5g4B5m"
 AUTO = SwarmConfig()
@@ -78,3 +82,17 @@ def test_nodes_of_a_dht_are_kept_until_others_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dht_peers"):
         settle(tmp_path, None, None, {}, ("127.0.0.1:4001",))
     assert HostFolder.load(tmp_path).dht_peers == (other,)
+
+
+def test_a_coordinator_that_cannot_say_where_it_is_does_not_begin_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = new_folder(tmp_path / "run")
+    for nodes, installed, words in (
+        (("127.0.0.1:4001",), True, r"^--dht-peers '127.0.0.1:4001': must be like /ip4/"),
+        ((MADDR,), False, r"^--dht-peers: the DHT needs hivemind.*\[swarm\]"),
+    ):
+        monkeypatch.setattr(host_folder, "find_spec", lambda name, found=installed: object() if found else None)
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(serve_run(StateFolder(state.path), dht_peers=nodes))
+        assert not state.addresses.exists()

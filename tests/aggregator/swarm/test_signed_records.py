@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("msgpack")
 import msgpack
 
-from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement
+from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement, SignedRecords
 from edit.errors import ConfigError
 from tests.support.council.announced import KEY, Item, Run, said, signed
 
@@ -153,3 +153,15 @@ def test_a_damaged_key_is_an_error_of_one_line(run: Run) -> None:
     key, certificate, _ = run.credentials("a")
     with pytest.raises(ConfigError, match=r"^peer.key, peer.pem or ca.pem is damaged"):
         run.records((key, certificate, b"no certificate"))
+
+
+def test_who_looks_for_a_coordinator_takes_only_a_coordinators_word(tmp_path: Path) -> None:
+    """A peer may be named as the coordinator is; its certificate says that it is a peer."""
+    run, expires = Run(tmp_path / "run"), time.time() + 60.0
+    private_key, certificate, ca = run.credentials("seeker")
+    seeker = SignedRecords(run.run_id, KEY, ca, private_key, certificate, lambda peer_id: False, role="coordinator")
+    peer = signed(run.records(run.credentials("coordinator")), "coordinator", expires)
+    coordinator = signed(run.records(run.credentials("coordinator", "coordinator")), "coordinator", expires)
+    assert seeker.read(peer) is None
+    assert (read := seeker.read(coordinator)) is not None and read[0] == "coordinator"
+    assert run.records(run.credentials("a")).read(coordinator) is None, "nor is a coordinator a member of a swarm"
