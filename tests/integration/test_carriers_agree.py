@@ -1,9 +1,10 @@
-"""One answer from three carriers: gRPC with a real coordinator, the in-process run, and reference.py, on the same inputs."""
+"""One answer from all carriers: a real coordinator, a swarm of real hosts, the in-process run, reference.py; same inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ import edit.reference as reference
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.storage.state_folder import StateFolder
 from edit import CodecConfig, Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
+from edit.collective import CompositeCollective
 from edit.replica.ranks import Ranks
+from edit.replica.replica import Replica
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
+from peers.carriers.swarm.connect import connect_swarm
+from tests.support.council.trained import POINTS, trained
 from tests.support.running import address, running
 from tests.support.served import Served, new_folder
 from tests.support.settings import worker_config
@@ -60,21 +65,28 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def batches(name: str) -> list[tuple[Tensor, Tensor]]:
+def batches(name: str, rounds: int = ROUNDS) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(ord(name))
-    return [(torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)) for _ in range(ROUNDS * EVERY)]
+    return [(torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)) for _ in range(rounds * EVERY)]
 
 
-def train(collectives: dict[str, Collective], codec: str | CodecConfig) -> dict[str, Tensor]:
-    """Interleave the peers' plain loops step by step; returns theta by tensor name after all rounds."""
+def train(
+    collectives: Mapping[str, Collective | CompositeCollective],
+    codec: str | CodecConfig,
+    rounds: int = ROUNDS,
+    before: Callable[[int], None] = lambda _: None,
+) -> dict[str, Tensor]:
+    """Interleave the peers' plain loops step by step; returns theta by tensor name after all rounds. before: each of them."""
     with ExitStack() as stack:
         peers = []
         for name, collective in collectives.items():
             network = model()
             optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
             worker = stack.enter_context(EditWorker(network, optimizer, collective, worker_config(every=EVERY, codec=codec)))
-            peers.append((network, optimizer, worker, batches(name)))
-        for step in range(ROUNDS * EVERY):
+            peers.append((network, optimizer, worker, batches(name, rounds)))
+        for step in range(rounds * EVERY):
+            if step % EVERY == EVERY - 1:
+                before(step // EVERY)
             for network, optimizer, _, data in peers:
                 inputs, targets = data[step]
                 nn.functional.mse_loss(network(inputs), targets).backward()
@@ -82,12 +94,12 @@ def train(collectives: dict[str, Collective], codec: str | CodecConfig) -> dict[
                 optimizer.zero_grad()
         for _, _, worker, _ in peers:
             worker.synchronize()
-        assert {worker.outer_step for _, _, worker, _ in peers} == {ROUNDS}
+        assert {worker.outer_step for _, _, worker, _ in peers} == {rounds}
         assert len({worker.digest for _, _, worker, _ in peers}) == 1
         return peers[0][2].outer_state_dict()
 
 
-def over_grpc(folder: StateFolder, codec: str | CodecConfig) -> dict[str, Tensor]:
+def over_grpc(folder: StateFolder, codec: str | CodecConfig, rounds: int = ROUNDS) -> dict[str, Tensor]:
     with running(folder) as here, IoThread() as io:
         collectives = {
             name: HubCollective(
@@ -96,7 +108,7 @@ def over_grpc(folder: StateFolder, codec: str | CodecConfig) -> dict[str, Tensor
             for name in NAMES
         }
         try:
-            return train(dict(collectives), codec)
+            return train(collectives, codec, rounds)
         finally:
             for collective in collectives.values():
                 collective.close()
@@ -152,12 +164,18 @@ def test_grpc_gives_what_the_naive_diloco_gives(tmp_path: Path) -> None:
     """The oracle knows nothing of fragments, codecs or carriers."""
     toml = TOML.format(rounds=ROUNDS, penalty="enabled = false", up="fp32", down="fp32")
     carried = over_grpc(new_folder(tmp_path / "run", toml=toml), "fp32")
+    theta = naive_diloco(ROUNDS)
+    for key in theta:
+        torch.testing.assert_close(carried[key], theta[key], rtol=1e-5, atol=1e-6)
+
+
+def naive_diloco(rounds: int) -> dict[str, Tensor]:
     networks = {name: model() for name in NAMES}
     optimizers = {name: torch.optim.AdamW(networks[name].parameters(), lr=0.05) for name in NAMES}
     theta = {name: value.detach().clone() for name, value in model().named_parameters()}
     momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
-    data = {name: batches(name) for name in NAMES}
-    for round_number in range(ROUNDS):
+    data = {name: batches(name, rounds) for name in NAMES}
+    for round_number in range(rounds):
         for name, network in networks.items():
             with torch.no_grad():
                 for key, parameter in network.named_parameters():
@@ -170,8 +188,49 @@ def test_grpc_gives_what_the_naive_diloco_gives(tmp_path: Path) -> None:
         for key in theta:
             local = {name: dict(networks[name].named_parameters())[key].detach().clone() for name in NAMES}
             theta[key], momentum[key] = reference.diloco(theta[key], momentum[key], local, 0.7, 0.6)
-    for key in theta:
-        torch.testing.assert_close(carried[key], theta[key], rtol=1e-5, atol=1e-6)
+    return theta
+
+
+LONG, PARTS, KILLED_EVERY = 12, 2, 5
+
+
+@pytest.mark.parametrize(
+    ("penalty", "up", "down", "killed"),
+    [
+        ("enabled = false", "fp32", "fp32", False),
+        ("enabled = false", "fp32", "fp32", True),
+        ("enabled = true", "fp32", "fp32", True),
+        ("enabled = true", "int8", "bf16", False),
+    ],
+)
+def test_a_swarm_whose_owners_are_killed_gives_the_bits_of_a_hub_and_in_fp32_of_the_naive_diloco(
+    penalty: str, up: str, down: str, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """killed: every five outer steps the owner of a part ends in the exchange, at another point of it each time."""
+    toml = TOML.format(rounds=LONG, penalty=penalty, up=up, down=down)
+    toml += "[membership]\nheartbeat_s = 10.0\nlease_s = 1000.0\n"
+    hub = over_grpc(new_folder(tmp_path / "hub", toml=toml), up, LONG)
+    replica, points = Replica(model()), iter(POINTS[1:])
+    first = [each.clone() for each in replica.founding()]
+    with trained(tmp_path, monkeypatch, replica.schema, first, toml, PARTS) as at, ExitStack() as stack:
+
+        def before(outer_step: int) -> None:
+            if killed and outer_step and outer_step % KILLED_EVERY == 0:
+                at.whole()
+                at.point = next(points)
+
+        io = stack.enter_context(IoThread())
+        connections = {
+            name: stack.enter_context(
+                connect_swarm(io, at.addresses(), PARTS, at.credentials(name), Identity(at.swarm.run_id, "peer", name))
+            )[0]
+            for name in NAMES
+        }
+        swarm = train(connections, up, LONG, before)
+    assert len(at.ended) == (2 if killed else 0) and not at.point
+    naive = naive_diloco(LONG) if penalty == "enabled = false" else hub
+    for key in hub:
+        assert torch.equal(swarm[key], hub[key]) and torch.equal(hub[key], naive[key]), key
 
 
 @dataclass(frozen=True)

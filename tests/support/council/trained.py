@@ -18,6 +18,7 @@ from torch import Tensor
 from aggregator.data.contributions import ShardUpload
 from aggregator.data.round_runner import RoundRunner
 from aggregator.swarm.engine_store import EngineStore
+from aggregator.swarm.host import Host
 from edit.fragments.schema import Schema
 from edit.records import Commit
 from tests.support.council.hosts import Hosts, hosts
@@ -75,13 +76,13 @@ class Trained:
 
     # -- where the code under test passes ------------------------------------------------------------------------------------
 
-    def reached(self, point: str) -> bool:
-        """End the owner of part 0, once, if this is where it is to end."""
+    def reached(self, point: str, code: RoundRunner | EngineStore) -> bool:
+        """End the owner whose code passes there, once, if this is where one is to end."""
         with self._ending:
             if self.point != point:
                 return False
             self.point = ""
-        owner = self.swarm.record.parts[0].owner
+        owner = next(peer_id for peer_id, host in self.swarm.running.items() if _runs(host, code))
         self.ended.append(owner)
         asyncio.run_coroutine_threadsafe(self.swarm.stop(owner), self.loop)
         return True
@@ -128,22 +129,27 @@ def _watch(monkeypatch: pytest.MonkeyPatch, at: Trained) -> None:
 
     async def stops_after_a_fragment(self: RoundRunner, shard: ShardUpload) -> None:
         await arrived(self, shard)
-        if at.reached("in the upload"):
+        if at.reached("in the upload", self):
             await asyncio.Event().wait()
 
     def stops_before_it_proposes(self: EngineStore, *arguments: Any, **named: Any) -> None:
-        if at.reached("after the upload"):
+        if at.reached("after the upload", self):
             _wait(self)
         append_commit(self, *arguments, **named)
 
     def stops_before_it_publishes(self: EngineStore, commit: Commit) -> None:
         applied(self, commit)
-        if at.reached("after the commit"):
+        if at.reached("after the commit", self):
             _wait(self)
 
     monkeypatch.setattr(RoundRunner, "arrived", stops_after_a_fragment)
     monkeypatch.setattr(EngineStore, "append_commit", stops_before_it_proposes)
     monkeypatch.setattr(EngineStore, "applied", stops_before_it_publishes)
+
+
+def _runs(host: Host, code: RoundRunner | EngineStore) -> bool:
+    engines = [(part.engine.run.rounds, part.replica._engine) for part in host.parts if part.engine is not None]
+    return any(code in each for each in engines)
 
 
 def _wait(store: EngineStore) -> None:
