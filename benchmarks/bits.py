@@ -14,7 +14,8 @@ what a peer sends for each parameter in the whole run. Updates are bf16, fp32 in
 Each run is a process of its own and appends one line of JSON to benchmarks/results/bits.jsonl; runs that are there for the same
 setting, peers, steps, H and seed are not made again. The gap is the loss less that of an fp32 run with the same seed, in
 percent of it: of the one with the same outer optimizer, and of the best outer optimizer in fp32, by its mean over the seeds.
-Its interval has 95 % by Student's t over the seeds.
+"int8, owners killed" is a swarm in which every five outer steps another member owns all parts: it has the whole state but what
+the owner's records left out, and is compared with a coordinator's "int8". Intervals: 95 %, by Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from edit.fragments.shards import Shard
 from edit.lab.bench.results import append_lines, circumstances, write_picture
 from edit.lab.charts import Point, points_picture
 from edit.local import LocalRun
+from edit.merging.outer_state import OuterState
 from edit.records import Contribution, Outcome, Progress, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
@@ -72,6 +74,7 @@ class Setting:
     codec: CodecConfig
     outer: OuterConfig = NESTEROV
     base: str = "fp32"
+    takeover: int = 0  # every so many outer steps another member of a swarm owns all parts; 0: a coordinator
 
 
 def _up(text: str, decay: float = 1.0, down: str = "bf16") -> CodecConfig:
@@ -87,6 +90,7 @@ SETTINGS: dict[str, Setting] = {
     "fp32": Setting(EXACT),
     "bf16": Setting(_up("bf16")),
     "int8": Setting(_up("int8")),
+    "int8, owners killed": Setting(_up("int8"), base="int8", takeover=5),
     "int8, record fp32": Setting(CodecConfig(up="int8", down="bf16", record="fp32")),
     "int4": Setting(_up("int4")),
     "int4 both ways": Setting(_up("int4", down="int4")),
@@ -169,9 +173,12 @@ def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
     workers = [EditWorker(t.model, t.optimizer, c, settings) for t, c in zip(trainers, counted, strict=True)]
     for worker in workers:
         worker.__enter__()
+    taken = 0
     for _ in range(steps):
         for t in trainers:
             t.step()
+        if setting.takeover and run.state.outer_step >= taken + setting.takeover:
+            taken, run._state = run.state.outer_step, taken_over(run.state)
     for worker in workers:
         worker.synchronize()
     model = GPT(ModelConfig(), seed)
@@ -188,6 +195,12 @@ def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
         "bits_down": round(8 * counted[0].received / (parameters * len(counted[0].steps)), 4),
         "s": round(time.monotonic() - began),
     }
+
+
+def taken_over(state: OuterState) -> OuterState:
+    """What another member of a swarm has when it takes over: all but what the owner's records left out."""
+    tensors = {name: each.clone() for name, each in state.to_tensors().items() if not name.startswith("unrecorded.")}
+    return OuterState.restore(state.schema, state.config, tensors, state.metadata())
 
 
 def apart(name: str, shape: Shape, seed: int) -> dict[str, Any]:

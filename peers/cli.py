@@ -75,9 +75,6 @@ def join(
 @trains
 def run(
     options: PeerOptions,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
-    ] = 1,
     serve_snapshots: Annotated[str | None, typer.Option(help="Serve snapshots to joining members at this HOST:PORT.")] = None,
     advertise: Annotated[
         str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
@@ -98,8 +95,7 @@ def run(
     from peers.daemon import run_peer
 
     nodes = tuple(dht_peers or ())
-    serving = replace(options, serve_snapshots=serve_snapshots, advertise=advertise)
-    run_peer(replace(serving, tensor_parallel=tensor_parallel, dht_peers=nodes))
+    run_peer(replace(options, serve_snapshots=serve_snapshots, advertise=advertise, dht_peers=nodes))
 
 
 @app.command()

@@ -59,6 +59,9 @@ def _training(
     fault: Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")] = "",
     allow_model: ModelsOption = None,
     model_folder: FolderOption = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
+    ] = 1,
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints, visible to all machines of this peer. Default: in --home.")
     ] = None,
@@ -83,6 +86,7 @@ def _training(
         faults=parse_faults(fault),
         allowed_models=frozenset(allow_model or ()),
         model_folder=model_folder,
+        tensor_parallel=tensor_parallel,
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,

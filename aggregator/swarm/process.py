@@ -29,6 +29,7 @@ from aggregator.swarm.host_folder import HostFolder, Settings, credentials, iden
 from aggregator.swarm.member_folder import MemberFolder
 from edit import kernels
 from edit.config.run import RunConfig
+from edit.errors import ConfigError
 from edit.heaps import limit_heaps, map_large_blocks
 from editpb.transport.send_limit import SendLimit, send_limit
 
@@ -36,6 +37,7 @@ __all__ = ["serve_host"]
 
 _log = logging.getLogger(__name__)
 QUIET_S = 3.0  # so long after the run's end nobody must have needed this host; a peer connects again sooner
+_LEAVES_WITHIN_S = 10.0  # a host whose peer is gone; it takes 3 s
 _LOOK_S = 0.25
 
 
@@ -44,7 +46,7 @@ async def serve_host(path: Path, *, threads: int = 1, max_mbit: float | None = N
 
     threads: that torch computes with. max_mbit: what is sent per second; None: no bound.
     """
-    lock_folder(path, "another host has this folder")
+    await _lock(path)
     torch.set_num_threads(threads)
     limit_heaps()
     map_large_blocks()
@@ -70,6 +72,23 @@ async def serve_host(path: Path, *, threads: int = 1, max_mbit: float | None = N
     finally:
         ending.cancel()
         await host.close()
+
+
+async def _lock(path: Path) -> None:
+    """Lock the folder. Where a peer starts this host, one that an earlier start of it left behind may still be leaving."""
+    give_up = time.monotonic() + (_LEAVES_WITHIN_S if _is_beside_a_peer() else 0.0)
+    while True:
+        try:
+            lock_folder(path, "another host has this folder")
+            return
+        except ConfigError:
+            if time.monotonic() > give_up:
+                raise
+        await asyncio.sleep(_LOOK_S)
+
+
+def _is_beside_a_peer() -> bool:
+    return stat.S_ISFIFO(os.fstat(0).st_mode)
 
 
 async def _open(path: Path, limit: SendLimit) -> Host:
@@ -138,7 +157,7 @@ def _stop_at_the_end(stop: asyncio.Event, now: asyncio.Event, trained: asyncio.E
             loop.remove_reader(0)
             stop.set()
 
-    if stat.S_ISFIFO(os.fstat(0).st_mode):
+    if _is_beside_a_peer():
         loop.add_reader(0, read)
     else:
         trained.set()

@@ -306,6 +306,7 @@ def rivals(
         list[str] | None,
         typer.Option("--codec", help="Codec of this project. Repeatable.", show_default="int8, int4 and fp32"),
     ] = None,
+    swarm: Annotated[bool, typer.Option("--swarm", help="This project in a swarm, too: a host beside each peer.")] = False,
     repeat: _Repeat = 5,
     only: Annotated[list[str] | None, typer.Option(help="Only systems whose name contains this text. Repeatable.")] = None,
     limit: Annotated[
@@ -325,7 +326,7 @@ def rivals(
 
     With --mbit every process of a system, a coordinator too, is a host with a link of its own on one switch (network namespaces
     of this machine, token buckets). The bytes through the busiest link, and the least seconds they take, stand beside each
-    system.
+    system. --json and --results have the CPU seconds of each process, and the bytes of each link, too.
 
     Example: edit-lab bench rivals --peers 4 --mbit 1000 --mbit 100 --plot rivals.svg
     """
@@ -341,6 +342,7 @@ def rivals(
         folder=folder or cache_folder(),
         mbit=mbit or (),
         codecs=codecs or DEFAULT_CODECS,
+        swarm=swarm,
         repeat=repeat,
         limit_s=limit,
         torch_index=torch_index,

@@ -55,20 +55,21 @@ class HostProcess:
         self._command = command(folder, *arguments, "--who", "host: ")
         self.failure: EditError | None = None  # why it ended, and must end this peer
         self.listen = ""  # HOST:PORT at which this machine reaches it, once it serves
-        self._failed: Callable[[], None] = lambda: None
-        self._news = threading.Condition()
+        self._over = False  # it ended, and is not started again
+        self._told: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()  # of the two
         self._ending = False
         self._starts: list[float] = []
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="host", daemon=True)
         self._watcher.start()
 
-    def on_failure(self, call: Callable[[], None]) -> None:
-        """Call this, in a thread of the host's, when it has failed; at once if it has."""
-        with self._news:
-            self._failed = call
-            failed = self.failure is not None
-        if failed:
+    def at_its_end(self, call: Callable[[], None]) -> None:
+        """Call this, in a thread of the host's, when it has failed or was told to leave; at once if so already."""
+        with self._lock:
+            self._told = call
+            over = self._over
+        if over:
             call()
 
     @property
@@ -77,15 +78,6 @@ class HostProcess:
         if self.failure is not None:
             raise self.failure
         return self.listen or None
-
-    def wait_ready(self, look_s: float = 0.25) -> str:
-        """Wait until it serves; return where. Raises the EditError that it ended with."""
-        with self._news:
-            while not self.listen:
-                if self.failure is not None:
-                    raise self.failure
-                self._news.wait(look_s)  # so that a signal handler gets its turn
-            return self.listen
 
     def close(self, *, linger: bool = False) -> None:
         """End it. linger: only once no other member needs it any more, or at SIGINT or SIGTERM."""
@@ -125,9 +117,7 @@ class HostProcess:
         while True:
             assert self._process.stdout is not None
             for line in self._process.stdout:
-                with self._news:
-                    self.listen = _here(json.loads(line)["listen"])
-                    self._news.notify_all()
+                self.listen = _here(json.loads(line)["listen"])
             code = self._process.wait()
             if self._ending:
                 return
@@ -136,15 +126,14 @@ class HostProcess:
                 why = (
                     f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}, {len(self._starts)} times"
                 )
-                with self._news:
-                    if code == 0 and self.listen:
-                        _log.info("this member's host was told to end; so does the peer")
-                    else:
-                        kind = TransportError if code == 0 else ERRORS.get(code, EditError)
-                        self.failure = kind(f"this member's host {why}; its last lines say why")
-                    self._news.notify_all()
-                    failed = self._failed
-                failed()
+                if code == 0 and self.listen:
+                    _log.info("this member's host was told to end; so does the peer")
+                else:
+                    kind = TransportError if code == 0 else ERRORS.get(code, EditError)
+                    self.failure = kind(f"this member's host {why}; its last lines say why")
+                with self._lock:
+                    self._over, told = True, self._told
+                told()
                 return
             _log.warning("this member's host was killed by signal %d; it is started again", -code)
             self._process = self._start()

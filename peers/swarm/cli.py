@@ -66,6 +66,9 @@ def start(
     Exit codes: 0 finished or stopped, 2 wrong configuration, 3 refused, 4 evicted.
 
     Example: edit-peer swarm start run.toml --data ~/books --home a --advertise training.example.org
+
+    One member on eight GPUs, restarted when a rank dies:
+    torchrun --nproc-per-node 8 --max-restarts 100 -m peers swarm start run.toml --data ~/books --home a
     """
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Founding, Place, found, is_member
@@ -115,6 +118,9 @@ def join(
     Exit codes: 0 finished or stopped, 2 wrong configuration, 3 refused, 4 evicted, 69 nobody reached.
 
     Example: edit-peer swarm join - --data ~/books --home b < invitation.txt
+
+    One member on eight GPUs, restarted when a rank dies:
+    torchrun --nproc-per-node 8 --max-restarts 100 -m peers swarm join invitation.txt --data ~/books --home b
     """
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import Place, enter

@@ -22,42 +22,48 @@ from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from edit.config.run import RunConfig
 from edit.council.record import Phase, Record
+from edit.fragments.digest import digest
 from edit.lab.council.replicated import same
 from edit.lab.run_toml import to_toml
 from editpb.invitation import Invitation
-from tests.support.daemons import Daemon, call, small
+from tests.support.daemons import Daemon, Site, call, children, small, torchrun
 from tests.support.fork_server import REPOSITORY
 
 pytestmark = pytest.mark.timeout(400)
 
 
+def settings(outer_steps: int, start_peers: int = 1, quorum: int = 1, exact: bool = False) -> dict[str, Any]:
+    """Of a hub; in a swarm without the section server.
+
+    exact: nothing is lost with an owner but time: no record leaves anything out, and no peer is cut off and trains on.
+    """
+    sync, rounds = {"every": 4, "outer_steps": outer_steps}, {"start_peers": start_peers, "quorum": quorum}
+    more: dict[str, Any] = {"codec": {"up": "fp32", "down": "fp32"}, "membership": {"heartbeat_s": 10.0, "lease_s": 100.0}}
+    return dict(small("swarm", sync=sync, rounds=rounds, **(more if exact else {})))
+
+
 class Swarm:
     """Members in folders of their own, as commands."""
 
-    def __init__(self, path: Path, *, outer_steps: int, start_peers: int = 1, quorum: int = 1) -> None:
+    def __init__(self, path: Path, parts: int = 2, **run: Any) -> None:
         self.path, self.daemons = path, dict[str, Daemon]()
-        settings: dict[str, Any] = dict(
-            small(
-                "swarm",
-                sync={"every": 4, "outer_steps": outer_steps},
-                rounds={"start_peers": start_peers, "quorum": quorum},
-                swarm={"parts": 2, "discovery": "addresses"},
-            )
-        )
-        del settings["server"]
-        (path / "run.toml").write_text(to_toml(settings))
+        tables = settings(**run)
+        del tables["server"]
+        tables["swarm"] = {"parts": parts, "discovery": "addresses"}
+        (path / "run.toml").write_text(to_toml(tables))
         (path / "text.py").write_bytes(Path(json.__file__).read_bytes())
 
-    def _trains(self, name: str, verb: str, *arguments: object) -> Daemon:
+    def _trains(self, name: str, verb: str, *arguments: object, ranks: int = 1) -> Daemon:
+        launcher = torchrun(ranks) if ranks > 1 else []
         data = ["--data", self.path / "text.py", "--threads", 1, "--home", self.path / name]
-        self.daemons[name] = Daemon("peers", "swarm", verb, *data, *arguments)
+        self.daemons[name] = Daemon(*launcher, "peers", "swarm", verb, *data, *arguments)
         return self.daemons[name]
 
-    def start(self, name: str = "a", *arguments: object) -> Daemon:
-        return self._trains(name, "start", self.path / "run.toml", "--name", name, "--invite", "", *arguments)
+    def start(self, name: str = "a", *arguments: object, ranks: int = 1) -> Daemon:
+        return self._trains(name, "start", self.path / "run.toml", "--name", name, "--invite", "", *arguments, ranks=ranks)
 
-    def join(self, name: str, *arguments: object) -> Daemon:
-        return self._trains(name, "join", self.invitation(name), *arguments)
+    def join(self, name: str, *arguments: object, ranks: int = 1) -> Daemon:
+        return self._trains(name, "join", self.invitation(name), *arguments, ranks=ranks)
 
     def host(self, name: str) -> Daemon:
         self.daemons[name] = Daemon("peers", "swarm", "host", self.invitation(name), "--home", self.path / name)
@@ -250,3 +256,44 @@ def _command(*words: object) -> str:
     """What a command prints that succeeds."""
     line = [sys.executable, "-m", "peers", "swarm", *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, check=True).stdout
+
+
+def test_two_ranks_beside_a_plain_member_take_the_outer_steps_of_a_hub_when_their_host_and_an_owner_is_killed(
+    tmp_path: Path,
+) -> None:
+    """The founder has two ranks under torchrun; the host beside rank 0 leads, and owns at least one part, when it is killed."""
+    run: dict[str, Any] = {"outer_steps": 8, "start_peers": 2, "quorum": 2, "exact": True}
+    with Site(tmp_path / "hub", settings(**run)) as site:
+        site.serve()
+        site.enrol("a", "b")
+        assert [peer.finish() for peer in (site.peer("a", ranks=2), site.peer("b"))] == [0, 0]
+        hub = site.status()["digest"]
+    (tmp_path / "swarm").mkdir()
+    with swarm(tmp_path / "swarm", parts=3, **run) as members:
+        a = members.start(ranks=2)
+        a.until("owns part")
+        c = members.host("c")
+        a.until("2 vote, of 2 members")
+        b = members.join("b")
+        a.until("outer step 2,")
+        assert any(part.owner == "a" for part in members.record("c").parts)
+        (host,) = (host for rank in a.children() for host in children(rank))
+        os.kill(host, signal.SIGKILL)
+        a.until("it is started again")
+        assert [daemon.finish() for daemon in (a, b, c)] == [0, 0, 0]
+        parts = [members.states(part, "a", "b", "c") for part in range(3)]
+        found = [digest([each for replica in of_one for each in replica.outer.theta]) for of_one in zip(*parts, strict=True)]
+        assert found == [hub] * 3
+
+
+def test_rank_0_is_killed_and_torchrun_starts_all_ranks_and_their_host_again(tmp_path: Path) -> None:
+    with swarm(tmp_path, outer_steps=6, start_peers=2, quorum=2) as members:
+        a = members.start()
+        a.until("owns part")
+        b = members.join("b", ranks=2)
+        b.until("outer step 2,")
+        os.kill(b.children()[0], signal.SIGKILL)
+        b.until("resuming from")
+        b.until("joined at outer step")
+        assert [daemon.finish() for daemon in (a, b)] == [0, 0]
+        assert len({daemon.last("the run has finished at").split("digest ")[1][:12] for daemon in (a, b)}) == 1

@@ -28,6 +28,12 @@ SMALL: Settings = {
 }
 
 
+def children(pid: int) -> list[int]:
+    """The processes that this one started, in whichever thread."""
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(pid) for started in threads for pid in started.read_text().split()]
+
+
 def small(name: str, **tables: dict[str, Setting]) -> Settings:
     """A small run that waits patiently for its peers. tables: what is different from SMALL, or more; an outer optimizer with
     all its settings."""
@@ -53,8 +59,7 @@ class Daemon:
 
     def children(self) -> list[int]:
         """The processes that this one started, in whichever thread: the ranks of a torchrun, or the host beside a peer."""
-        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for children in threads for pid in children.read_text().split()]
+        return children(self.process.pid)
 
     def kill(self) -> None:
         """SIGKILL, what it started included, and nobody is left."""
@@ -74,6 +79,12 @@ class Daemon:
     def last(self, words: str) -> str:
         """The last line with these words."""
         return [line for line in self.lines if words in line][-1]
+
+
+def torchrun(ranks: int) -> list[object]:
+    """What stands before the command of a peer of several ranks."""
+    options = ["--standalone", "--local-addr", "127.0.0.1", "--max-restarts", 3, "--nproc-per-node", ranks]
+    return ["torch.distributed.run", *options, "-m"]
 
 
 def p2pds(path: Path) -> list[int]:
@@ -144,8 +155,7 @@ class Site:
         command = ["peers", "run", "--home", self.folder / name, "--data", self.folder / "text.py", "--threads", 1, *options]
         if ranks == 1:
             return self.start(*command)
-        torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", 3]
-        return self.start(*torchrun, "--nproc-per-node", ranks, "-m", *command)
+        return self.start(*torchrun(ranks), *command)
 
     def operate(self, command: str) -> str:
         """One command of the coordinator's operator: status, pause, resume, drain."""

@@ -1,4 +1,6 @@
-"""One peer of `edit-lab bench exchange`: python -m edit.lab.bench.exchange_peer HOME INVITATION PARAMETERS CODEC PORT.
+"""One peer of `edit-lab bench exchange`: python -m edit.lab.bench.exchange_peer HOME THROUGH PARAMETERS CODEC PORT.
+
+THROUGH: an invitation of a coordinator, or in a swarm HOST:PORT of this member's own host.
 
 Its model is one tensor for each of twelve fragments, its inner steps are noise. An exchange is what a peer does between two
 phases of training: pseudo-gradient, encoding, upload, update, new parameters, and their digest against the commit's.
@@ -9,20 +11,28 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from aggregator.swarm.host_folder import credentials as credentials_of
+from aggregator.swarm.host_folder import identity_of
 from edit import kernels
 from edit.codecs.error_feedback import ErrorFeedback
+from edit.collective import Collective
 from edit.fragments.digest import combine
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.lab.bench.turns import Exchanger
 from edit.records import Committed, Contribution, Here, RolledBack
 from edit.replica.replica import Replica
+from editpb.invitation import is_endpoint
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
+from peers.carriers.swarm.connect import connect_swarm
+from peers.carriers.swarm.hosts import describe_swarm, hosts_of
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
 
@@ -50,50 +60,82 @@ class _Model(torch.nn.Module):
             block.weight = torch.nn.Parameter(torch.zeros(fragment.numel))
 
 
-def main(home: Path, invitation: str, parameters: int, codec_name: str, port: int) -> None:
-    """Enrol, join, and exchange whenever told to, until told that there is no further exchange."""
+class _Share:
+    """The fragments of one aggregator or part: all of them at a coordinator."""
+
+    def __init__(self, replica: Replica, codec_name: str, collective: Collective) -> None:
+        self._replica, self._collective = replica, collective
+        self._feedback = ErrorFeedback(codec_name, replica.layout.owned)
+        self._fragments = range(len(replica.schema.fragments))
+        replica.start(collective.join(replica.schema, replica.local))
+
+    def train(self, generator: torch.Generator) -> None:
+        """Move the parameters by noise."""
+        replica = self._replica
+        with torch.no_grad():
+            for i in self._fragments:
+                theta = replica.theta(i)
+                replica.parameters(i)[0].copy_(theta).add_(torch.empty_like(theta).normal_(0, 1e-3, generator=generator))
+
+    def contribute(self) -> None:
+        """Send the pseudo-gradient."""
+        step = self._replica.outer_step
+        for i in self._fragments:
+            payload = self._feedback.stage(i, self._replica.own_pseudo_gradient(i))
+            contribution = Contribution(outer_step=step, fragment_id=i, inner_steps=1, tokens=1, payload=payload)
+            self._collective.contribute(contribution)
+
+    def move(self) -> str:
+        """Wait for the commit, move to it; return the digest."""
+        replica, feedback = self._replica, self._feedback
+        step = replica.outer_step
+        while (outcome := self._collective.outcome(step, block=True)) is None:
+            pass
+        assert isinstance(outcome, Committed), outcome
+        steps = {part.fragment_id: Here(part.payload) for part in outcome.commit.fragments if part.payload is not None}
+        hashes = replica.hashes_after(steps)
+        assert combine(hashes) == outcome.commit.digest
+        for i in self._fragments:
+            residual = feedback.commit_parts(i, replica.own_pseudo_gradient(i) if feedback.needs_delta(i) else None)
+            replica.apply_fragment(i, steps.get(i, RolledBack()), lambda _: None, hashes[i], residual)
+        replica.applied(step + 1)
+        return replica.digest
+
+
+def main(home: Path, through: str, parameters: int, codec_name: str, port: int) -> None:
+    """Join, and exchange whenever told to, until told that there is no further exchange."""
     torch.set_num_threads(1)
     kernels.load()
-    join(invitation, home, time.time())
-    enrolled = PeerFolder(home).load(time.time())
-    replica = Replica(_Model(blocks(parameters)))
-    feedback = ErrorFeedback(codec_name, replica.layout.owned)
-    exchanger = Exchanger(port)
-    with IoThread() as io:
-        collective = HubCollective(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
-        replica.start(collective.join(replica.schema, replica.local))
-        generator = torch.Generator().manual_seed(os.getpid())
-        _train(replica, generator)
+    model, exchanger = _Model(blocks(parameters)), Exchanger(port)
+    generator = torch.Generator().manual_seed(os.getpid())
+    with IoThread() as io, _connected(io, home, through) as collectives:
+        count = len(collectives)
+        shares = [_Share(Replica(model, part=(i, count)), codec_name, each) for i, each in enumerate(collectives)]
+        for share in shares:
+            share.train(generator)
         while exchanger.go():
-            exchanger.report(_exchange(replica, feedback, collective))
-            _train(replica, generator)
-        collective.close("measured")
+            for share in shares:
+                share.contribute()
+            exchanger.report(" ".join([share.move() for share in shares]))
+            for share in shares:
+                share.train(generator)
 
 
-def _train(replica: Replica, generator: torch.Generator) -> None:
-    with torch.no_grad():
-        for i in range(len(replica.schema.fragments)):
-            theta = replica.theta(i)
-            replica.parameters(i)[0].copy_(theta).add_(torch.empty_like(theta).normal_(0, 1e-3, generator=generator))
-
-
-def _exchange(replica: Replica, feedback: ErrorFeedback, collective: HubCollective) -> str:
-    """Contribute, wait for the commit, move to it; return the digest."""
-    step = replica.outer_step
-    fragments = range(len(replica.schema.fragments))
-    for i in fragments:
-        payload = feedback.stage(i, replica.own_pseudo_gradient(i))
-        collective.contribute(Contribution(outer_step=step, fragment_id=i, inner_steps=1, tokens=1, payload=payload))
-    outcome = collective.outcome(step, block=True)
-    assert isinstance(outcome, Committed), outcome
-    steps = {part.fragment_id: Here(part.payload) for part in outcome.commit.fragments if part.payload is not None}
-    hashes = replica.hashes_after(steps)
-    assert combine(hashes) == outcome.commit.digest
-    for i in fragments:
-        residual = feedback.commit_parts(i, replica.own_pseudo_gradient(i) if feedback.needs_delta(i) else None)
-        replica.apply_fragment(i, steps.get(i, RolledBack()), lambda _: None, hashes[i], residual)
-    replica.applied(step + 1)
-    return replica.digest
+@contextmanager
+def _connected(io: IoThread, home: Path, through: str) -> Iterator[Sequence[Collective]]:
+    """Connect to the coordinator that an invitation leads to, or with HOST:PORT of this member's host to all parts."""
+    if is_endpoint(through):
+        identity, (credentials, _) = identity_of(home), credentials_of(home)
+        swarm = io.call(describe_swarm(through, identity, credentials))
+        hosts = hosts_of(swarm, identity.peer_id, through)
+        with connect_swarm(io, hosts, swarm.parts, credentials, identity, ended="measured") as (connection, _, _):
+            yield connection.shares
+        return
+    join(through, home, time.time())
+    enrolled = PeerFolder(home).load(time.time())
+    collective = HubCollective(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+    yield (collective,)
+    collective.close("measured")
 
 
 if __name__ == "__main__":

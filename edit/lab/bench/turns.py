@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import socket
 import statistics
@@ -32,6 +33,7 @@ __all__ = ["Exchanger", "Timing", "Turns", "best", "median"]
 
 _LOOK_EVERY_S = 0.2
 _ENDS_WITHIN_S = 5.0
+_IDLE_LOOK_S, _IDLE_CPU_S = 0.5, 0.05  # processes are idle that need no more CPU seconds than that, all together, in this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,12 @@ class Turns:
         self._listeners[name] = host.listen()
         self._supervisor.start(name, host.command((*argv, str(self._listeners[name].getsockname()[1]))))
 
-    def measure(self, repeat: int, beside: Sequence[str] = ()) -> list[Timing]:
+    def measure(self, repeat: int, beside: Sequence[str] = (), *, settle: bool = False) -> list[Timing]:
         """Return the timings of `repeat` exchanges, after one that warms up and is not counted.
 
-        beside: names of processes that take part without being told to, such as a server. Raises ChildDied when a process
-        fails or takes too long, RemoteProtocolError when the processes ended with different results.
+        beside: names of processes that take part without being told to, such as a server. settle: count the CPU seconds that
+        they still need of an exchange after all others have reported. Raises ChildDied when a process fails or takes too long,
+        RemoteProtocolError when the processes ended with different results.
         """
         for name, listener in self._listeners.items():
             if name not in self._calls:
@@ -102,19 +105,24 @@ class Turns:
                 self._calls[name] = _Call(listener.accept()[0])
         pids = {name: self._supervisor.pid(name) for name in (*beside, *self._listeners)}
         self._all_ready()
-        return [self._turn(pids) for _ in range(repeat + 1)][1:]
+        busy = [pids[name] for name in beside] if settle else []
+        return [self._turn(pids, busy) for _ in range(repeat + 1)][1:]
 
     def _all_ready(self) -> None:
         for name in self._calls:
             self._hear(name, "is not ready")
 
-    def _turn(self, pids: Mapping[str, int]) -> Timing:
-        """Let all exchange, and wait until all are ready again: until then they may look at what they have, and fail."""
+    def _turn(self, pids: Mapping[str, int], busy: Sequence[int]) -> Timing:
+        """Let all exchange, and wait until all are ready again: until then they may look at what they have, and fail.
+
+        busy: processes that are waited for until they are idle.
+        """
         bytes_before = self._link_bytes()
         before = {name: _cpu_s(pid) for name, pid in pids.items()}
         for call in self._calls.values():
             call.say("go")
         ends = {name: json.loads(self._hear(name, "has not exchanged")) for name in self._calls}
+        self._settle(busy)
         after = {name: _cpu_s(pid) for name, pid in pids.items()}
         moved = {way: count - bytes_before[way] for way, count in self._link_bytes().items()}
         self._all_ready()
@@ -123,6 +131,16 @@ class Turns:
             raise RemoteProtocolError(f"different results: {results}")
         wall_s = max(end["ended"] for end in ends.values()) - min(end["began"] for end in ends.values())
         return Timing(wall_s, {name: after[name] - before[name] for name in pids}, moved)
+
+    def _settle(self, busy: Sequence[int]) -> None:
+        """Wait until these processes are idle: they use next to no CPU any more."""
+        give_up, before, now = time.monotonic() + self._limit_s, -math.inf, sum(map(_cpu_s, busy))
+        while busy and now - before > _IDLE_CPU_S:
+            self._look()
+            if time.monotonic() > give_up:
+                raise ChildDied(f"the processes beside are not idle after {self._limit_s:g} s")
+            time.sleep(_IDLE_LOOK_S)
+            before, now = now, sum(map(_cpu_s, busy))
 
     def _link_bytes(self) -> Mapping[str, int]:
         return self._network.traffic() if self._network else {}

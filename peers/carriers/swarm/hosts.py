@@ -7,23 +7,43 @@ import logging
 
 import grpc
 
-from edit.errors import StaleError, TransportError
+from edit.errors import ConfigError, StaleError, TransportError
 from editpb import council_pb2 as pb
 from editpb.council_messages import SwarmDescription, description_from_pb
 from editpb.identity import Identity
+from editpb.invitation import is_loopback
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc
 
-__all__ = ["hosts_of_swarm"]
+__all__ = ["describe_swarm", "hosts_of"]
 
 ANSWER_S = 10.0
 AGAIN_S = 0.2
 _log = logging.getLogger(__name__)
 
 
-async def hosts_of_swarm(own: str, identity: Identity, credentials: grpc.ChannelCredentials) -> tuple[dict[str, str], int]:
-    """Return HOST:PORT of each host by peer_id, this peer's own first, and how many parts there are, once it was let in.
+def hosts_of(swarm: SwarmDescription, peer_id: str, own: str = "") -> dict[str, str]:
+    """Return HOST:PORT of each host by peer_id, this peer's own first.
+
+    Args:
+        peer_id: of this peer.
+        own: HOST:PORT of its own host, as this process reaches it; '': this rank runs on another machine, and reaches it where
+            the other members do. Raises ConfigError where they do not.
+    """
+    others = {other: each[0] for other, each in swarm.hosts.items() if each and other != peer_id}
+    if own:
+        return {peer_id: own, **others}
+    advertised = [each for each in swarm.hosts.get(peer_id, ()) if not is_loopback(each.rpartition(":")[0])]
+    if not advertised:
+        raise ConfigError(
+            "this rank is not on the machine of rank 0, whose host it cannot reach; start the member with --advertise HOST"
+        )
+    return {peer_id: advertised[0], **others}
+
+
+async def describe_swarm(own: str, identity: Identity, credentials: grpc.ChannelCredentials) -> SwarmDescription:
+    """Return where the hosts are and how many parts there are, once this peer's own host was let in.
 
     Args:
         own: HOST:PORT of this peer's own host, as this process reaches it.
@@ -35,15 +55,12 @@ async def hosts_of_swarm(own: str, identity: Identity, credentials: grpc.Channel
     told = ""
     while True:
         try:
-            swarm = await _describe(own, identity, credentials)
+            return await _describe(own, identity, credentials)
         except (TransportError, StaleError) as error:
             if isinstance(error, StaleError) and str(error) != told:
                 told = str(error)
                 _log.info("waiting: %s", error)
             await asyncio.sleep(AGAIN_S)
-        else:
-            others = {peer_id: each[0] for peer_id, each in swarm.hosts.items() if each and peer_id != identity.peer_id}
-            return {identity.peer_id: own, **others}, swarm.parts
 
 
 async def _describe(own: str, identity: Identity, credentials: grpc.ChannelCredentials) -> SwarmDescription:

@@ -21,6 +21,7 @@ from rich.table import Table
 from edit.config.codec import CodecSpec
 from edit.errors import EditError
 from edit.lab.bench.exchange import ours, require_proc
+from edit.lab.bench.exchange_swarm import ours_in_a_swarm
 from edit.lab.bench.results import Row, circumstances, figure_note, one_line, results_table
 from edit.lab.bench.rivals.environments import FLOWER, GLOO, HIVEMIND, TORCHFT, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing, Turns, best, median
@@ -80,9 +81,10 @@ _OURS = "this project"
 class RivalOptions:
     """What is measured: each system with each number of peers over each link.
 
-    mbit: of every process's own link, in each direction; none: all on loopback; codecs: of this project; folder: of the
-    environments; only: other systems whose names contain one of these; limit_s: of one exchange, beside the time in which the
-    link of a server carries fp32 of all peers up and down.
+    mbit: of every process's own link, in each direction; none: all on loopback; codecs: of this project; swarm: measure this
+    project in a swarm, too, where a peer and its host have one link; folder: of the environments; only: other systems whose
+    names contain one of these; limit_s: of one exchange, beside the time in which the link of a server carries fp32 of all
+    peers up and down.
     """
 
     parameters: int
@@ -90,6 +92,7 @@ class RivalOptions:
     folder: Path
     mbit: Sequence[float] = ()
     codecs: Sequence[str] = DEFAULT_CODECS
+    swarm: bool = False
     repeat: int = 5
     limit_s: float = 120.0
     torch_index: str = ""
@@ -127,6 +130,8 @@ def _contests(options: RivalOptions, field: _Field, rivals: Sequence[Rival]) -> 
     for codec in options.codecs:
         how = f"{codec}, mutual TLS, penalty, journal"
         yield f"{_OURS}, {codec}", how, partial(field.ours, codec)
+        if options.swarm:
+            yield f"{_OURS} in a swarm, {codec}", f"{how}, on disk at a quorum", partial(field.in_a_swarm, codec)
     for rival in rivals:
         if not options.only or any(text in rival.name for text in options.only):
             yield rival.name, rival.how, partial(field.theirs, rival)
@@ -152,8 +157,10 @@ def _row(
             "best_cpu_s": best(timings)[1],
         }
         row |= {"repeat": len(timings), **{key: round(value, 3) for key, value in figures.items()}}
+        row["cpu_s_of"] = {process: round(cpu_s, 3) for process, cpu_s in median(timings).cpu_s.items()}
         if moved := median(timings).link_bytes:
             row["busiest_link"], row["link_bytes"] = max(moved.items(), key=itemgetter(1))
+            row["bytes_of"] = dict(moved)
             row["bound_s"] = round(8e-6 * row["link_bytes"] / link["mbit"], 3)
         return row | ({"failed_before": errors} if errors else {})
     return row | {"error": errors[-1]}
@@ -170,6 +177,11 @@ class _Field:
     def ours(self, codec: str) -> list[Timing]:
         """Return the timings of this project. Raises ChildDied when it fails or takes too long."""
         return ours(self.peers, self.options.parameters, codec, self.options.repeat, self._limit_s(), self.mbit)
+
+    def in_a_swarm(self, codec: str) -> list[Timing]:
+        """Likewise, in a swarm."""
+        options = self.options
+        return ours_in_a_swarm(self.peers, options.parameters, codec, options.repeat, self._limit_s(), self.mbit)
 
     def theirs(self, rival: Rival) -> list[Timing]:
         """Return the timings of another system. Raises ChildDied when it cannot be installed, fails or takes too long."""

@@ -21,8 +21,9 @@ from rich.console import Console
 
 from edit.errors import ConfigError
 from edit.lab.bench import exchange
+from edit.lab.bench.exchange_swarm import ours_in_a_swarm
 from edit.lab.bench.rivals import contest, environments
-from edit.lab.bench.rivals.contest import RIVALS, Rival, RivalOptions, measure_rivals
+from edit.lab.bench.rivals.contest import DEFAULT_CODECS, RIVALS, Rival, RivalOptions, measure_rivals
 from edit.lab.bench.rivals.environments import GLOO, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing
 from edit.lab.processes import ChildDied, Supervisor
@@ -96,12 +97,19 @@ def test_over_links_the_picture_has_the_fast_ones_first_and_diamonds_at_the_boun
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Measure these scripts, two peers, with this Python in place of an environment's."""
 
-    def measure(*rivals: Rival, limit_s: float = 60.0, mbit: float = 0.0) -> list[Any]:
+    def measure(*rivals: Rival, limit_s: float = 60.0, mbit: float = 0.0, swarm: bool = False) -> list[Any]:
         monkeypatch.setattr(contest, "ours", lambda *_: [Timing(1.0, {"coordinator": 0.5, "peer": 0.25})])
+        monkeypatch.setattr(contest, "ours_in_a_swarm", lambda *_: [Timing(2.0, {"host-0": 0.5, "peer-0": 0.5})])
         monkeypatch.setattr(Environments, "python", lambda *_: Path(sys.executable))
         seen: list[Any] = []
         options = RivalOptions(
-            parameters=12_000, peers=[2], folder=tmp_path, repeat=2, limit_s=limit_s, mbit=[mbit] if mbit else ()
+            parameters=12_000,
+            peers=[2],
+            folder=tmp_path,
+            repeat=2,
+            limit_s=limit_s,
+            mbit=[mbit] if mbit else (),
+            swarm=swarm,
         )
         rows = measure_rivals(options, seen.append, rivals)
         assert rows == seen
@@ -124,6 +132,12 @@ def test_gloo_needs_nothing_but_torch_and_is_measured(measured: Any) -> None:
     assert not {"mbit", "bound_s"} & set(gloo)
 
 
+def test_a_swarm_stands_beside_the_coordinator_and_each_process_is_in_the_row(measured: Any) -> None:
+    _, int8, _, int4, _, fp32 = measured(swarm=True)
+    assert [row["system"] for row in (int8, int4, fp32)] == [f"this project in a swarm, {name}" for name in DEFAULT_CODECS]
+    assert (int8["round_s"], int8["cpu_s"], int8["cpu_s_of"]) == (2.0, 1.0, {"host-0": 0.5, "peer-0": 0.5})
+
+
 @pytest.mark.usefixtures("limited_links")
 @pytest.mark.timeout(120)
 def test_over_links_each_peer_is_a_host_and_the_bound_is_that_of_the_bytes(measured: Any) -> None:
@@ -142,6 +156,16 @@ def test_this_projects_coordinator_and_peers_are_hosts_too() -> None:
     assert set(timing.cpu_s) == {"coordinator", "peer-0", "peer-1"}
     up = timing.link_bytes["coordinator up"], timing.link_bytes["peer-0 up"] + timing.link_bytes["peer-1 up"]
     assert all(2 * 120_000 < count < 2 * 240_000 for count in up)  # one update for each peer; one contribution of each
+
+
+@pytest.mark.usefixtures("limited_links")
+@pytest.mark.timeout(300)  # two peers and two hosts
+def test_in_a_swarm_a_peer_and_its_host_have_one_link() -> None:
+    (timing,) = ours_in_a_swarm(2, 240_000, "int8", 1, 100.0, mbit=1000.0)
+    assert set(timing.cpu_s) == {"host-0", "host-1", "peer-0", "peer-1"}
+    assert set(timing.link_bytes) == {"peer-0 up", "peer-0 down", "peer-1 up", "peer-1 down"}
+    # half of a contribution in int8, half of the model in bf16 for the other host, in int8 for the other peer
+    assert all(480_000 < count < 720_000 for count in timing.link_bytes.values()), timing.link_bytes
 
 
 HANGS = """
