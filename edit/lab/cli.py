@@ -50,7 +50,7 @@ app.add_typer(bench, name="bench")
 def demo(
     peers: Annotated[int, typer.Option(help="Number of peers.")] = 4,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps of each peer.", show_default="750; with --quick 100, --swarm 150")
+        int | None, typer.Option(help="Inner steps of each peer.", show_default="750; with --quick 100, a swarm 200")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial parameters, the data's order, the held-out files.")] = 0,
     swarm: Annotated[

@@ -21,7 +21,7 @@ class DemoOptions:
     """The options of `edit-lab demo`."""
 
     peers: int = 4
-    steps: int | None = None  # inner steps of each peer; None: 750; with quick 100, in a swarm 150
+    steps: int | None = None  # inner steps of each peer; None: 750; with quick 100, in a swarm 200
     seed: int = 0
     faults: bool = True
     quick: bool = False
@@ -43,7 +43,7 @@ class DemoOptions:
         """Inner steps asked for; the run takes the largest multiple of `sync_every` that is not larger."""
         if self.steps is not None:
             return self.steps
-        return (150 if self.swarm else 100) if self.quick else 750  # a swarm's killed member must come back in time
+        return (200 if self.swarm else 100) if self.quick else 750  # a swarm's killed member must come back in time
 
     @property
     def sync_every(self) -> int:
