@@ -1,4 +1,4 @@
-"""The council in virtual time. `benchmarks/council.py` runs more seeds."""
+"""The council in virtual time. `benchmarks/swarm/council.py` runs more seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edit.lab.council.swarm import Swarm
 def test_no_split_and_progress_after_healing(first: int) -> None:
     result = Result()
     for seed in range(first, first + 50):
-        assert failure(draw(seed), result=result) == "", f"python benchmarks/council.py --first {seed} --seeds 1"
+        assert failure(draw(seed), result=result) == "", f"python benchmarks/swarm/council.py --first {seed} --seeds 1"
     assert result.commits > 200
     assert (
         min(

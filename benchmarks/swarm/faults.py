@@ -1,9 +1,9 @@
 """How long a swarm of four real members stands still when one of them is killed or stopped in the middle of an exchange.
 
-    python benchmarks/swarm_faults.py --faults 20                  # 2M parameters: about 40 minutes on 2 busy cores
-    python benchmarks/swarm_faults.py --faults 20 --parameters 50331648
-    python benchmarks/swarm_faults.py --faults 0 --power-cuts 10    # all four killed at once, and started again
-    python benchmarks/swarm_faults.py --starts 50                  # how many swarms of four form
+    python benchmarks/swarm/faults.py --faults 20                  # 2M parameters: about 40 minutes on 2 busy cores
+    python benchmarks/swarm/faults.py --faults 20 --parameters 50331648
+    python benchmarks/swarm/faults.py --faults 0 --power-cuts 10    # all four killed at once, and started again
+    python benchmarks/swarm/faults.py --starts 50                  # how many swarms of four form
 
 A member is a host (`python -m aggregator.swarm`) and a peer that trains, as two processes under one name; all bytes go over
 gRPC with mutual TLS on loopback. A peer does nothing but exchange: each inner step is noise, and is followed by a contribution
@@ -78,7 +78,7 @@ from editpb.identity import Identity
 from peers.carriers.io_thread import IoThread
 from peers.carriers.swarm.connect import connect_swarm
 
-RESULTS = Path(__file__).parent / "results" / "swarm_faults.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "swarm_faults.jsonl"
 MEMBERS = ("a", "b", "c", "d")
 KINDS = ("owner", "leader", "plain")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -1,6 +1,6 @@
 """What it costs that a quorum of members holds each outer step on disk before it counts, against the hub's way down.
 
-    python benchmarks/swarm.py  # 50M parameters, codec int8, 2 and 4 members beside the owner: about 6 minutes on 2 busy cores
+    python benchmarks/swarm/quorum.py  # 50M parameters, int8, 2 and 4 members beside the owner: about 6 minutes on 2 busy cores
 
 One outer step of one whole model, from the merged pseudo-gradient to the new parameters at all members, whose digests must be
 equal. The owner and the members are processes of their own; all bytes go over gRPC with mutual TLS on loopback. Three ways:
@@ -59,7 +59,7 @@ from edit.merging.merge import Merged
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit, EncodedTensor
 
-RESULTS = Path(__file__).parent / "results" / "swarm.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "swarm.jsonl"
 WAYS = ("hub", "quorum", "no fsync")
 CHUNK = 1 << 20
 PREFIX = struct.Struct("<IQ")  # bytes of the header and of the body

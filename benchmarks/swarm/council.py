@@ -1,8 +1,8 @@
 """Simulate the council of a swarm in virtual time: kills, lost disks, stops, partitions, loss, clocks that jump; any seeds.
 
-    python benchmarks/council.py --seeds 5000
-    python benchmarks/council.py --one-fault --seeds 200
-    python benchmarks/council.py --parts --seeds 500
+    python benchmarks/swarm/council.py --seeds 5000
+    python benchmarks/swarm/council.py --one-fault --seeds 200
+    python benchmarks/swarm/council.py --parts --seeds 500
 
 Checks at every moment that there is no split: one leader per term, one digest per outer step, what the record names is on the
 disks of a quorum, grants and outer steps never go back; and after healing that all parts advance twice at all members within

@@ -1,8 +1,8 @@
 """Validation loss at equal tokens: swaps of two peers (gossip, NoLoCo) beside DiLoCo and EDiT; how far apart peers stay; bytes.
 
-    .venv/bin/python benchmarks/gossip.py                    # 4 peers, 300 steps, 3 seeds: about 20 minutes on 2 idle cores
-    .venv/bin/python benchmarks/gossip.py --steps 1200 --peers 8 --seeds 1 --settings DiLoCo gossip
-    .venv/bin/python benchmarks/gossip.py --print            # only the table of what is recorded
+    .venv/bin/python benchmarks/swarm/gossip.py              # 4 peers, 300 steps, 3 seeds: about 20 minutes on 2 idle cores
+    .venv/bin/python benchmarks/swarm/gossip.py --steps 1200 --peers 8 --seeds 1 --settings DiLoCo gossip
+    .venv/bin/python benchmarks/swarm/gossip.py --print      # only the table of what is recorded
 
 Peers, text and inner settings are those of benchmarks/quality.py: the built-in GPT (0.8M parameters) on the standard library's
 source, in this process; contributions int8. Loss: nats per byte on held-out files, of the outer parameters: with gossip of the
@@ -57,7 +57,7 @@ from peers.models.gpt import GPT
 from peers.training.data import Tokens, evaluate
 from peers.training.trainer import use_threads
 
-RESULTS = Path(__file__).parent / "results" / "gossip.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "gossip.jsonl"
 NESTEROV = OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.6)
 GOSSIP = OuterConfig(algorithm="gossip")
 
