@@ -20,17 +20,35 @@ from aggregator.security.authority import Authority, load_key, made_at
 from aggregator.security.certificates import public_der, public_key_of
 from aggregator.security.members import Members
 from aggregator.services.enrolment import Refusals, source_of
-from aggregator.swarm.host_folder import AUTHORITY_FORMAT, HostFolder, authority_folder, credentials, identity_of, run_of
+from aggregator.swarm.host_folder import (
+    AUTHORITY_FORMAT,
+    HostFolder,
+    Settings,
+    authority_folder,
+    credentials,
+    identity_of,
+    run_of,
+)
 from aggregator.swarm.member_folder import MemberFolder
 from edit.council.events import Claim
 from edit.council.record import Enrolled, Record
 from edit.durable_files import write_atomic, write_json
-from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StaleError, StorageError, TransportError
+from edit.errors import (
+    ConfigError,
+    EditError,
+    EvictedError,
+    RefusedError,
+    RemoteProtocolError,
+    StaleError,
+    StorageError,
+    TransportError,
+)
 from editpb import council_pb2 as pb
 from editpb import enrolment_pb2 as epb
 from editpb.council_messages import SwarmDescription, description_from_pb
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault, invited_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, guest_key, is_endpoint
+from editpb.limits import one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
@@ -42,6 +60,7 @@ __all__ = [
     "OwnCertificate",
     "SwarmEnrolment",
     "SwarmRenewal",
+    "Waiting",
     "addresses_of",
     "certificate_of",
     "invite",
@@ -52,6 +71,9 @@ __all__ = [
 
 ANSWER_S = 15.0  # of each host that is asked for the settings
 AGAIN_S = 2.0
+SAY_S = 10.0  # between two lines that say what is waited for
+JOIN_S = 120.0  # after which a member that was never let in gives up
+MOST_WHAT = 600  # characters of such a line
 _log = logging.getLogger(__name__)
 
 
@@ -322,30 +344,54 @@ def _parsed(pem: bytes) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem)
 
 
+class Waiting:
+    """What a member that was never let in waits for: a line each SAY_S seconds, and an end after JOIN_S. On the event loop."""
+
+    def __init__(self, quiet_s: float = 0.0) -> None:
+        """Say nothing for `quiet_s`."""
+        self._clock = asyncio.get_running_loop().time
+        self._until, self._say_at = self._clock() + JOIN_S, self._clock() + quiet_s
+
+    def go_on(self, what: str) -> None:
+        """Say what is waited for, if it is time. Raises TransportError after JOIN_S."""
+        what = one_line(what, MOST_WHAT)
+        if self._clock() >= self._until:
+            raise TransportError(f"gives up after {JOIN_S:.0f} s: {what}; the same command tries again")
+        if self._clock() >= self._say_at:
+            self._say_at = self._clock() + SAY_S
+            _log.info("waiting: %s", what)
+
+
 async def take_settings(
     path: Path, credentials: grpc.ChannelCredentials, me: Identity, hosts: Mapping[str, Sequence[str]]
 ) -> None:
     """Ask hosts in turn for run.toml and the model, until one has answered, and write them.
 
-    Raises RefusedError, EvictedError, StorageError, ConfigError where nobody is known.
+    What no run can have is not written, and another host is asked: one may lie. Raises TransportError when none has answered in
+    JOIN_S, RefusedError and EvictedError when all say so, StorageError, ConfigError where nobody is known.
     """
-    told = ""
+    asked = [(peer_id, address) for peer_id, addresses in hosts.items() for address in addresses]
+    if not asked:
+        raise ConfigError(f"{path}: knows no host; join with an invitation")
+    waiting = Waiting()
     while True:
-        why: EditError = ConfigError(f"{path}: knows no host; join with an invitation")
-        for peer_id, address in [(peer_id, each) for peer_id, addresses in hosts.items() for each in addresses]:
+        answers: list[EditError] = []
+        for peer_id, address in asked:
             try:
                 found = await _describe(address, credentials, Identity(me.run_id, "peer", peer_id).server_name)
-                if found.schema:
-                    write_atomic(path / "schema.json", found.schema)
-                write_atomic(path / "run.toml", found.run_toml)
-                return
-            except (TransportError, StaleError) as error:
-                why = error
-        if isinstance(why, ConfigError):
-            raise why
-        if str(why) != told:
-            told = str(why)
-            _log.info("waiting for a host that says the run's settings: %s", why)
+                told = Settings(found.run_toml, found.schema)
+                told.schemas(told.config())
+            except (TransportError, StaleError, RemoteProtocolError, RefusedError, EvictedError, ConfigError) as error:
+                answers.append(error)
+                continue
+            if found.schema:
+                write_atomic(path / "schema.json", found.schema)
+            write_atomic(path / "run.toml", found.run_toml)
+            return
+        if all(isinstance(error, (RefusedError, EvictedError)) for error in answers):
+            raise answers[0]
+        said = [f"{peer_id} at {address}: {error}" for (peer_id, address), error in zip(asked, answers, strict=True)]
+        waiting.go_on(f"no host says the run's settings ({'; '.join(said)})")
         await asyncio.sleep(AGAIN_S)
 
 

@@ -38,6 +38,7 @@ from aggregator.swarm.admission import (
     OwnCertificate,
     SwarmEnrolment,
     SwarmRenewal,
+    Waiting,
     addresses_of,
     certificate_of,
     keep_authority,
@@ -113,6 +114,7 @@ ORDERS = ("Evict", "Pause", "Resume", "Drain")  # calls of control.proto
 MOST_ORDERS = 16  # of operators that wait to be agreed on
 ORDER_S = 10.0  # an order that is not agreed on for so long is answered; it may be later
 CLAIM_AGAIN_S = 0.5  # after which it is said again that somebody redeems an invitation
+WAITING_S = 5.0  # between two looks of a member that was never let in
 CERTIFICATE_LOOK_S = 3600.0
 CERTIFICATE_AGAIN_S = 60.0  # while it is due, and cannot be renewed
 CERTIFICATE_ANSWER_S = 15.0
@@ -254,6 +256,8 @@ class Host:
             await part.do(torch.set_num_threads, torch.get_num_threads())  # OpenMP counts for each thread that computes
             self._background.spawn(self._work(part))
         self._background.spawn(self._take_events())
+        if saved.record is None:
+            self._background.spawn(self._until_let_in(Waiting(WAITING_S)))
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))
         if self._discovery is not None:
@@ -281,9 +285,25 @@ class Host:
             await self._background.in_worker(self._folder.save, self._saved)
         return self._saved
 
+    async def _until_let_in(self, waiting: Waiting) -> None:
+        """Say what a new member waits for; end this host when nobody lets it in."""
+        while self.council.record is None:
+            met = ", ".join(sorted(self.links.connected))
+            tried = [f"{peer_id} at {', '.join(at)}: {self.links.refusals.get(peer_id, '')}" for peer_id, at in self._dialled()]
+            why = f"{met} connected, but no leader lets it in" if met else f"no member is reached ({'; '.join(tried)})"
+            try:
+                waiting.go_on(f"{self.peer_id} is not in the swarm yet: {why}")
+            except TransportError as error:
+                self._end(error)
+                return
+            await asyncio.sleep(WAITING_S)
+
+    def _dialled(self) -> list[tuple[str, Sequence[str]]]:
+        return [(peer_id, addresses) for peer_id, addresses in sorted(self.links.addresses.items()) if peer_id != self.peer_id]
+
     async def watch(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises LocalProtocolError as soon as something has failed that ends this host, and
-        EvictedError as soon as it was evicted.
+        """Wait until `stop` is set. Raises LocalProtocolError as soon as something has failed that ends this host,
+        EvictedError as soon as it was evicted, and TransportError when nobody has let it in for long.
         """
         self._stop = stop
         await self._background.watch(stop)

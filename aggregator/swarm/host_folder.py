@@ -135,6 +135,10 @@ class Settings:
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
+    def config(self) -> RunConfig:
+        """Return what run.toml says. Raises ConfigError."""
+        return RunConfig.from_text(self.run_toml, "run.toml")
+
     @property
     def config_hash(self) -> str:
         """What the record says of run.toml."""

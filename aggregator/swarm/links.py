@@ -133,6 +133,11 @@ class Links:
         return asyncio.get_running_loop().time() - self._since.get(peer_id, self._begun)
 
     @property
+    def addresses(self) -> Addresses:
+        """Who is dialled, and where."""
+        return self._addresses
+
+    @property
     def refusals(self) -> Mapping[str, EditError]:
         """Why the peers could not be reached that are not connected, and were tried."""
         return self._refusals

@@ -287,22 +287,27 @@ class RunConfig:
     def from_toml(cls, path: Path) -> RunConfig:
         """Read `run.toml`. Raises ConfigError that names the file and the field."""
         try:
-            text = path.read_text(encoding="utf-8")
+            data = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); `edit-coordinator init` writes one") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: is not UTF-8 text") from error
+        return cls.from_text(data, path)
+
+    @classmethod
+    def from_text(cls, data: bytes, name: object) -> RunConfig:
+        """Read the bytes of a `run.toml`. Raises ConfigError that begins with `name`."""
         try:
-            config = cls.from_mapping(tomllib.loads(text))
+            config = cls.from_mapping(tomllib.loads(data.decode()))
             rule = "no command runs it yet; edit.local.LocalGossip does, within one process"
             require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
             return config
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: is not UTF-8 text") from error
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: is not TOML: {error}") from error
+            raise ConfigError(f"{name}: is not TOML: {error}") from error
         except RecursionError:
-            raise ConfigError(f"{path}: is nested too deeply") from None
+            raise ConfigError(f"{name}: is nested too deeply") from None
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{name}: {error}") from error
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:

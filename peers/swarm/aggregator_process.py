@@ -116,9 +116,11 @@ class HostProcess:
     def _watch(self) -> None:
         while True:
             assert self._process.stdout is not None
-            for line in self._process.stdout:
-                self.listen = _here(json.loads(line)["listen"])
+            with self._process.stdout as printed:
+                for line in printed:
+                    self.listen = _here(json.loads(line)["listen"])
             code = self._process.wait()
+            self._stop()  # its end of the pipe
             if self._ending:
                 return
             often = len(self._starts) > MOST_RESTARTS and time.monotonic() - self._starts[0] < RESTARTS_S

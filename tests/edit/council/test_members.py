@@ -494,3 +494,38 @@ def test_a_member_that_accepts_no_connections_or_is_one_too_many_is_given_no_key
     table.run(LEASE_S)
     (refused,) = [one.reason for one in table.handle("a", ev.Entrust("b")) if isinstance(one, ev.Refused)]
     assert refused == "b accepts no connections, and could let nobody in"
+
+
+# -- whether this member is needed any more --------------------------------------------------------------------------------
+
+
+def test_a_leader_is_settled_once_all_that_it_hears_have_the_record_and_what_it_names() -> None:
+    table = Table("abc")
+    a = table.councils["a"]
+    assert not a.settled, "nothing is known to be committed"
+    table.elect("a")
+    table.run(LEASE_S)
+    assert a.settled and table.councils["b"].settled
+    table.make("a")
+    table.deliver(lambda mail: mail[0] != "c#1")  # a and b are a quorum; what c has is not heard
+    assert table.record.parts[0].outer_step == 1 and not a.settled and table.councils["b"].settled
+    table.run(LEASE_S)
+    assert table.steps() == dict.fromkeys("abc", 1) and a.settled
+
+
+def test_a_leader_does_not_wait_for_who_is_silent_and_believes_a_member_about_itself_only() -> None:
+    table = Table("abc")
+    a = table.elect("a")
+    table.run(LEASE_S)
+    stamp, states = table.record.stamp, a.states
+    table.say("b#1", "a", ev.Accepted(stamp.term, stamp, (PartState(7, start_digest(7)),)))
+    assert not a.settled, "it says that it is elsewhere: wait for it"
+    table.say("b#1", "a", ev.Accepted(stamp.term, stamp, ()))
+    assert not a.settled, "fewer parts than there are say nothing new"
+    table.say("b#1", "a", ev.Accepted(stamp.term, stamp, states))
+    assert a.settled
+    table.say("b#1", "a", ev.Accepted(stamp.term, Stamp(1, 0, 0), states))
+    assert not a.settled, "of an older record"
+    table.cut = {"b"}
+    table.run(2 * LEASE_S)
+    assert a.settled, "who is gone is not waited for"

@@ -1,0 +1,45 @@
+"""The host's process beside a peer: started again when it is killed, given up when that happens too often."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from edit.errors import EditError, TransportError
+from peers.swarm import aggregator_process
+from peers.swarm.aggregator_process import MOST_RESTARTS, HostProcess
+from tests.support.loops import WAIT_S
+
+KILLED = "import os, signal; open({starts!r}, 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
+GIVES_UP = "open({starts!r}, 'a').write('x'); raise SystemExit(69)"
+
+
+@pytest.mark.parametrize(
+    ("program", "starts", "kind", "why"),
+    [
+        (KILLED, MOST_RESTARTS + 1, EditError, f"was killed by signal 9, {MOST_RESTARTS + 1} times"),
+        (GIVES_UP, 1, TransportError, "ended with exit code 69"),
+    ],
+    ids=["killed each time", "gives up by itself"],
+)
+def test_a_host_that_fails_too_often_or_gives_up_ends_its_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, starts: int, kind: type[EditError], why: str
+) -> None:
+    log = tmp_path / "starts"
+    line = [sys.executable, "-S", "-c", program.format(starts=str(log))]
+    monkeypatch.setattr(aggregator_process, "command", lambda *words: line)
+    host, ended, told = HostProcess(tmp_path), threading.Event(), list[int]()
+    try:
+        host.at_its_end(ended.set)
+        assert ended.wait(WAIT_S)
+        with pytest.raises(kind, match=f"this member's host {why}; its last lines say why") as caught:
+            assert host.ready is None
+        assert type(caught.value) is kind and log.read_text() == "x" * starts
+        host.at_its_end(lambda: told.append(1))
+        assert told == [1], "also when it had failed before"
+    finally:
+        host.close()
+    assert log.read_text() == "x" * starts, "it is not started again"
