@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from aggregator.run_template import RUN_TOML
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
+from edit.config.overrides import with_settings
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
 from editpb.invitation import is_loopback
@@ -39,6 +41,10 @@ app = typer.Typer(
 )
 with_version(app, "edit-coordinator")
 
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="SECTION.KEY=VALUE: write this setting into run.toml, as if it had been edited. Repeatable."),
+]
 State = Annotated[Path, typer.Option("--state", help="The folder of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -47,15 +53,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 def init(
     state: State = Path("edit-run"),
     config: Annotated[Path | None, typer.Option(help="Copy this run.toml. Default: write a commented one.")] = None,
+    settings: SetOption = None,
 ) -> None:
     """Create a run: its folder, run.toml, certificate authority and keys.
 
-    Example: edit-coordinator init --state my-run --config run.toml
+    Example: edit-coordinator init --state my-run --set sync.every=100 --set codec.up=int4
     """
     try:
         text = config.read_text(encoding="utf-8") if config is not None else RUN_TOML
+        text = with_settings(text, settings or ())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: cannot be read ({error})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{config}: is not TOML: {error}") from error
     folder = StateFolder.create(state, text)
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     typer.echo(f"run {folder.run_id} in {state}")
@@ -101,6 +111,7 @@ def serve(
             metavar="ADDRESS",
         ),
     ] = None,
+    settings: SetOption = None,
 ) -> None:
     """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
 
@@ -115,6 +126,8 @@ def serve(
     from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
 
     log_to_stderr()
+    if settings:
+        StateFolder(state).change(settings)
     nodes = tuple(dht_peers or ())
     asyncio.run(serve_run(StateFolder(state), threads=threads, accept_rollback=accept_rollback, dht_peers=nodes))
 

@@ -158,9 +158,10 @@ def all_settings() -> Iterator[str]:
     """Yield the chapter of settings."""
     yield "## Settings\n"
     yield (
-        "A run's settings are in run.toml, which `edit-coordinator init` writes. An unknown key, a value outside its\n"
-        "bounds, and a key that is written although other settings take its effect away are errors that name the key. Some "
-        "settings also restrict\neach other; the message then names both.\n"
+        "A run's settings are in run.toml, which `edit-coordinator init` writes. The option `--set SECTION.KEY=VALUE` of\n"
+        "`edit-coordinator init`, `edit-coordinator serve` and edit-peer swarm start writes one into that file. An "
+        "unknown key, a value\noutside its bounds, and a key that is written although other settings take its effect away are "
+        "errors that name the key. Some settings\nalso restrict each other; the message then names both.\n"
     )
     yield settings("", RunConfig)
     for name, cls in sections():

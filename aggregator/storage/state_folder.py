@@ -9,9 +9,10 @@ import dataclasses
 import fcntl
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
@@ -120,6 +121,17 @@ class StateFolder:
         write_atomic(path / "run.toml", coordinator.run_toml.read_bytes())
         write_json(path / "run.json", {"run_id": coordinator.run_id, "aggregator": aggregator}, version=FORMAT)
         return cls(path)
+
+    def change(self, settings: Sequence[str]) -> None:
+        """Write settings, `SECTION.KEY=VALUE`, into run.toml; none of them when one is wrong. Raises ConfigError."""
+        descriptor = self.lock()
+        try:
+            RunConfig.from_toml(self.run_toml, settings)
+            text = self.run_toml.read_text(encoding="utf-8")
+            if (changed := with_settings(text, settings)) != text:
+                write_atomic(self.run_toml, changed.encode())
+        finally:
+            os.close(descriptor)
 
     def config(self) -> RunConfig:
         """Return the run's settings; at a further aggregator its own address is the server's in them. Raises ConfigError."""

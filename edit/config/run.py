@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from edit.config.algorithm import (
     check_together,
 )
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
+from edit.config.overrides import with_settings
 from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
@@ -284,19 +285,19 @@ class RunConfig:
         return config
 
     @classmethod
-    def from_toml(cls, path: Path) -> RunConfig:
-        """Read `run.toml`. Raises ConfigError that names the file and the field."""
+    def from_toml(cls, path: Path, settings: Sequence[str] = ()) -> RunConfig:
+        """Read `run.toml` with these settings, `SECTION.KEY=VALUE`, in it. Raises ConfigError that names file and field."""
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); `edit-coordinator init` writes one") from error
-        return cls.from_text(data, path)
+        return cls.from_text(data, path, settings)
 
     @classmethod
-    def from_text(cls, data: bytes, name: object) -> RunConfig:
-        """Read the bytes of a `run.toml`. Raises ConfigError that begins with `name`."""
+    def from_text(cls, data: bytes, name: object, settings: Sequence[str] = ()) -> RunConfig:
+        """Read the bytes of a `run.toml`, with these settings in it. Raises ConfigError that begins with `name`."""
         try:
-            config = cls.from_mapping(tomllib.loads(data.decode()))
+            config = cls.from_mapping(tomllib.loads(with_settings(data.decode(), settings)))
             rule = "no command runs it yet; edit.local.LocalGossip does, within one process"
             require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
             return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,6 +59,10 @@ def start(
     invited: Annotated[
         str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
     ] = "second",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="SECTION.KEY=VALUE: found the swarm with this setting, whatever RUN_TOML says. Repeatable."),
+    ] = None,
 ) -> None:
     """Found a swarm, print an invitation for a second member, and train. The same command goes on after a stop or a crash.
 
@@ -81,11 +86,17 @@ def start(
             if run_toml is None:
                 raise ConfigError(f"{home}: no swarm was founded in it; name its run.toml: edit-peer swarm start run.toml ...")
             arguments = place.arguments(home)
-            founding = Founding(run_toml=run_toml, name=name, allowed=options.allowed_models, model_folder=options.model_folder)
+            founding = Founding(
+                run_toml=run_toml,
+                name=name,
+                settings=tuple(settings or ()),
+                allowed=options.allowed_models,
+                model_folder=options.model_folder,
+            )
             found(home, founding)
             new.append(home)
             return arguments
-        _check_same(home, run_toml)
+        _check_same(home, run_toml, settings or ())
         return place.arguments(home)
 
     def serving() -> None:
@@ -95,8 +106,14 @@ def start(
     run_member(options, prepare, serving)
 
 
-def _check_same(home: Path, run_toml: Path | None) -> None:
-    if run_toml is not None and run_toml.exists() and run_toml.read_bytes() != (home / "run.toml").read_bytes():
+def _check_same(home: Path, run_toml: Path | None, settings: Sequence[str]) -> None:
+    from edit.config.run import RunConfig
+
+    kept = home / "run.toml"
+    given = run_toml if run_toml is not None and run_toml.exists() else kept
+    if (given is not kept and not settings and given.read_bytes() != kept.read_bytes()) or (
+        settings and RunConfig.from_toml(given, settings) != RunConfig.from_toml(kept)
+    ):
         raise ConfigError(
             f"{home}: this swarm has another run.toml, which cannot be changed; leave it out, or choose another --home"
         )

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from edit.config.overrides import with_settings
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
@@ -41,6 +42,7 @@ class Founding:
 
     run_toml: Path
     name: str  # of the founder
+    settings: tuple[str, ...] = ()  # SECTION.KEY=VALUE, written into its copy of run.toml
     allowed: frozenset[str] = frozenset()
     model_folder: Path | None = None
 
@@ -101,9 +103,10 @@ def found(home: Path, founding: Founding) -> None:
         text = founding.run_toml.read_bytes()
     except OSError as error:
         raise ConfigError(f"{founding.run_toml}: cannot be read ({error.strerror})") from error
-    config = RunConfig.from_toml(founding.run_toml)
+    config = RunConfig.from_toml(founding.run_toml, founding.settings)
     if config.swarm is None:
         raise ConfigError(f"{founding.run_toml}: has no section [swarm]; add one (it may be empty), and remove [server]")
+    text = with_settings(text.decode(), founding.settings).encode()
     folder, kept = PeerFolder(home), home / "run.toml"
     folder.make_key()
     home.chmod(0o700)

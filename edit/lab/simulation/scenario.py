@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edit.codecs import codec
+from edit.config.overrides import set_key
 from edit.config.run import RunConfig, SyncConfig, build
 from edit.errors import ConfigError
 
@@ -216,7 +217,7 @@ class Scenario:
         """
         tables = _tables(path) if path is not None else {}
         for setting in settings:
-            _set(tables, setting)
+            set_key(tables, setting)
         try:
             return cls.from_mapping(tables)
         except ConfigError as error:
@@ -255,19 +256,3 @@ def _tables(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error
-
-
-def _set(tables: dict[str, Any], setting: str) -> None:
-    key, equals, value = setting.partition("=")
-    names = key.strip().split(".")
-    if not equals or not all(names):
-        raise ConfigError(f"--set {setting}: must be KEY=VALUE, as compute.sigma=0.3")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a word without quotes, as sync.mode=delayed
-    for name in names[:-1]:
-        tables = tables.setdefault(name, {})
-        if not isinstance(tables, dict):
-            raise ConfigError(f"--set {setting}: {name} is not a table")
-    tables[names[-1]] = parsed

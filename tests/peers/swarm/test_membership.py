@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from editpb.invitation import Invitation, guest_key
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
 from peers.swarm import membership
+from peers.swarm.cli import _check_same
 from peers.swarm.membership import Founding, Place, found, is_member
 
 RUN = """
@@ -102,6 +104,19 @@ def test_founding_goes_on_with_the_same_settings_only(tmp_path: Path, founding: 
     founding.run_toml.write_text(RUN.replace("small", "other"))
     with pytest.raises(ConfigError, match=r"another run\.toml is in it"):
         found(tmp_path / "a", founding)
+
+
+def test_a_swarm_is_founded_with_the_settings_of_the_command_line(tmp_path: Path, founding: Founding) -> None:
+    home, given = tmp_path / "a", replace(founding, settings=("sync.every=7",))
+    found(home, given)
+    found(home, given)
+    assert RunConfig.from_toml(home / "run.toml").sync.every == 7
+    assert RunConfig.from_toml(founding.run_toml).sync.every != 7
+    _check_same(home, founding.run_toml, ["sync.every=7"])
+    _check_same(home, None, ["sync.every=7"])
+    for run_toml, settings in ((founding.run_toml, []), (None, ["sync.every=8"])):
+        with pytest.raises(ConfigError, match=r"has another run\.toml"):
+            _check_same(home, run_toml, settings)
 
 
 @pytest.mark.parametrize(

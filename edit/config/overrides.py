@@ -1,0 +1,110 @@
+"""Settings on the command line: `--set SECTION.KEY=VALUE`, into tables or into the text of a run.toml, whose comments stay."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from edit.errors import ConfigError
+
+__all__ = ["set_key", "with_settings"]
+
+
+def set_key(tables: dict[str, Any], setting: str) -> None:
+    """Write `KEY=VALUE` into nested tables. The value is TOML's, or a word without quotes, as in sync.mode=delayed.
+
+    Raises ConfigError when it is not of that form.
+    """
+    names, value = _parse(setting)
+    for name in names[:-1]:
+        tables = tables.setdefault(name, {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f"--set {setting}: {name} is not a table")
+    tables[names[-1]] = value
+
+
+def with_settings(text: str, settings: Sequence[str]) -> str:
+    """Return the text of a run.toml with these settings, `KEY=VALUE` or `SECTION.KEY=VALUE`, written into it.
+
+    A line that sets a key, or shows its default behind a "#", is replaced in its place and keeps its comment; another key is
+    added to its section. What a key may be is not checked here. Raises ConfigError where that is not possible, and
+    tomllib.TOMLDecodeError when the text is not TOML.
+    """
+    for setting in settings:
+        tables = tomllib.loads(text)
+        before = tomllib.loads(text)
+        set_key(tables, setting)
+        if tables == before:
+            continue
+        names, value = _parse(setting)
+        if len(names) <= 2:
+            section, key = ["", *names][-2:]
+            text = _written(text, section, key, value)
+        try:
+            done = tomllib.loads(text) == tables
+        except tomllib.TOMLDecodeError:
+            done = False
+        if not done:
+            raise ConfigError(f"--set {setting}: cannot be written on a line of its own; edit run.toml instead")
+    return text
+
+
+def _parse(setting: str) -> tuple[list[str], Any]:
+    key, equals, value = setting.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set {setting}: must be KEY=VALUE, as sync.every=100")
+    try:
+        return names, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return names, value.strip()
+
+
+def _written(text: str, section: str, key: str, value: Any) -> str:
+    """Return the text with this key of this section; section: '' for the keys above all sections."""
+    lines = text.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.lstrip().startswith("[")]
+    of_section = re.compile(rf"\s*\[\s*{re.escape(section)}\s*\]")
+    first = -1 if not section else next((i for i in heads if of_section.match(lines[i])), None)
+    assignment = f"{key} = {_toml(value)}"
+    if first is None:
+        return "\n".join([*lines, "", f"[{section}]", assignment]) + "\n"
+    end = next((i for i in heads if i > first), len(lines))
+    shown = re.compile(rf"#?{re.escape(key)}\s*=(.*)")
+    found = [i for i in range(first + 1, end) if shown.fullmatch(lines[i])]
+    found = [i for i in found if not lines[i].startswith("#")] or found
+    if found:
+        comment = _comment(lines[found[0]].partition("=")[2])
+        lines[found[0]] = f"{assignment:<31} {comment}" if comment else assignment
+    else:
+        lines.insert(first + 1, assignment)
+    return "\n".join(lines) + "\n"
+
+
+def _comment(rest: str) -> str:
+    """Return the comment behind the value of a line, with its #."""
+    for match in re.finditer("#", rest):
+        try:
+            tomllib.loads(f"value = {rest[: match.start()]}")
+        except tomllib.TOMLDecodeError:
+            continue
+        return rest[match.start() :]
+    return ""
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML writes it on one line."""
+    match value:
+        case dict():
+            return (
+                "{ " + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + " }" if value else "{}"
+            )
+        case list():
+            return f"[{', '.join(map(_toml, value))}]"
+        case bool() | str():
+            return json.dumps(value)
+        case _:
+            return str(value)

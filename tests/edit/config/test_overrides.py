@@ -1,0 +1,106 @@
+"""--set: a setting is written into run.toml in its place, and the rest of the file stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aggregator.cli import app
+from aggregator.run_template import RUN_TOML
+from aggregator.storage.state_folder import StateFolder
+from edit.config.overrides import with_settings
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+
+
+def changed(text: str, *settings: str) -> list[str]:
+    """The lines that are new."""
+    before = text.splitlines()
+    return [line for line in with_settings(text, settings).splitlines() if line and line not in before]
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "lines"),
+    [
+        ("[sync]\nevery = 30  # H\n", "sync.every=60", ["every = 60                      # H"]),
+        ("[sync]\n#every = 30\n[outer]\nlr = 1.0\n", "sync.every=60", ["every = 60"]),
+        ("[sync]\ndelay = 1\n#every = 30\n", "sync.every=60", ["every = 60"]),
+        ("[sync]\n# every = 30 is usual\nevery = 30\n", "sync.every=60", ["every = 60"]),
+        ("[sync]\n[outer]\nevery = 30\n", "sync.every=60", ["every = 60"]),
+        ("", "sync.every=60", ["[sync]", "every = 60"]),
+        ("[sync]\nevery = 30\n", "seed=7", ["seed = 7"]),
+        ("[sync]\nevery = 30\n", "sync.mode=delayed", ['mode = "delayed"']),
+        ("[sync]\nevery = 30\n", "sync.every=30", []),
+        ('name = "a#b" # c\n', "name=x", ['name = "x"                      # c']),
+        ("[server]\n", 'server.advertise=["a", "b"]', ['advertise = ["a", "b"]']),
+        ("[codec]\n", 'codec.fragments={"e*" = {up = "int8"}}', ['fragments = { "e*" = { "up" = "int8" } }']),
+        ("[outer]\n", "outer.lr=0.5", ["lr = 0.5"]),
+        ("[sync]\n", "sync.strict=true", ["strict = true"]),
+    ],
+)
+def test_a_setting_is_written_in_its_place(text: str, setting: str, lines: list[str]) -> None:
+    assert changed(text, setting) == lines
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "wrong"),
+    [
+        ("", "sync.every", "must be KEY=VALUE"),
+        ("", "=3", "must be KEY=VALUE"),
+        ("", "sync..every=3", "must be KEY=VALUE"),
+        ("", "model.options.x=3", "edit run.toml instead"),
+        ("sync = { every = 30 }\n", "sync.every=60", "edit run.toml instead"),
+        ("[server]\nadvertise = [\n  'a',\n]\n", 'server.advertise=["b"]', "edit run.toml instead"),
+        ("sync = 3\n", "sync.every=60", "sync is not a table"),
+    ],
+)
+def test_what_cannot_be_written_is_said(text: str, setting: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong) as caught:
+        with_settings(text, [setting])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_setting_of_the_template_can_be_set() -> None:
+    template = RunConfig.from_mapping(tomllib.loads(RUN_TOML))
+    for section in ("inner", "sync", "rounds", "storage", "membership", "server"):
+        for each in dataclasses.fields(getattr(template, section)):
+            value = getattr(getattr(template, section), each.name)
+            text = with_settings(RUN_TOML, [f"{section}.{each.name}=9"])
+            assert tomllib.loads(text)[section][each.name] == 9, value
+            assert len(text.splitlines()) == len(RUN_TOML.splitlines()), each.name
+
+
+def test_init_writes_the_settings_and_refuses_wrong_ones_as_run_toml_would(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/a", "--set", "sync.every=100", "--set", "codec.up=int4"])
+    config = StateFolder(tmp_path / "a").config()
+    assert done.exit_code == 0 and (config.sync.every, config.codec.up) == (100, "int4")
+    for setting, wrong in (
+        ("sync.evry=3", "sync.evry: unknown key; did you mean sync.every?"),
+        ("sync.every=0", "sync.every = 0: must be between"),
+        ("sync.alpha=0.1", 'sync.alpha has no effect with sync.mix other than "lerp"; remove it'),
+    ):
+        refused = CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/b", "--set", setting])
+        assert isinstance(refused.exception, ConfigError) and wrong in str(refused.exception)
+        with pytest.raises(ConfigError, match="holds no run"):
+            StateFolder(tmp_path / "b")
+
+
+def test_what_serve_changes_stays_changed_and_a_wrong_setting_changes_nothing(tmp_path: Path) -> None:
+    folder = StateFolder.create(tmp_path / "a", RUN_TOML)
+    folder.change(["rounds.quorum=1", "rounds.floor_s=7"])
+    assert folder.config().rounds.floor_s == 7
+    before = folder.run_toml.read_bytes()
+    with pytest.raises(ConfigError, match=r"run\.toml: rounds\.floor_s"):
+        folder.change(["rounds.spread=1", "rounds.floor_s=-1"])
+    assert folder.run_toml.read_bytes() == before
+
+
+def test_settings_of_a_served_folder_are_not_changed(tmp_path: Path) -> None:
+    folder = StateFolder.create(tmp_path / "a", RUN_TOML)
+    folder.lock()
+    with pytest.raises(ConfigError, match="another coordinator is serving this folder"):
+        StateFolder(tmp_path / "a").change(["sync.every=60"])
