@@ -14,8 +14,9 @@ what a peer sends for each parameter in the whole run. Updates are bf16, fp32 in
 Each run is a process of its own and appends one line of JSON to benchmarks/results/bits.jsonl; runs that are there for the same
 setting, peers, steps, H and seed are not made again. The gap is the loss less that of an fp32 run with the same seed, in
 percent of it: of the one with the same outer optimizer, and of the best outer optimizer in fp32, by its mean over the seeds.
-"int8, owners killed" is a swarm in which every five outer steps another member owns all parts: it has the whole state but what
-the owner's records left out, and is compared with a coordinator's "int8". Intervals: 95 %, by Student's t over the seeds.
+"owners killed" is a swarm in which every five outer steps another member owns all parts: it has the whole state but what the
+owner's records left out (nothing, where they are bf16 or fp32), and is compared with a coordinator. Intervals: 95 %,
+by Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def _ahead(text: str) -> CodecConfig:
 
 
 EXACT = CodecConfig(up="fp32", down="fp32")
+RECORDED = CodecConfig(up="int8", down="int8", record="int8")
 SETTINGS: dict[str, Setting] = {
     "fp32": Setting(EXACT),
     "bf16": Setting(_up("bf16")),
     "int8": Setting(_up("int8")),
-    "int8, owners killed": Setting(_up("int8"), base="int8", takeover=5),
+    "int8, record int8": Setting(RECORDED),
+    "int8, record int8, owners killed": Setting(RECORDED, base="int8, record int8", takeover=5),
     "int8, record fp32": Setting(CodecConfig(up="int8", down="bf16", record="fp32")),
     "int4": Setting(_up("int4")),
     "int4 both ways": Setting(_up("int4", down="int4")),
