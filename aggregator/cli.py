@@ -24,6 +24,7 @@ from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command
 from edit.config.overrides import with_settings
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from edit.plugins import pin
 from editpb.invitation import is_loopback
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
@@ -49,11 +50,21 @@ State = Annotated[Path, typer.Option("--state", help="The folder of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Allow the plug-in NAME: what run.toml names entry:NAME, code of an installed package, whose version and hash are "
+        "then written into run.toml. Repeatable."
+    ),
+]
+
+
 @app.command()
 def init(
     state: State = Path("edit-run"),
     config: Annotated[Path | None, typer.Option(help="Copy this run.toml. Default: write a commented one.")] = None,
     settings: SetOption = None,
+    allow: Allow = None,
 ) -> None:
     """Create a run: its folder, run.toml, certificate authority and keys.
 
@@ -66,7 +77,7 @@ def init(
         raise ConfigError(f"{config}: cannot be read ({error})") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
-    folder = StateFolder.create(state, text)
+    folder = StateFolder.create(state, pin(text, allow or ()))
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     typer.echo(f"run {folder.run_id} in {state}")
     typer.echo(f"settings    {folder.run_toml}")
@@ -112,6 +123,7 @@ def serve(
         ),
     ] = None,
     settings: SetOption = None,
+    allow: Allow = None,
 ) -> None:
     """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
 
@@ -128,8 +140,9 @@ def serve(
     log_to_stderr()
     if settings:
         StateFolder(state).change(settings)
-    nodes = tuple(dht_peers or ())
-    asyncio.run(serve_run(StateFolder(state), threads=threads, accept_rollback=accept_rollback, dht_peers=nodes))
+    folder, nodes = StateFolder(state), tuple(dht_peers or ())
+    folder.pin(allow or ())
+    asyncio.run(serve_run(folder, threads=threads, accept_rollback=accept_rollback, dht_peers=nodes))
 
 
 @app.command()

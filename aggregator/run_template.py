@@ -4,6 +4,7 @@ __all__ = ["RUN_TOML"]
 
 RUN_TOML = """\
 # The settings of one run. Peers receive all of them but [server] when they join.
+# entry:NAME names a plug-in, code of an installed package (docs/plugins.md); `--allow NAME` then writes a section plugins.
 # A line that begins with "#key = " shows a default: remove the "#" to change it. An unknown key, a wrong value, or a key that
 # the other settings would make ineffective is an error that names it.
 name = "run"                    # The beginning of the run's id.
@@ -48,7 +49,8 @@ outer_steps = 50                # The run ends after so many outer steps.
 
 [penalty]                       # Judges contributions: anomaly elimination, weighted averaging, clipping (EDiT).
 enabled = true                  # false: a plain mean of all contributions that are finite.
-#detector = "level"             # level: what is judged and learned follows the peers; edit: the paper's rule.
+#detector = "level"             # level: what is judged and learned follows the peers; edit: the paper's rule; or entry:NAME.
+#options = {}                   # For a detector entry:NAME.
 #alpha = 0.02                   # Rate of the moving mean and variance of each peer's norm.
 #delta = 3.0                    # A norm so many standard deviations above what is usual is anomalous.
 #step_power = 0.5               # A norm is expected to grow with this power of the inner steps behind it.
@@ -66,7 +68,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
 #algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, which no command runs yet.
-optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov.
+optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov; or entry:NAME.
 lr = 0.7                        # Outer learning rate; long runs: 0.8 with momentum 0.85 (EDiT), 0.7 with 0.9 (DiLoCo).
 momentum = 0.6                  # Outer momentum, for nesterov and delayed_nesterov.
 #beta1 = 0.9                    # First beta of adam and yogi.
@@ -74,6 +76,9 @@ momentum = 0.6                  # Outer momentum, for nesterov and delayed_neste
 #eps = 1e-3                     # Epsilon of adam and yogi.
 #period = 4                     # Outer steps between two changes of delayed_nesterov's momentum.
 #c = 0.0                        # Share of the momentum that delayed_nesterov applies in between.
+#options = {}                   # For an optimizer entry:NAME.
+#merger = "mean"                # How weighted contributions are combined: mean, or entry:NAME.
+#merger_options = {}            # For a merger entry:NAME.
 #direction = "mean"             # How contributions are averaged: mean, or rda (directions and lengths separately).
 #correct = "none"               # heloco shrinks or turns what goes against the momentum.
 
@@ -84,7 +89,7 @@ momentum = 0.6                  # Outer momentum, for nesterov and delayed_neste
 #codec = "bf16"                 # In which a peer sends its outer parameters: bf16 or fp32.
 #settle_every = 0               # Outer steps after which all peers' outer parameters become their mean; 0: only at the end.
 
-[codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1. docs/codecs.md compares them.
+[codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1 (docs/codecs.md), or entry:NAME.
 up = "int8"                     # For contributions.
 down = "bf16"                   # For updates.
 #up_decay = 1.0                 # Share of what a contribution left out that is added to the next one; 0: nothing is.

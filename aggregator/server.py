@@ -35,7 +35,8 @@ from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.host_folder import check_dht
 from aggregator.worker_thread import Background
-from edit import kernels
+from edit import kernels, plugins
+from edit.config.plugins import AGREED
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
 from edit.heaps import limit_heaps, map_large_blocks
@@ -96,6 +97,7 @@ class Coordinator:
         Raises ConfigError, StorageError.
         """
         config = folder.config()
+        plugins.admit(config, plugins.pinned(config), AGREED)
         clock = clock or Clock()
         authority = _authority(folder, config, clock.unix())
         worker, files = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("torch", "files"))

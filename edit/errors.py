@@ -2,6 +2,7 @@
 
 EditError                 exit code 70 unless it says otherwise
  ├─ ConfigError           the user's: a setting, a file or the command line; exit code 2
+ │   └─ PluginError       code of another package, which the operator allowed, raises or returns what it must not
  ├─ RefusedError          the other side refuses for good (invitation, certificate, schema); exit code 3
  ├─ EvictedError          the operator evicted this peer from the run; exit code 4
  ├─ LocalProtocolError    ours: a call out of order is a bug
@@ -24,6 +25,7 @@ __all__ = [
     "FormatError",
     "GoneError",
     "LocalProtocolError",
+    "PluginError",
     "RefusedError",
     "RemoteProtocolError",
     "StaleError",
@@ -42,6 +44,10 @@ class ConfigError(EditError):
     """A setting, a file or an argument is wrong. The message names the field or file, and how to correct it."""
 
     exit_code = 2
+
+
+class PluginError(ConfigError):
+    """A plug-in raised, or returned what its contract does not allow. The message names it."""
 
 
 class RefusedError(EditError):

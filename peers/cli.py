@@ -13,6 +13,7 @@ import typer
 
 from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
 from peers.command_options import (
+    AllowOption,
     DataOption,
     DeviceOption,
     DhtPeersOption,
@@ -20,7 +21,6 @@ from peers.command_options import (
     HomeOption,
     HoursOption,
     MaxMbitOption,
-    ModelsOption,
     ThreadsOption,
     in_hours,
     log_lines,
@@ -104,6 +104,7 @@ def region(
     home: HomeOption = Path("edit-peer"),
     max_mbit: MaxMbitOption = None,
     hours: HoursOption = None,
+    allow: AllowOption = None,
 ) -> None:
     """Connect a site's run to a run above it, in which the whole site is one peer.
 
@@ -117,7 +118,7 @@ def region(
     from peers.regions.daemon import run_region
 
     log_lines()
-    in_hours(hours, lambda: run_region(home, below, max_mbit))
+    in_hours(hours, lambda: run_region(home, below, max_mbit, frozenset(allow or ())))
 
 
 @app.command()
@@ -129,7 +130,7 @@ def alone(
     validation: Annotated[Path | None, typer.Option(help="Measure the loss on this held-out data at the end.")] = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    allow_model: ModelsOption = None,
+    allow: AllowOption = None,
     model_folder: FolderOption = None,
 ) -> None:
     """Train without any exchange, as a baseline for the peers of a run.
@@ -154,7 +155,7 @@ def alone(
         parameters=out / "model.safetensors",
         validation=None if validation is None else open_tokens(validation, **limits),
     )
-    model = build(config.model, config.seed, frozenset(allow_model or ()), folder=model_folder)
+    model = build(config.model, config.seed, frozenset(allow or ()), folder=model_folder)
     loss = train_alone(plan, model, device=choose_device(device), clock=time.perf_counter)
     typer.echo(f"{out}: {steps} steps" + ("" if loss is None else f", validation loss {loss:.4f}"))
 

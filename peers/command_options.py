@@ -20,8 +20,13 @@ HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this pee
 DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: CUDA if available.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch. Default: chosen by torch.")]
-ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="Allow the model entry:NAME, which is code of an installed package. Repeatable.")
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        "--allow-model",
+        help="Allow the plug-in NAME: what the run names entry:NAME, code of an installed package. Repeatable.",
+    ),
 ]
 FolderOption = Annotated[
     Path | None,
@@ -57,7 +62,7 @@ def _training(
     metrics: Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")] = None,
     throttle: Annotated[float, typer.Option(help="For tests: make each inner step take so many times as long.")] = 1.0,
     fault: Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")] = "",
-    allow_model: ModelsOption = None,
+    allow: AllowOption = None,
     model_folder: FolderOption = None,
     tensor_parallel: Annotated[
         int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
@@ -84,7 +89,7 @@ def _training(
         metrics=metrics,
         throttle=throttle,
         faults=parse_faults(fault),
-        allowed_models=frozenset(allow_model or ()),
+        allowed=frozenset(allow or ()),
         model_folder=model_folder,
         tensor_parallel=tensor_parallel,
         checkpoints=checkpoints,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from edit import plugins
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
@@ -25,7 +26,7 @@ __all__ = ["connect"]
 
 @contextmanager
 def connect(
-    home: Path | str, ranks: Ranks | None = None, *, max_mbit: float | None = None
+    home: Path | str, ranks: Ranks | None = None, *, max_mbit: float | None = None, allow: Collection[str] = ()
 ) -> Iterator[tuple[AllAggregators, RunConfig]]:
     """Connect to the run that `home` is enrolled in; wait for a coordinator that is not there yet.
 
@@ -37,6 +38,7 @@ def connect(
         ranks: of this replica; None: all processes of the initialised torch.distributed world, or this one alone. Under
             torchrun initialise torch.distributed first.
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
+        allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
     """
     enrolled = PeerFolder(Path(home)).load(time.time())
     if enrolled.identity.role != "peer":
@@ -48,6 +50,7 @@ def connect(
     with IoThread() as io:
         io.spawn(renewal.keep())
         with connect_hub(io, channels, enrolled.identity, ranks, ended=ended, failed=failed) as (collective, config, _):
+            plugins.admit(config, allow, ("codecs",))
             yield collective, config
 
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 
+from edit import plugins
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
@@ -129,6 +130,7 @@ def train(
         try:
             with connect(io, ranks) as (connection, config, run_step):
                 _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
+                plugins.admit(config, options.allowed, ("codecs", "models"))
                 layout = make_layout(launch, options.tensor_parallel, config.inner.batch_size, device)
                 place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
                 if run_step > 0:

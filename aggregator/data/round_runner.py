@@ -37,7 +37,7 @@ from aggregator.run_feed import (
 from aggregator.storage.pending_injection import check_bytes
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
-from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError
+from edit.errors import PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
@@ -324,9 +324,10 @@ class RoundRunner:
 
         def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
             nonlocal on_disk
+            ready = outer.stage_plugins(records, injection, staged)
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest)
             on_disk = True
-            commit = outer.commit(effect.round_id, effect.reason, records, injection, staged)
+            commit = outer.commit(effect.round_id, effect.reason, records, injection, ready)
             self._store.applied(commit)
             return commit, CommittedState.of(outer)
 
@@ -359,7 +360,7 @@ class RoundRunner:
     def _fail(self, round_id: int, error: Exception) -> None:
         """A merge or a commit raised: end the round; nothing of it is applied."""
         reason = str(error)
-        if not isinstance(error, StorageError | RefusedError):  # a bug, or bytes that passed every check before
+        if not isinstance(error, StorageError | RefusedError | PluginError):  # a bug, or bytes that passed every check before
             reason = f"{type(error).__name__}: {error}"
             _log.error("round %d failed: %s", round_id, reason, exc_info=error)
         self.feed(events.RoundFailed(round_id, reason))

@@ -9,9 +9,10 @@ import dataclasses
 import fcntl
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import read_json, write_atomic, write_json
@@ -141,6 +142,19 @@ class StateFolder:
         host, _, port = address_of(config, self.aggregator, self.run_toml).rpartition(":")
         server = ServerConfig(listen=f"{_interface(host)}:{port}", advertise=(host,))
         return dataclasses.replace(config, server=server)
+
+    def pin(self, allowed: Collection[str]) -> None:
+        """Pin the allowed plug-ins in run.toml, as they are installed here. Raises ConfigError; see `edit.plugins.pin`."""
+        try:
+            before = self.run_toml.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return  # `config` says so
+        if (after := plugins.pin(before, allowed)) != before:
+            descriptor = self.lock()
+            try:
+                write_atomic(self.run_toml, after.encode())
+            finally:
+                os.close(descriptor)
 
     def lock(self) -> int:
         """Lock the folder for this process: see `lock_folder`."""

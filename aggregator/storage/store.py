@@ -23,6 +23,8 @@ from aggregator.storage import published_updates as updates
 from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
+from edit import plugins
+from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
 from edit.fragments.schema import Schema
@@ -257,7 +259,9 @@ class Store:
 
 def load_outer(folder: StateFolder) -> OuterState:
     """Read the outer state of the last commit; change nothing. Raises ConfigError when the run has none yet, StorageError."""
-    loaded = _load(folder.outer, folder.config(), folder.run_id, tidy=False)
+    config = folder.config()
+    plugins.admit(config, plugins.pinned(config), AGREED)
+    loaded = _load(folder.outer, config, folder.run_id, tidy=False)
     if loaded is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
     return loaded.outer

@@ -46,6 +46,7 @@ def _serve() -> None:
     parser.add_argument("--dht-peers", action="append", default=[], help="a libp2p node of the DHT to begin with")
     parser.add_argument("--hours", help="in which it takes part, by this machine's clock: 22:00-06:00")
     parser.add_argument("--max-mbit", type=float, help="what is sent per second, in 10^6 bits")
+    parser.add_argument("--allow", action="append", default=[], help="a plug-in that this member's operator trusts")
     parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
@@ -63,7 +64,8 @@ def _serve() -> None:
         seeds[peer_id] = (*seeds.get(peer_id, ()), address)
     settle(given.folder, given.listen, given.advertise, seeds, tuple(given.dht_peers))
     hours = Hours.parse(given.hours) if given.hours else None
-    keep_hours(hours, lambda: asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit)))
+    allowed = frozenset(given.allow)
+    keep_hours(hours, lambda: asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit, allowed=allowed)))
 
 
 if __name__ == "__main__":

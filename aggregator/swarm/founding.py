@@ -25,6 +25,8 @@ from aggregator.storage.state_folder import lock_folder
 from aggregator.swarm.host import found_swarm
 from aggregator.swarm.host_folder import AUTHORITY_FORMAT, Settings, authority_folder, run_of
 from aggregator.swarm.member_folder import MemberFolder
+from edit import plugins
+from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_json
 from edit.errors import ConfigError, StorageError
@@ -53,6 +55,7 @@ def found(path: Path, peer_id: str, theta: Path, *, now: float) -> str:
 
 def _found(path: Path, peer_id: str, theta: Path, now: float) -> str:
     settings, config = Settings.load(path), RunConfig.from_toml(path / "run.toml")
+    plugins.admit(config, plugins.pinned(config), AGREED)
     schemas = settings.schemas(config)
     authority = _authority(path, config.name, now)
     identity = Identity(authority.run_id, "peer", peer_id)

@@ -27,7 +27,8 @@ from aggregator.swarm.admission import OwnCertificate, open_authority, take_sett
 from aggregator.swarm.host import Host, Place
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of, members
 from aggregator.swarm.member_folder import MemberFolder
-from edit import kernels
+from edit import kernels, plugins
+from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps, map_large_blocks
@@ -41,10 +42,13 @@ _LEAVES_WITHIN_S = 10.0  # a host whose peer is gone; it takes 3 s
 _LOOK_S = 0.25
 
 
-async def serve_host(path: Path, *, threads: int = 1, max_mbit: float | None = None) -> None:
+async def serve_host(
+    path: Path, *, threads: int = 1, max_mbit: float | None = None, allowed: frozenset[str] = frozenset()
+) -> None:
     """Be a member of the swarm until a signal, or its end. Raises EditError, also when something failed that ends a host.
 
-    threads: that torch computes with. max_mbit: what is sent per second; None: no bound.
+    threads: that torch computes with. max_mbit: what is sent per second; None: no bound. allowed: plug-ins that
+    this member's operator trusts.
     """
     await _lock(path)
     torch.set_num_threads(threads)
@@ -54,7 +58,7 @@ async def serve_host(path: Path, *, threads: int = 1, max_mbit: float | None = N
     stop, now, trained = asyncio.Event(), asyncio.Event(), asyncio.Event()
     _stop_at_the_end(stop, now, trained)
     _log.info(kernels.load())
-    opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path)))
+    opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path), allowed))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -91,13 +95,14 @@ def _is_beside_a_peer() -> bool:
     return stat.S_ISFIFO(os.fstat(0).st_mode)
 
 
-async def _open(path: Path, limit: SendLimit) -> Host:
+async def _open(path: Path, limit: SendLimit, allowed: frozenset[str]) -> Host:
     """Return the host that lies in the folder; a new member first asks others for the run's settings."""
     folder, identity = HostFolder.load(path), identity_of(path)
     client, server = credentials(path)
     if not (path / "run.toml").exists():
         await take_settings(path, client, identity, folder.seeds)
     settings, config = Settings.load(path), RunConfig.from_toml(path / "run.toml")
+    plugins.admit(config, allowed, AGREED)
     discovery = None
     if folder.uses_dht(settings.swarm(config)):
         from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere

@@ -15,11 +15,12 @@ know peers, rounds, verdicts, carriers.
     sign            1 bit and the mean magnitude
     topk            the k largest of 4096
     top1            the largest of each small group
+    plugin          a format that is a plug-in of `edit.codecs`
     residuals       how a residual is stored
     error_feedback  what a lossy codec left out, the residual, is added to the next vector
 
-To add a codec: a file beside these with a class that derives from `Codec`, a line in `_CODECS`, its name and its options in
-`edit.config.codec.CODECS`.
+To add a codec: a plug-in (docs/plugins.md), or a file beside these with a class that derives from `Codec`, a line in
+`_CODECS`, its name and its options in `edit.config.codec.CODECS`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from edit import plugins
 from edit.codecs.base import PIECE, Buffer, Codec
 from edit.codecs.e3m0 import BlockE3M0
 from edit.codecs.floats import RawFloat
 from edit.codecs.int4 import BlockInt4
 from edit.codecs.int8 import BlockInt8
+from edit.codecs.plugin import PluginCodec
 from edit.codecs.sign import BlockSign
 from edit.codecs.stat2 import RowStat2
 from edit.codecs.top1 import GroupTop1
 from edit.codecs.topk import ChunkedTopK
 from edit.config.codec import CodecSpec
+from edit.config.plugins import PREFIX, is_entry
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
 
@@ -74,14 +78,23 @@ def codec(spec: CodecSpec | str) -> Codec:
     Raises RemoteProtocolError for an unknown name (names in a configuration are checked there), ConfigError for an option that
     the codec does not have, or on a big-endian machine.
     """
-    return _make(spec)
+    text = spec if isinstance(spec, str) else spec.name
+    if text.startswith(PREFIX):
+        chosen = CodecSpec.parse(spec) if isinstance(spec, str) else spec
+        plugin = plugins.get("codecs", chosen.name.removeprefix(PREFIX)) if is_entry(chosen.name) else None
+        if plugin is None:
+            raise RemoteProtocolError(f"this process has loaded no codec {chosen.name!r}")
+        return _make(chosen, plugin)
+    return _make(spec, None)
 
 
 @lru_cache(maxsize=64)
-def _make(spec: CodecSpec | str) -> Codec:
+def _make(spec: CodecSpec | str, plugin: plugins.Plugin | None) -> Codec:
     if sys.byteorder != "little":
         raise ConfigError("encoded vectors are little-endian; this machine is not")
     chosen = CodecSpec.parse(spec) if isinstance(spec, str) else spec
+    if plugin is not None:
+        return PluginCodec(plugin, chosen)
     if (make := _CODECS.get(chosen.name)) is None:
         raise RemoteProtocolError(f"unknown codec {chosen.name!r}; known: {', '.join(codec_names())}")
     return make(chosen)

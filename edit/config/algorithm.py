@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from edit.config.codec import LOCAL, SPARSE, CodecConfig
+from edit.config.plugins import OneOfOrEntry
 from edit.config.validation import Between, OneOf, Positive, check_bounds, require
 
 __all__ = [
@@ -96,8 +98,11 @@ class PenaltyConfig:
     enabled: bool = True
     # `level`: the logarithm of a norm, less that of its steps, is judged; with three or more contributions, relative to the
     # round's median; trends are followed, and a level that is held is learned (`edit.merging.detector`). `edit`: the paper's
-    # rule, which judges the norm by accepted norms only, so that a lasting rise is rejected for ever.
-    detector: Annotated[str, OneOf("level", "edit")] = "level"
+    # rule, which judges the norm by accepted norms only, so that a lasting rise is rejected for ever. `entry:NAME`: a plug-in
+    # (docs/plugins.md).
+    detector: Annotated[str, OneOfOrEntry("level", "edit")] = "level"
+    # Options for a detector that is a plug-in.
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     # Rate of the moving statistics of a peer's norms.
     alpha: Annotated[float, Between(1e-6, 1)] = 0.02
     # Standard deviations above its mean from which a norm is anomalous; with `level`: above its forecast, and more while few
@@ -150,7 +155,10 @@ class OuterConfig:
     # settings, this one no others. Only for a run within one process (`edit.local.LocalGossip`) so far.
     algorithm: Annotated[str, OneOf("mean", "gossip")] = "mean"
     # The outer optimizer. delayed_nesterov is meant for rounds.merging = "arrivals".
-    optimizer: Annotated[str, OneOf("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")] = "nesterov"
+    # `entry:NAME`: a plug-in (docs/plugins.md).
+    optimizer: Annotated[str, OneOfOrEntry("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")] = "nesterov"
+    # Options for an optimizer that is a plug-in.
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     # nu: the outer learning rate.
     lr: Annotated[float, Positive()] = 0.8
     # mu: the momentum of nesterov and delayed_nesterov.
@@ -169,6 +177,10 @@ class OuterConfig:
     direction: Annotated[str, OneOf("mean", "rda")] = "mean"
     # `none`, or `heloco` (arXiv 2606.00271): what goes against the momentum is shrunk or turned towards it, tensor by tensor.
     correct: Annotated[str, OneOf("none", "heloco")] = "none"
+    # How weighted contributions are combined: `mean`, or `entry:NAME`, a plug-in.
+    merger: Annotated[str, OneOfOrEntry("mean")] = "mean"
+    # Options for a merger that is a plug-in.
+    merger_options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_bounds("outer.", self)

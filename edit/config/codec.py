@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Annotated
 
+from edit.config.plugins import PREFIX, is_entry
 from edit.config.validation import Between, OneOf, check_bounds, one_of, require, within
 from edit.errors import ConfigError
 
@@ -82,7 +83,7 @@ class CodecSpec:
     The text is the name alone or followed by options: `int8`, `name:option=8,other=0.5`.
     """
 
-    # One of `edit.codecs.codec_names()`.
+    # One of `edit.codecs.codec_names()`, or `entry:NAME`, a plug-in of `edit.codecs` (docs/plugins.md).
     name: str
     # The options that were given, by name, ascending.
     options: tuple[tuple[str, int | float], ...] = ()
@@ -90,7 +91,8 @@ class CodecSpec:
     @classmethod
     def parse(cls, text: str) -> CodecSpec:
         """Read the text of a spec. Raises ConfigError when an option is not NAME=NUMBER or is given twice."""
-        name, _, rest = text.partition(":")
+        name = _name_of(text)
+        rest = text[len(name) + 1 :]
         options = [item.partition("=")[::2] for item in rest.split(",")] if rest else []
         if len(dict(options)) != len(options):
             raise ConfigError(f"codec {text!r}: an option is given twice")
@@ -101,7 +103,12 @@ class CodecSpec:
         return f"{self.name}:{options}" if options else self.name
 
     def values(self) -> dict[str, int | float]:
-        """Return every option of the codec with its value. Raises ConfigError for an unknown codec, option or value."""
+        """Return every option of the codec with its value: of a plug-in, those that are given.
+
+        Raises ConfigError for an unknown codec, option or value.
+        """
+        if is_entry(self.name):
+            return dict(self.options)
         if (known := CODECS.get(self.name)) is None:
             raise ConfigError(f"unknown codec {self.name!r}; known: {', '.join(CODECS)}")
         for key, value in self.options:
@@ -147,17 +154,19 @@ class CodecChoice:
 
 @dataclass(frozen=True, slots=True)
 class NamesCodec:
-    """The text of a CodecSpec of one of these codecs. optional: or none. Its options are checked beside."""
+    """The text of a CodecSpec of one of these codecs. optional: or none. plugin: or a plug-in's. Options are checked beside."""
 
     names: tuple[str, ...]
     optional: bool = False
+    plugin: bool = False
 
     @property
     def rule(self) -> str:
-        return f"must be one of {', '.join(self.names)}"
+        return f"must be one of {', '.join((*self.names, *(['entry:NAME'] if self.plugin else [])))}"
 
     def allows(self, value: str) -> bool:
-        return value.partition(":")[0] in self.names or (self.optional and not value)
+        name = _name_of(value)
+        return name in self.names or (self.plugin and is_entry(name)) or (self.optional and not value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +182,9 @@ class CodecConfig:
     """The section [codec]: how vectors are encoded on the wire, as the text of a CodecSpec (see `edit.codecs`)."""
 
     # The codec of contributions.
-    up: Annotated[str, NamesCodec(tuple(CODECS))] = "int8"
+    up: Annotated[str, NamesCodec(tuple(CODECS), plugin=True)] = "int8"
     # The codec of the published update.
-    down: Annotated[str, NamesCodec(tuple(CODECS))] = "bf16"
+    down: Annotated[str, NamesCodec(tuple(CODECS), plugin=True)] = "bf16"
     # The share of what a contribution's codec left out that is added to the next contribution (error feedback). 1: all of it is
     # sent later; below 1: it decays (SparseLoCo, arXiv 2508.15706: 0.95); 0: no feedback.
     up_decay: Annotated[float, Between(0, 1)] = 1.0
@@ -242,10 +251,17 @@ class CodecConfig:
                 raise ConfigError(f'codec.fragments."{pattern}": matches no fragment; the model has {some}')
 
 
+def _name_of(text: str) -> str:
+    """Return the name in a spec's text: what stands before the options."""
+    entry = PREFIX if text.startswith(PREFIX) else ""
+    return entry + text.removeprefix(entry).partition(":")[0]
+
+
 def _check_spec(field_name: str, text: str) -> None:
     """Raise ConfigError unless `text` is that of a spec, as `str` writes it."""
     require(len(text) <= MAX_SPEC_CHARS, field_name, text, f"must have at most {MAX_SPEC_CHARS} characters")
-    one_of(field_name, text.partition(":")[0], tuple(CODECS))
+    if not is_entry(name := _name_of(text)):
+        one_of(field_name, name, (*CODECS, "entry:NAME"))
     try:
         spec = CodecSpec.parse(text)
         spec.values()

@@ -24,6 +24,7 @@ from edit.config.algorithm import (
 )
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.overrides import with_settings
+from edit.config.plugins import check_pins, is_entry
 from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
@@ -250,9 +251,12 @@ class RunConfig:
     aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     swarm: SwarmConfig | None = None  # None: the run has a coordinator
+    # The plug-ins that these settings name, as "KIND:NAME" = "VERSION sha256:HASH"; `--allow` writes it.
+    plugins: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_bounds("", self)
+        check_pins(self.plugins)
         check_together(self.sync, self.rounds, self.outer, self.codec)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
@@ -325,7 +329,19 @@ class RunConfig:
         """Return the configuration as peers receive it: everything but the server's own section."""
         values = dataclasses.asdict(self)
         del values["server"]
+        for section, key, default in _OF_PLUGINS:  # without plug-ins it is what it was before there were any
+            if (table := values[section] if section else values)[key] == default:
+                del table[key]
         return json.dumps(values, sort_keys=True)
+
+
+_OF_PLUGINS: tuple[tuple[str, str, object], ...] = (
+    ("", "plugins", {}),
+    ("outer", "options", {}),
+    ("outer", "merger", "mean"),
+    ("outer", "merger_options", {}),
+    ("penalty", "options", {}),
+)
 
 
 def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
@@ -418,6 +434,25 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
     NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "delayed_nesterov")),
     NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "adam", "yogi")),
+    NoEffect(
+        "outer",
+        {"momentum", "beta1", "beta2", "eps", "period", "c"},
+        "outer.optimizer",
+        None,
+        also=lambda config: is_entry(config.outer.optimizer),
+        beside="of entry:",
+    ),
+    NoEffect("outer", {"options"}, "outer.optimizer", ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")),
+    NoEffect("outer", {"merger_options"}, "outer.merger", ("mean",)),
+    NoEffect(
+        "outer",
+        {"direction", "correct"},
+        "outer.merger",
+        None,
+        also=lambda config: is_entry(config.outer.merger),
+        beside="of entry:",
+    ),
+    NoEffect("penalty", {"options"}, "penalty.detector", ("level", "edit")),
     NoEffect("rounds", _OF_ROUNDS, "rounds.merging", ("arrivals",)),
     NoEffect("rounds", _OF_ROUNDS, "outer.algorithm", ("gossip",), note=": there is no round of all peers"),
     NoEffect("codec", {"up_decay"}, "codec.up", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("up"), beside=_ALL_FP32),

@@ -24,7 +24,7 @@ from edit.merging.norms import norm, norm_of_encoded
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, PeerVerdict
 
-__all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "measure", "weighted_mean"]
+__all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "decoded", "measure", "weighted_mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,13 @@ def weighted_mean(fragment: FragmentSpec, kept: Sequence[tuple[Measured, float]]
     if rule.direction == "rda" and (size := norm(mean)) > 0:
         mean.mul_(length / size)
     return mean
+
+
+def decoded(fragment: FragmentSpec, contribution: Measured) -> Tensor:
+    """Return what one peer contributes to a fragment: fp32, shape [fragment.numel]. Raises as `weighted_mean`."""
+    vector = new_vector(fragment.numel, zeros=True)
+    _add_contribution(contribution, 1.0, vector, f"fragment {fragment.fragment_id} of peer {contribution.peer_id}")
+    return vector
 
 
 def clip_factor(size: float, config: PenaltyConfig) -> float:

@@ -1,20 +1,26 @@
 """Which contributions are merged, and how: the Admission before a merge, and the Merger.
 
 Both are seams. A policy (a bound on claimed tokens, a signature to check) is another Admission; a robust rule (a trimmed mean,
-a geometric median) is another Merger. `merger` and `admission` choose them from the run's configuration.
+a geometric median) is another Merger, or, as a plug-in, another way to combine what has weight. `merger` and `admission` choose
+them from the run's configuration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from edit import plugins
+from edit.config.plugins import is_entry
 from edit.config.run import PenaltyConfig, RunConfig
-from edit.errors import LocalProtocolError
+from edit.errors import LocalProtocolError, PluginError
 from edit.fragments.schema import FragmentSpec
-from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, weighted_mean
+from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, decoded, weighted_mean
 from edit.merging.norms import norm
 from edit.merging.penalty import NormStatistics, judge_round, weights
 from edit.records import PeerVerdict, Verdict
@@ -49,6 +55,8 @@ class EditMerger:
     """
 
     config: PenaltyConfig
+    # What makes one vector of the contributions that have weight.
+    combine: Callable[[FragmentSpec, Sequence[tuple[Measured, float]], MergeRule], Tensor] = weighted_mean
 
     def merge(
         self,
@@ -77,7 +85,7 @@ class EditMerger:
         )
         peers = _said(ordered, judged, shares)
         kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
-        mean = weighted_mean(fragment, kept, rule) if kept else None
+        mean = self.combine(fragment, kept, rule) if kept else None
         size = norm(mean) if mean is not None else 0.0
         if mean is None or not math.isfinite(size):
             return Merged(fragment_id, None, peers, after, 0.0, 1.0)
@@ -109,8 +117,44 @@ def _said(ordered: Sequence[Measured], judged: Mapping[str, Verdict], shares: Se
 
 
 def merger(config: RunConfig) -> Merger:
-    """Return the merger that the run's configuration chooses."""
-    return EditMerger(config.penalty)
+    """Return the merger that the run's configuration chooses.
+
+    Raises ConfigError for a plug-in that is not admitted, PluginError.
+    """
+    if not is_entry(config.outer.merger):
+        return EditMerger(config.penalty)
+    return EditMerger(config.penalty, _Combined(*plugins.make("mergers", config.outer.merger, config.outer)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Combined:
+    """A plug-in's way to combine contributions. Verdicts, weights, the clip and the check for what is not finite stay."""
+
+    plugin: plugins.Plugin
+    made: Any
+
+    def __call__(self, fragment: FragmentSpec, kept: Sequence[tuple[Measured, float]], rule: MergeRule) -> Tensor:
+        """Return the plug-in's vector for `kept`, which is in peer_id order. Raises PluginError."""
+        readers = [_Reader(fragment, contribution) for contribution, _ in kept]
+        with plugins.blame(self.plugin):
+            merged = self.made.combine(readers, [weight for _, weight in kept], fragment)
+        if not isinstance(merged, Tensor) or merged.dtype != torch.float32 or tuple(merged.shape) != (fragment.numel,):
+            found = f"{merged.dtype} {list(merged.shape)}" if isinstance(merged, Tensor) else type(merged).__name__
+            raise PluginError(f"{self.plugin}: combine() must be torch.float32 [{fragment.numel}], not {found}")
+        if not bool(merged.isfinite().all()):
+            raise PluginError(f"{self.plugin}: combine() is not finite")
+        return merged.detach().cpu().contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Called, it decodes one contribution: a new fp32 tensor on the CPU, shape [fragment.numel]."""
+
+    fragment: FragmentSpec
+    contribution: Measured
+
+    def __call__(self) -> Tensor:
+        return decoded(self.fragment, self.contribution)
 
 
 @dataclass(frozen=True, slots=True)

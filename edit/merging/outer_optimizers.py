@@ -1,4 +1,4 @@
-"""Outer optimizers: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), Adam and Yogi.
+"""Outer optimizers: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), Adam and Yogi, and plug-ins.
 
 Every operation is a separate, correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=),
 so s has the same bits on every CPU.
@@ -10,23 +10,110 @@ algorithm 2), whose delta is local minus outer, add. As there, no bias correctio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from edit import plugins
+from edit.config.plugins import is_entry
 from edit.config.run import OuterConfig
+from edit.errors import PluginError
 
-__all__ = ["Slots", "initial_slots", "outer_step"]
+__all__ = ["OuterOptimizer", "Slots", "outer_optimizer"]
 
 # One fragment's optimizer state by name: flat fp32 vectors as long as the fragment, or of one number.
 Slots = Mapping[str, Tensor]
 
 
-def initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
-    """Return the optimizer state before the first step.
+class OuterOptimizer(Protocol):
+    """One outer optimizer. It has no state of its own: all of it is in the slots, and the same arguments give the same bits."""
 
-    {} for sgd, momentum for nesterov, also buffer and count for delayed_nesterov, first and second for adam and yogi.
-    """
+    @property
+    def bounded(self) -> bool:
+        """Whether lr and eps bound its step, see `edit.merging.outer_state`."""
+        ...
+
+    def slots(self, numel: int) -> dict[str, Tensor]:
+        """Return a fragment's optimizer state before its first step: fp32, each of shape [numel] or [1], by name."""
+        ...
+
+    def step(self, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (s, new state) for the merged pseudo-gradient D; theta <- theta - s. Pure: neither argument changes.
+
+        merged, s: flat fp32, any consecutive piece of a fragment; slots of numel elements are that piece of them, so it goes
+        element by element. A slot of one number is the same for all pieces.
+        """
+        ...
+
+
+def outer_optimizer(config: OuterConfig) -> OuterOptimizer:
+    """Return the optimizer that is chosen. Raises ConfigError for a plug-in that is not admitted, PluginError."""
+    if is_entry(config.optimizer):
+        return _OfPlugin(*plugins.make("outer", config.optimizer, config))
+    return _BuiltIn(config, _RULES[config.optimizer])
+
+
+Rule = Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltIn:
+    config: OuterConfig
+    rule: Rule
+    bounded: bool = True
+
+    def slots(self, numel: int) -> dict[str, Tensor]:
+        """See `OuterOptimizer.slots`."""
+        return _initial_slots(self.config, numel)
+
+    def step(self, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `OuterOptimizer.step`."""
+        return self.rule(self.config, slots, merged)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfPlugin:
+    """A plug-in's optimizer, which is believed nothing: whatever it returns is checked."""
+
+    plugin: plugins.Plugin
+    made: Any
+    bounded: bool = False
+
+    def slots(self, numel: int) -> dict[str, Tensor]:
+        """See `OuterOptimizer.slots`."""
+        with plugins.blame(self.plugin):
+            slots = self.made.slots(numel)
+        if not isinstance(slots, dict) or not all(isinstance(name, str) and name.isidentifier() for name in slots):
+            raise PluginError(f"{self.plugin}: slots() must be a dict of tensors by name, not {slots!r:.80}")
+        for name, slot in slots.items():
+            _check(self.plugin, f"slots()[{name!r}]", slot, (numel, 1))
+        return slots
+
+    def step(self, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `OuterOptimizer.step`. Raises PluginError."""
+        with plugins.blame(self.plugin):
+            step, after = self.made.step({name: slot.clone() for name, slot in slots.items()}, merged.clone())
+        _check(self.plugin, "step()", step, (merged.numel(),))
+        if not isinstance(after, dict) or after.keys() != slots.keys():
+            raise PluginError(f"{self.plugin}: step() must return the slots {sorted(slots)}, not {after!r:.80}")
+        for name, slot in after.items():
+            _check(self.plugin, f"step()'s slot {name!r}", slot, (slots[name].numel(),))
+        return step, after
+
+
+def _check(plugin: plugins.Plugin, what: str, tensor: object, numels: tuple[int, ...]) -> None:
+    """Raise PluginError unless it is a flat fp32 tensor on the CPU, of one of these sizes and finite."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.ndim != 1 or tensor.numel() not in numels:
+        found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise PluginError(f"{plugin}: {what} must be torch.float32 [{' or '.join(map(str, numels))}], not {found}")
+    if tensor.device.type == "cpu" and not bool(tensor.isfinite().all()):
+        raise PluginError(f"{plugin}: {what} is not finite")
+
+
+def _initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
+    """{} for sgd, momentum for nesterov, also buffer and count for delayed_nesterov, first and second for adam and yogi."""
     if config.optimizer == "sgd":
         return {}
     if config.optimizer == "nesterov":
@@ -34,11 +121,6 @@ def initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
     if config.optimizer == "delayed_nesterov":
         return {"momentum": torch.zeros(numel), "buffer": torch.zeros(numel), "count": torch.zeros(1)}
     return {"first": torch.zeros(numel), "second": torch.full((numel,), config.eps * config.eps)}
-
-
-def outer_step(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (s, new state) for the merged pseudo-gradient D; theta <- theta - s. Pure: neither argument changes."""
-    return _RULES[config.optimizer](config, slots, merged)
 
 
 def _sgd(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -85,7 +167,7 @@ def _adaptive(config: OuterConfig, slots: Slots, merged: Tensor, second: Tensor)
     return step, {"first": first, "second": second}
 
 
-_RULES: Mapping[str, Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[str, Tensor]]]] = {
+_RULES: Mapping[str, Rule] = {
     "sgd": _sgd,
     "nesterov": _nesterov,
     "delayed_nesterov": _delayed_nesterov,

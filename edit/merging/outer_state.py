@@ -26,7 +26,8 @@ from edit.codecs import PIECE, codec
 from edit.codecs.base import new_buffer, parts
 from edit.codecs.error_feedback import codec_of
 from edit.codecs.residuals import Residual, owing
-from edit.config.codec import CodecChoice
+from edit.config.codec import CodecChoice, CodecSpec
+from edit.config.plugins import is_entry
 from edit.config.run import RunConfig
 from edit.config.validation import require
 from edit.errors import ConfigError, LocalProtocolError, StorageError
@@ -38,7 +39,7 @@ from edit.merging.heloco import Momentum
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged, MergeRule
 from edit.merging.mergers import merger
-from edit.merging.outer_optimizers import Slots, initial_slots, outer_step
+from edit.merging.outer_optimizers import OuterOptimizer, Slots, outer_optimizer
 from edit.merging.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 
@@ -141,7 +142,8 @@ class OuterState:
         self._outer_step = 0
         self._injected: Injected | None = None
         self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
-        slots = slots if slots is not None else [_slots(config, fragment) for fragment in schema.fragments]
+        self._optimizer = outer_optimizer(config.outer)
+        slots = slots if slots is not None else [_slots(self._optimizer, fragment) for fragment in schema.fragments]
         self._fragments = [
             _Fragment(part, fragment_hash(part), own, None, None, {})
             for part, own in zip((part.detach().contiguous() for part in theta), slots, strict=True)
@@ -339,6 +341,17 @@ class OuterState:
             outer_step=self._outer_step, round_id=round_id, digest=self.digest, reason=reason, fragments=tuple(fragments)
         )
 
+    def stage_plugins(
+        self, records: Sequence[MergeRecord], injection: Injection | None, staged: Mapping[int, Staged]
+    ) -> Mapping[int, Staged]:
+        """Return `staged` with all of the commit that a plug-in computes, so that it fails before the commit is durable.
+
+        Without a plug-in, `staged`. Raises PluginError.
+        """
+        if self._optimizer.bounded and not any(is_entry(CodecSpec.parse(each.name).name) for each in self._codecs):
+            return staged
+        return {record.fragment_id: staged.get(record.fragment_id) or self.stage(record, injection) for record in records}
+
     @property
     def recorded_as(self) -> tuple[str, ...]:
         """The codec of each fragment's records."""
@@ -383,7 +396,13 @@ class OuterState:
     def _is_safe(self, i: int, mean: EncodedTensor | None, largest: float | None, injected: Tensor | None) -> bool:
         """Whether no step of these can overflow, whatever the optimizer. largest: of `mean`."""
         outer, known = self.config.outer, self._fragments[i].largest
-        if outer.lr > _MAX_LR or outer.eps < _MIN_EPS or self._codecs[i].name == "fp16" or known > _SAFE:
+        if (
+            not self._optimizer.bounded
+            or outer.lr > _MAX_LR
+            or outer.eps < _MIN_EPS
+            or self._codecs[i].name == "fp16"
+            or known > _SAFE
+        ):
             return False
         of_mean = 0.0 if mean is None else math.inf if largest is None else largest
         return of_mean <= _SAFE and (injected is None or _largest(injected) <= _SAFE)
@@ -454,7 +473,7 @@ class OuterState:
         change, moved = mean, dict[str, Tensor]()
         if not spec.buffers:
             now = {name: slot if slot.numel() == 1 else slot[part] for name, slot in slots.items()}
-            change, moved = outer_step(self.config.outer, now, mean)
+            change, moved = self._optimizer.step(now, mean)
         return (change if beside is None else change - beside), moved
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -492,10 +511,10 @@ class OuterState:
         Raises StorageError when they are damaged or incomplete, ConfigError when they belong to another optimizer or model.
         """
         _check_belongs(schema, config, metadata)
-        theta, slots = [], []
+        theta, slots, optimizer = [], [], outer_optimizer(config.outer)
         for i, fragment in enumerate(schema.fragments):
             with torch.device("meta"):  # names and sizes
-                expected = _slots(config, fragment)
+                expected = _slots(optimizer, fragment)
             theta.append(_take(tensors, f"theta.{i}", fragment.numel))
             slots.append({name: _take(tensors, f"outer.{i}.{name}", slot.numel()) for name, slot in expected.items()})
         state = cls(schema, config, theta, slots)
@@ -511,9 +530,9 @@ class OuterState:
         return state
 
 
-def _slots(config: RunConfig, fragment: FragmentSpec) -> dict[str, Tensor]:
+def _slots(optimizer: OuterOptimizer, fragment: FragmentSpec) -> dict[str, Tensor]:
     """Buffers have no outer optimizer."""
-    return {} if fragment.buffers else initial_slots(config.outer, fragment.numel)
+    return {} if fragment.buffers else optimizer.slots(fragment.numel)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -1,7 +1,7 @@
 """The EDiT penalty on scalars: whose contribution is anomalous, and how much weight the others have.
 
 The weights of Cheng et al., arXiv 2412.07210, section 3.3, with a cap on each share, and the paper's own detector ("edit"); the
-default one ("level") is in `edit.merging.detector`. Pure functions of floats.
+default one ("level") is in `edit.merging.detector`; a detector may be a plug-in. Pure functions of floats.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from edit import plugins
+from edit.config.plugins import is_entry
 from edit.config.run import PenaltyConfig
+from edit.errors import PluginError
 from edit.merging.detector import NormStatistics, by_levels
 from edit.merging.portable_math import exp, moving_rate, power
 from edit.records import Verdict
@@ -30,6 +33,8 @@ def judge_round(
     """
     if config.enabled and config.detector == "level":
         return by_levels(norms, inner_steps, before, config)
+    if config.enabled and is_entry(config.detector):
+        return _by_plugin(norms, inner_steps, before, config)
     judged = verdicts(norms, before, config)
     history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms} if config.enabled else {}
     after = {
@@ -37,6 +42,29 @@ def judge_round(
         for peer_id, statistics in history.items()
     }
     return judged, after
+
+
+def _by_plugin(
+    norms: Mapping[str, float], inner_steps: Mapping[str, int], before: Mapping[str, NormStatistics], config: PenaltyConfig
+) -> tuple[dict[str, Verdict], dict[str, NormStatistics]]:
+    """Let a plug-in judge what is finite. Raises PluginError."""
+    plugin, made = plugins.make("penalties", config.detector, config)
+    finite = {peer_id: norm for peer_id, norm in norms.items() if math.isfinite(norm)}
+    with plugins.blame(plugin):
+        said, after = made.judge(dict(finite), {peer_id: inner_steps[peer_id] for peer_id in finite}, dict(before))
+        said, after = dict(said), dict(after)
+    if said.keys() != finite.keys() or not all(isinstance(verdict, Verdict) for verdict in said.values()):
+        raise PluginError(f"{plugin}: judge() must give each of {sorted(finite)} a Verdict")
+    if not after.keys() <= finite.keys() or not all(map(_known, after.values())):
+        raise PluginError(f"{plugin}: judge() must give NormStatistics of finite numbers, of peers in this round only")
+    return {peer_id: said.get(peer_id, Verdict.NONFINITE) for peer_id in norms}, after
+
+
+def _known(statistics: object) -> bool:
+    numbers = (
+        (statistics.mean, statistics.variance, statistics.count) if isinstance(statistics, NormStatistics) else (math.nan,)
+    )
+    return all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
 
 
 def judge(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> Verdict:
@@ -94,8 +122,8 @@ def weights(
 
     The weights sum to 1, or are all 0 when no verdict is OK.
 
-    Penalty on: softmax of -G/T over the OK ones, where G is the norm as `config.norm` says; with the detector "level" no share
-    exceeds max_share / M, M being the number of OK ones. Off: uniform, or by tokens.
+    Penalty on: softmax of -G/T over the OK ones, where G is the norm as `config.norm` says; but with the detector "edit", no
+    share exceeds max_share / M, M being the number of OK ones. Off: uniform, or by tokens.
     staleness: in outer steps, empty when all are 0: weights are multiplied by `freshness`, then normalised again.
     damped: the exponent is `config.damping` and they are not normalised again, so a contribution that comes alone counts less
     the older it is (arXiv 1903.03934, algorithm 1). Shares of arrivals are not capped.
@@ -106,7 +134,7 @@ def weights(
     fresh = [freshness(staleness[i], exponent) if staleness else 1.0 for i in good]
     total = math.fsum(raw) if damped else math.fsum(share * factor for share, factor in zip(raw, fresh, strict=True))
     counted = [share * factor / total for share, factor in zip(raw, fresh, strict=True)]
-    if config.enabled and config.detector == "level" and not damped:
+    if config.enabled and config.detector != "edit" and not damped:
         counted = capped(counted, config.max_share)
     shares = [0.0] * len(verdicts)
     for i, share in zip(good, counted, strict=True):

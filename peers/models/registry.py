@@ -6,7 +6,6 @@ Model code never comes over the network. A run can only name a class of transfor
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,14 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from edit import plugins
 from edit.config.run import ModelConfig
-from edit.errors import ConfigError
+from edit.errors import ConfigError, PluginError
 from peers.models import huggingface
 from peers.models.gpt import GPT
 
-__all__ = ["GROUP", "build"]
-
-GROUP = "edit.models"
+__all__ = ["build"]
 
 
 def build(
@@ -37,10 +35,10 @@ def build(
 
     replaced: the caller replaces the values of all trainable parameters, so the built-in model need not draw any.
 
-    An entry point is called with one mapping: `model.options`, and `context` and `vocabulary` of the run. It returns an
-    nn.Module whose forward(tokens, targets), both (B, T) int64, gives the mean loss as a scalar. installed: the entry points to
-    choose from; None: those of this environment, looked up only if the run names one. folder: of an `hf:` model, see
-    `peers.models.huggingface`.
+    An entry point (see `edit.plugins`) is called with one mapping: `model.options`, and `context` and `vocabulary` of the run.
+    It returns an nn.Module whose forward(tokens, targets), both (B, T) int64, gives the mean loss as a scalar. installed: the
+    entry points to choose from; None: those of this environment, looked up only if the run names one. folder: of an `hf:`
+    model, see `peers.models.huggingface`.
 
     Raises ConfigError when the entry point is not allowed, not installed, ambiguous, cannot be loaded, or returns no model; and
     for an `hf:` model that transformers does not have, whose options are wrong, or that does not fit `folder`.
@@ -52,24 +50,15 @@ def build(
         raise ConfigError(f'--model-folder has no effect: the run trains "{config.name}", not hf:MODEL_TYPE')
     if kind == "builtin":
         return GPT(config, None if replaced else seed)
-    if name not in allowed_entry_points:
-        raise ConfigError(
-            f'the run trains "{config.name}", code of another package: add `--allow-model {name}` if you trust that code here'
-        )
-    entry_point = _find(name, importlib.metadata.entry_points(group=GROUP) if installed is None else installed)
-    return _call(entry_point, _arguments(config), seed)
-
-
-def _find(name: str, installed: Iterable[EntryPoint]) -> EntryPoint:
-    found = [entry_point for entry_point in installed if entry_point.name == name and entry_point.group == GROUP]
-    if not found:
-        raise ConfigError(
-            f"entry:{name}: no installed package offers it in entry point group {GROUP}; install the one that does"
-        )
-    if len({entry_point.value for entry_point in found}) > 1:
-        offers = ", ".join(sorted(entry_point.value for entry_point in found))
-        raise ConfigError(f"entry:{name}: offered more than once ({offers}); uninstall all but one")
-    return found[0]
+    plugin, make = plugins.resolve("models", name, allowed_entry_points, installed)
+    arguments = _arguments(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with plugins.blame(plugin):
+            model = make(arguments)
+    if not isinstance(model, nn.Module):
+        raise PluginError(f"{plugin}: gave a {type(model).__name__}, not an nn.Module")
+    return model
 
 
 def _arguments(config: ModelConfig) -> Mapping[str, str | int | float | bool]:
@@ -77,18 +66,3 @@ def _arguments(config: ModelConfig) -> Mapping[str, str | int | float | bool]:
         if key in config.options:
             raise ConfigError(f"model.options.{key} has no effect; set model.{key}")
     return {**config.options, "context": config.context, "vocabulary": config.vocabulary}
-
-
-def _call(entry_point: EntryPoint, arguments: Mapping[str, str | int | float | bool], seed: int) -> nn.Module:
-    try:
-        make = entry_point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"entry:{entry_point.name}: {entry_point.value} cannot be loaded: {error}") from error
-    if not callable(make):
-        raise ConfigError(f"entry:{entry_point.name}: {entry_point.value} is not callable")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = make(arguments)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"entry:{entry_point.name}: {entry_point.value} gave a {type(model).__name__}, not an nn.Module")
-    return model

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from edit import kernels
+from edit import kernels, plugins
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import Schema
@@ -36,12 +36,11 @@ LOOK_S = 0.5  # between two looks at the run below
 _log = logging.getLogger("peers")
 
 
-def run_region(home: Path, below: Path, max_mbit: float | None = None) -> None:
+def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: frozenset[str] = frozenset()) -> None:
     """Be the peer that `home` is enrolled as, on behalf of the run that `below` is enrolled in.
 
     Returns when one of the runs has finished, or at the first SIGINT or SIGTERM. max_mbit: what is sent to the run above, per
-    second. Raises ConfigError, RefusedError,
-    EvictedError.
+    second. allowed: codecs that are plug-ins, which this operator trusts. Raises ConfigError, RefusedError, EvictedError.
     """
     upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
     if upper.run_id == lower.run_id:
@@ -50,7 +49,7 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None) -> None:
     with IoThread() as io, stopping(io):
         try:
             regional = _Regional(
-                io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id), send_limit(max_mbit, home)
+                io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id), send_limit(max_mbit, home), allowed
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
@@ -76,10 +75,11 @@ class _Regional:
         lower: Enrolment,
         memory: Memory,
         limit: SendLimit = UNLIMITED,
+        allowed: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
-        self._parser = ConfigParser()
+        self._parser, self._allowed = ConfigParser(), allowed
         self.above = Channels(upper.endpoints, upper.credentials, limit)
         self.below = Channels(lower.endpoints, lower.credentials)
         self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)
@@ -102,6 +102,7 @@ class _Regional:
 
     def _configuration(self, enrolled: Enrolment, channels: Channels) -> RunConfig:
         config, _ = read_configuration(self._io, channels.to(enrolled.endpoints), enrolled.identity, parser=self._parser)
+        plugins.admit(config, self._allowed, ("codecs",))
         if config.aggregators.addresses:
             raise ConfigError(
                 f"run {enrolled.run_id} has {config.aggregators.count} aggregators (aggregators.addresses); the run above a "

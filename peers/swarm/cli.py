@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +13,10 @@ import typer
 
 from edit.command_line import SHORT_HELP
 from edit.errors import ConfigError
-from peers.command_options import DhtPeersOption, HomeOption, HoursOption, MaxMbitOption, log_lines, trains
+from peers.command_options import AllowOption, DhtPeersOption, HomeOption, HoursOption, MaxMbitOption, log_lines, trains
 
 if TYPE_CHECKING:
+    from peers.swarm.membership import Place
     from peers.training.options import PeerOptions
 
 __all__ = ["app"]
@@ -76,10 +78,10 @@ def start(
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers swarm start run.toml --data ~/books --home a
     """
     from peers.swarm.daemon import run_member
-    from peers.swarm.membership import Founding, Place, found, is_member
+    from peers.swarm.membership import Founding, found, is_member
 
     home, new = options.home, []
-    place = Place(listen=listen, advertise=advertise, dht_peers=tuple(dht_peers or ()), max_mbit=options.max_mbit)
+    place = _place(options, listen, advertise, dht_peers)
 
     def prepare() -> list[str]:
         if not is_member(home):
@@ -90,7 +92,7 @@ def start(
                 run_toml=run_toml,
                 name=name,
                 settings=tuple(settings or ()),
-                allowed=options.allowed_models,
+                allowed=options.allowed,
                 model_folder=options.model_folder,
             )
             found(home, founding)
@@ -106,14 +108,22 @@ def start(
     run_member(options, prepare, serving)
 
 
+def _place(options: PeerOptions, listen: str | None, advertise: str | None, dht_peers: list[str] | None) -> Place:
+    from peers.swarm.membership import Place
+
+    nodes = tuple(dht_peers or ())
+    return Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=options.max_mbit, allowed=options.allowed)
+
+
 def _check_same(home: Path, run_toml: Path | None, settings: Sequence[str]) -> None:
     from edit.config.run import RunConfig
+    from edit.plugins import without_pins
 
     kept = home / "run.toml"
     given = run_toml if run_toml is not None and run_toml.exists() else kept
-    if (given is not kept and not settings and given.read_bytes() != kept.read_bytes()) or (
-        settings and RunConfig.from_toml(given, settings) != RunConfig.from_toml(kept)
-    ):
+    texts = [without_pins(each.read_text(encoding="utf-8", errors="replace")).strip() for each in (given, kept)]
+    configs = (RunConfig.from_toml(given, settings), RunConfig.from_toml(kept)) if settings else ()
+    if (not settings and texts[0] != texts[1]) or len({replace(each, plugins={}).to_json() for each in configs}) > 1:
         raise ConfigError(
             f"{home}: this swarm has another run.toml, which cannot be changed; leave it out, or choose another --home"
         )
@@ -140,9 +150,9 @@ def join(
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers swarm join invitation.txt --data ~/books --home b
     """
     from peers.swarm.daemon import run_member
-    from peers.swarm.membership import Place, enter
+    from peers.swarm.membership import enter
 
-    place = Place(listen=listen, advertise=advertise, dht_peers=tuple(dht_peers or ()), max_mbit=options.max_mbit)
+    place = _place(options, listen, advertise, dht_peers)
     text = _text_of(invitation)
     run_member(options, lambda: place.arguments(options.home, enter(options.home, text)))
 
@@ -156,6 +166,7 @@ def host(
     dht_peers: DhtPeersOption = None,
     max_mbit: MaxMbitOption = None,
     hours: HoursOption = None,
+    allow: AllowOption = None,
 ) -> None:
     """Be a member that does not train: it holds the model, votes, and can own parts. No GPU is needed.
 
@@ -169,7 +180,8 @@ def host(
     log_lines()
     text = _text_of(invitation)
     nodes = tuple(dht_peers or ())
-    place = Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=max_mbit, hours=hours)
+    allowed = frozenset(allow or ())
+    place = Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=max_mbit, hours=hours, allowed=allowed)
     arguments = place.arguments(home, enter(home, text))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it

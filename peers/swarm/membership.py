@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
@@ -56,6 +57,7 @@ class Place:
     dht_peers: tuple[str, ...] = ()  # multiaddresses of nodes of the DHT; none: as before
     max_mbit: float | None = None  # what it sends per second, as long as it runs; None: no bound
     hours: str | None = None  # in which a host that does not train takes part; None: always
+    allowed: frozenset[str] = frozenset()  # plug-ins that its operator trusts, as long as it runs
 
     def arguments(self, home: Path, seeds: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Return what the host is told. seeds: (peer_id, HOST:PORT) of members that are known; none: it founds the swarm.
@@ -85,6 +87,7 @@ class Place:
         if self.hours is not None:
             words += ["--hours", Hours.parse(self.hours).text]
         words += [f"--dht-peers={maddr}" for maddr in self.dht_peers]
+        words += [f"--allow={name}" for name in sorted(self.allowed)]
         return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
 
 
@@ -100,19 +103,21 @@ def is_member(home: Path) -> bool:
 def found(home: Path, founding: Founding) -> None:
     """Found a swarm in `home`, or complete what was begun. Raises ConfigError, StorageError."""
     try:
-        text = founding.run_toml.read_bytes()
+        text = founding.run_toml.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{founding.run_toml}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{founding.run_toml}: is not UTF-8 text") from error
     config = RunConfig.from_toml(founding.run_toml, founding.settings)
     if config.swarm is None:
         raise ConfigError(f"{founding.run_toml}: has no section [swarm]; add one (it may be empty), and remove [server]")
-    text = with_settings(text.decode(), founding.settings).encode()
+    text = plugins.pin(with_settings(text, founding.settings), founding.allowed)
     folder, kept = PeerFolder(home), home / "run.toml"
     folder.make_key()
     home.chmod(0o700)
-    if kept.exists() and kept.read_bytes() != text:
+    if kept.exists() and kept.read_bytes() != text.encode():
         raise ConfigError(f"{home}: a swarm with another run.toml is in it, or was begun; choose another --home")
-    write_atomic(kept, text)
+    write_atomic(kept, text.encode())
     if not (home / "council.json").exists():
         model = build(config.model, config.seed, founding.allowed, folder=founding.model_folder)
         replica = Replica(model)

@@ -118,7 +118,7 @@ class Training:
         config, layout = self._config, self._place.layout
         # ranks that compute the same rows draw the same random numbers
         torch.manual_seed(stream_seed(config.seed, f"{self._connection.peer_id} {layout.data_rank}"))
-        allowed, folder = self._options.allowed_models, self._options.model_folder
+        allowed, folder = self._options.allowed, self._options.model_folder
         model = build(config.model, config.seed, allowed, folder=folder, replaced=founded)
         return Trainer(
             shard_model(model, layout),

@@ -24,7 +24,7 @@ class PeerOptions:
     metrics: Path | None = None  # a file of JSON lines
     throttle: float = 1.0  # an inner step takes so many times as long
     faults: tuple[Fault, ...] = ()
-    allowed_models: frozenset[str] = frozenset()  # entry points that this peer's operator trusts
+    allowed: frozenset[str] = frozenset()  # plug-ins that this peer's operator trusts
     model_folder: Path | None = None  # of an `hf:` model: its configuration, and maybe weights to found the run with
     tensor_parallel: int = 1  # ranks that share each matrix product
     checkpoints: Path | None = None  # their folder; None: `home`/checkpoints

@@ -70,7 +70,7 @@ MIN_RATE, MAX_TOKENS_PER_S = 1e-6, 1e12  # tokens per second, where they are kno
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_CODEC = re.compile(r"[a-z0-9]+(:[a-z]+=[0-9.]+(,[a-z]+=[0-9.]+)*)?")
+_CODEC = re.compile(r"(?:entry:[A-Za-z_][A-Za-z0-9_]*|[a-z0-9]+)(:[a-z]+=[0-9.]+(,[a-z]+=[0-9.]+)*)?")
 
 
 def fail(reason: str) -> NoReturn:

@@ -119,11 +119,11 @@ def test_options_reach_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     arguments = ["--data", str(tmp_path), "--home", "h", "--device", "cpu", "--threads", "3", "--metrics", "m.jsonl"]
     arguments += ["--tensor-parallel", "2", "--checkpoints", "c", "--checkpoint-every", "5", "--keep-checkpoints", "7"]
     arguments += ["--serve-snapshots", "0.0.0.0:7801", "--advertise", "peer.example"]
-    run(monkeypatch, "run", *arguments, "--throttle", "2", "--fault", "nan@3", "--allow-model", "x", "--allow-model", "y")
+    run(monkeypatch, "run", *arguments, "--throttle", "2", "--fault", "nan@3", "--allow", "x", "--allow-model", "y")
     options = seen[0]
     assert (options.home, options.threads, options.throttle) == (Path("h"), 3, 2.0)
     assert [fault.kind for fault in options.faults] == ["nan"]
-    assert options.allowed_models == {"x", "y"}
+    assert options.allowed == {"x", "y"}
     assert (options.tensor_parallel, options.checkpoint_every, options.keep_checkpoints, options.fresh) == (2, 5, 7, False)
     assert options.checkpoint_folder == Path("c")
     assert (options.serve_snapshots, options.advertise) == ("0.0.0.0:7801", "peer.example")

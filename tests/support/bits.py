@@ -23,7 +23,7 @@ from edit.merging.heloco import Momentum, correct
 from edit.merging.merge import Measured, MergeRule, measure
 from edit.merging.mergers import EditMerger
 from edit.merging.norms import dot, norm
-from edit.merging.outer_optimizers import initial_slots, outer_step
+from edit.merging.outer_optimizers import outer_optimizer
 from edit.merging.penalty import NormStatistics, judge_round, weights
 from tests.support.encoded import SPECS, elements, encode
 from tests.support.layouts import fragment
@@ -100,9 +100,9 @@ def _of_outer_steps() -> dict[str, list[bytes]]:
     found = {}
     for optimizer in ("sgd", "nesterov", "delayed_nesterov", "adam", "yogi"):
         config, numel = OuterConfig(optimizer=optimizer, lr=0.7, momentum=0.9), 4097
-        slots, theta = initial_slots(config, numel), vector(numel, 5)
+        slots, theta = outer_optimizer(config).slots(numel), vector(numel, 5)
         for seed in range(5):
-            step, slots = outer_step(config, slots, vector(numel, seed))
+            step, slots = outer_optimizer(config).step(slots, vector(numel, seed))
             theta.sub_(step)
         found[f"outer step {optimizer}"] = _raw(theta, *(slots[name] for name in sorted(slots)))
     return found

@@ -103,7 +103,8 @@ def p2pds(path: Path) -> list[int]:
 class Site:
     """A folder with one run's coordinator and its peers. Use as a context manager: at its end no process is left."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: Path, settings: Settings, *init: object) -> None:
+        """init: more options of `edit-coordinator init`."""
         self.folder = folder
         self.state = folder / "state"
         self.daemons: list[Daemon] = []
@@ -111,7 +112,7 @@ class Site:
         folder.mkdir(exist_ok=True)
         (folder / "run.toml").write_text(to_toml(settings))
         (folder / "text.py").write_bytes(Path(json.__file__).read_bytes())
-        call(aggregator.cli.app, "init", "--state", self.state, "--config", folder / "run.toml")
+        call(aggregator.cli.app, "init", "--state", self.state, "--config", folder / "run.toml", *init)
 
     def __enter__(self) -> Site:
         return self

@@ -133,6 +133,8 @@ def _serve(connection: socket.socket) -> list[str]:
                     os.close(descriptor)
                 connection.close()
                 os.environ.update(environment)
+                path = environment.get("PYTHONPATH", "").split(os.pathsep)
+                sys.path[1:1] = [each for each in path if each and each not in sys.path]  # as an interpreter does that starts
                 os.chdir(folder)
                 return list(arguments)
             os.close(pipes[0])

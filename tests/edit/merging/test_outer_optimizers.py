@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from edit.config.run import OuterConfig
-from edit.merging.outer_optimizers import initial_slots, outer_step
+from edit.merging.outer_optimizers import outer_optimizer
 from edit.reference import delayed_nesterov
 
 OPTIMIZERS = ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")
@@ -18,9 +18,9 @@ def gradients(count: int, numel: int = 50) -> list[Tensor]:
 
 def run(config: OuterConfig, merged: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """theta after all steps from ones, and every step."""
-    theta, slots, steps = torch.ones(merged[0].numel()), initial_slots(config, merged[0].numel()), []
+    theta, slots, steps = torch.ones(merged[0].numel()), outer_optimizer(config).slots(merged[0].numel()), []
     for one in merged:
-        step, slots = outer_step(config, slots, one)
+        step, slots = outer_optimizer(config).step(slots, one)
         theta = theta - step
         steps.append(step)
     return theta, steps
@@ -99,17 +99,17 @@ def test_bits_do_not_depend_on_threads_or_on_where_a_vector_is_cut(optimizer: st
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_is_pure_and_goes_along_d(optimizer: str) -> None:
     config, merged = OuterConfig(optimizer=optimizer), gradients(1)[0]
-    slots = initial_slots(config, 50)
+    slots = outer_optimizer(config).slots(50)
     before = {name: slot.clone() for name, slot in slots.items()}
     kept = merged.clone()
-    step, after = outer_step(config, slots, merged)
+    step, after = outer_optimizer(config).step(slots, merged)
     assert torch.equal(merged, kept) and all(torch.equal(slots[name], before[name]) for name in before)
     assert after.keys() == slots.keys() and step.data_ptr() != merged.data_ptr()
     assert bool((step.sign() == merged.sign()).all()), "theta - s moves towards the local parameters"
-    again, _ = outer_step(config, slots, merged)
+    again, _ = outer_optimizer(config).step(slots, merged)
     assert torch.equal(step, again)
 
 
 def test_sgd_with_lr_one_makes_theta_the_mean_of_the_peers() -> None:
-    step, _ = outer_step(OuterConfig(optimizer="sgd", lr=1.0), {}, torch.tensor([0.25]))
+    step, _ = outer_optimizer(OuterConfig(optimizer="sgd", lr=1.0)).step({}, torch.tensor([0.25]))
     assert step.item() == 0.25

@@ -14,8 +14,9 @@ from torch import nn
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError
 from peers.models.gpt import GPT
-from peers.models.registry import GROUP, build
+from peers.models.registry import build
 
+GROUP = "edit.models"
 NOBODY: frozenset[str] = frozenset()
 ALLOWED = frozenset({"mine"})
 CONFIG = ModelConfig(name="entry:mine", context=8, vocabulary=16, options={"hidden": 3})
@@ -46,7 +47,7 @@ def test_the_builtin_needs_no_permission() -> None:
 
 def test_an_entry_point_that_was_not_allowed_is_never_loaded() -> None:
     booby_trap = EntryPoint("mine", "no.such.module_at_all:make", GROUP)  # loading it would be a different error
-    with pytest.raises(ConfigError, match="--allow-model mine"):
+    with pytest.raises(ConfigError, match="--allow mine"):
         build(CONFIG, 0, frozenset({"other"}), [booby_trap])
 
 
