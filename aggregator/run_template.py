@@ -89,7 +89,7 @@ momentum = 0.6                  # Outer momentum, for nesterov and delayed_neste
 #codec = "bf16"                 # In which a peer sends its outer parameters: bf16 or fp32.
 #settle_every = 0               # Outer steps after which all peers' outer parameters become their mean; 0: only at the end.
 
-[codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1 (docs/codecs.md), or entry:NAME.
+[codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1, sdd: docs/codecs.md; entry:NAME.
 up = "int8"                     # For contributions.
 down = "bf16"                   # For updates.
 #up_decay = 1.0                 # Share of what a contribution left out that is added to the next one; 0: nothing is.

@@ -111,6 +111,10 @@ SETTINGS: dict[str, Setting] = {
     "top-k 64, step ahead": Setting(_ahead("topk")),
     "top-1 of 32, step ahead": Setting(_ahead("top1")),
     "top-1 of 32, step ahead, no momentum": Setting(_ahead("top1"), PLAIN, "fp32, no momentum"),
+    "sdd": Setting(_up("sdd")),
+    "sdd, no momentum": Setting(_up("sdd"), PLAIN, "fp32, no momentum"),
+    "sdd, step ahead": Setting(_ahead("sdd")),
+    "sdd, step ahead, no momentum": Setting(_ahead("sdd"), PLAIN, "fp32, no momentum"),
     "top-k 64 without feedback": Setting(_up("topk", 0.0), PLAIN, "fp32, no momentum"),
 }
 

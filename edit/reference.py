@@ -28,6 +28,7 @@ __all__ = [
     "integers",
     "nesterov",
     "rda",
+    "sdd",
     "sign",
     "stale_weights",
     "stat2",
@@ -484,6 +485,35 @@ def top1(x: Tensor, of: int, chunk: int = 4096) -> Tensor:
         sent[kept] = _two_levels(part[kept], float(part[kept].abs().mean()))
         parts.append(sent)
     return torch.cat(parts)
+
+
+def sdd(x: Tensor, columns: int, rank: int) -> Tensor:
+    """Replace each block, as a matrix, by a sum of `rank` terms d a b' with a and b of -1, 0, 1 (Kolda and O'Leary, 1998)."""
+    sent = []
+    for part in _parts(x, columns * min(columns, 2**17 // columns)):
+        rows = -(-part.numel() // columns)
+        left = torch.zeros(rows * columns, dtype=torch.float64)
+        left[: part.numel()] = part
+        left, step = left.view(rows, columns), 0.0
+        if left.any():
+            step = 2.0 ** (math.floor(math.log2(float(left.abs().max()))) - 12)
+            left = (left / step).round()
+        total = torch.zeros_like(left)
+        for _ in range(min(rank, rows)):
+            b = _three_values(max(left, key=lambda row: float(row.abs().sum())))
+            for _ in range(3):
+                a = _three_values(left @ b)
+                b = _three_values(a @ left)
+            if a.any() and b.any():
+                d = round(float(a @ left @ b) / float(a.abs().sum() * b.abs().sum()))
+                total += d * torch.outer(a, b)
+                left -= d * torch.outer(a, b)
+        sent.append((step * total).flatten()[: part.numel()].float())
+    return torch.cat(sent)
+
+
+def _three_values(x: Tensor) -> Tensor:
+    return torch.where(x.abs() >= 0.75 * x.abs().mean(), x.sign(), 0.0)
 
 
 def _parts(x: Tensor, size: int) -> list[Tensor]:

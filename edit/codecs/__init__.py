@@ -15,6 +15,7 @@ know peers, rounds, verdicts, carriers.
     sign            1 bit and the mean magnitude
     topk            the k largest of 4096
     top1            the largest of each small group
+    sdd             matrices as sums of few products of vectors of -1, 0, 1
     plugin          a format that is a plug-in of `edit.codecs`
     residuals       how a residual is stored
     error_feedback  what a lossy codec left out, the residual, is added to the next vector
@@ -40,6 +41,7 @@ from edit.codecs.floats import RawFloat
 from edit.codecs.int4 import BlockInt4
 from edit.codecs.int8 import BlockInt8
 from edit.codecs.plugin import PluginCodec
+from edit.codecs.sdd import SemidiscreteSum
 from edit.codecs.sign import BlockSign
 from edit.codecs.stat2 import RowStat2
 from edit.codecs.top1 import GroupTop1
@@ -63,6 +65,7 @@ _CODECS: Mapping[str, Callable[[CodecSpec], Codec]] = MappingProxyType(
         "sign": BlockSign,
         "topk": ChunkedTopK,
         "top1": GroupTop1,
+        "sdd": SemidiscreteSum,
     }
 )
 

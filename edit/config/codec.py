@@ -24,7 +24,7 @@ __all__ = [
     "FragmentCodec",
 ]
 
-SPARSE = ("topk", "top1")  # they send few elements of a vector
+SPARSE = ("topk", "top1", "sdd")  # most of a vector is left for later
 MAX_SPEC_CHARS = 64  # of a spec's text
 # Those of `record`. The others would starve the outer momentum of small elements: few bits, or fp16's range.
 RECORDS = ("fp32", "bf16", "int8", "int4", "e3m0")
@@ -72,6 +72,7 @@ CODECS: Mapping[str, Mapping[str, CodecOption]] = MappingProxyType(
         "sign": {"block": _block(256)},
         "topk": {"k": CodecOption(64, 1, 2048)},
         "top1": {"of": CodecOption(32, 4, 128, power_of_two=True)},
+        "sdd": {"columns": CodecOption(128, 32, 1024, power_of_two=True), "rank": CodecOption(9, 1, 64)},
     }
 )
 

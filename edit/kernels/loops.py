@@ -2,7 +2,8 @@
 
 Blocks are fp32 [rows, numel], with one fp32 scale and one integer per element, as in `edit.codecs.int8` and `int4`; what is
 written is what the torch code there writes, to the bit. So every operation on floats is one of fp32, rounded by itself, and
-in a fixed order: no sum over a row. An array that is read as integers, too, comes in twice.
+in a fixed order: no sum over a row. An array that is read as integers, too, comes in twice. Those of `edit.codecs.sdd` count
+in whole numbers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SIGNATURES = {
     "int8_add_squares": "void(f4[::1], i1[:,::1], i8, f4[::1])",
     "add_squares": "void(f4[::1], f4[::1])",
     "largest": "i4(i4[::1])",
+    "sdd_encode": "void(f4[:,::1], i4[:,::1], f4[::1], i2[:,::1], i1[:,:,::1], i1[:,:,::1])",
+    "sdd_add": "void(f4[::1], i2[:,::1], i1[:,:,::1], i1[:,:,::1], f4, b1, f4[:,::1])",
 }
 
 
@@ -138,3 +141,99 @@ def largest(bits: Array) -> Any:
     for i in range(bits.shape[0]):
         found = max(found, bits[i] & _MAGNITUDE)
     return found
+
+
+def sdd_encode(blocks: Array, bits: Array, steps: Array, factors: Array, xs: Array, ys: Array) -> None:
+    """Find the terms d x y' of each block: factors [rows of blocks, terms], xs [.., terms, rows], ys [.., terms, columns]."""
+
+    def ternary(values: Array, out: Array) -> None:
+        """The signs of those of at least three quarters of the mean magnitude, 0 for the others."""
+        sum_ = np.int64(0)
+        for i in range(values.shape[0]):
+            sum_ += abs(values[i])
+        for i in range(values.shape[0]):
+            out[i] = np.sign(values[i]) if 4 * values.shape[0] * np.int64(abs(values[i])) >= 3 * sum_ else 0
+
+    def times(matrix: Array, vector: Array, out: Array) -> None:
+        for i in range(matrix.shape[0]):
+            sum_ = np.int32(0)
+            for j in range(matrix.shape[1]):
+                sum_ += matrix[i, j] * np.int32(vector[j])
+            out[i] = sum_
+
+    terms, rows, columns = factors.shape[1], xs.shape[2], ys.shape[2]
+    rest, along, across = np.empty((rows, columns), np.int32), np.empty(rows, np.int32), np.empty(columns, np.int32)
+    flat = rest.reshape(rows * columns)
+    for b in range(blocks.shape[0]):
+        block, block_bits = blocks[b], bits[b]
+        largest = np.int32(0)
+        for i in range(block.shape[0]):
+            largest = max(largest, block_bits[i] & _MAGNITUDE)
+        flat[:] = 0
+        if largest < _TINY or largest >= _INFINITE:
+            steps[b] = _ZERO if largest < _TINY else _NAN
+        else:
+            exponent = (largest >> 23) - 126 - 13  # of the step
+            steps[b] = np.float32(2.0**exponent)
+            factor = np.float32(2.0**-exponent)
+            for i in range(block.shape[0]):
+                flat[i] = np.int32(np.rint(block[i] * factor))
+        for k in range(terms):
+            x, y = xs[b, k], ys[b, k]
+            first, most = 0, np.int32(-1)
+            for i in range(rows):
+                weight = np.int32(0)
+                for j in range(columns):
+                    weight += abs(rest[i, j])
+                if weight > most:
+                    first, most = i, weight
+            ternary(rest[first], y)
+            for _ in range(3):
+                times(rest, y, along)
+                ternary(along, x)
+                across[:] = 0
+                for i in range(rows):
+                    if x[i] > 0:
+                        for j in range(columns):
+                            across[j] += rest[i, j]
+                    elif x[i] < 0:
+                        for j in range(columns):
+                            across[j] -= rest[i, j]
+                ternary(across, y)
+            times(rest, y, along)
+            dot, of_x, of_y = 0, 0, 0
+            for i in range(rows):
+                dot += np.int64(along[i]) * x[i]
+                of_x += abs(x[i])
+            for j in range(columns):
+                of_y += abs(y[j])
+            d = np.int32(min(32767.0, max(-32767.0, np.rint(np.float64(dot) / np.float64(max(1, of_x * of_y))))))
+            factors[b, k] = d
+            for i in range(rows):
+                if x[i] != 0:
+                    step = d * np.int32(x[i])
+                    for j in range(columns):
+                        rest[i, j] -= step * np.int32(y[j])
+
+
+def sdd_add(steps: Array, factors: Array, xs: Array, ys: Array, weight: Any, add: Any, blocks: Array) -> None:
+    """blocks += weight * what the terms add up to, or, unless `add`, blocks = that. See `sdd_encode`."""
+    terms, rows, columns = factors.shape[1], xs.shape[2], ys.shape[2]
+    total = np.empty(columns, np.int32)
+    for b in range(blocks.shape[0]):
+        block, unit = blocks[b], steps[b]
+        for i in range(rows):
+            total[:] = 0
+            for k in range(terms):
+                if xs[b, k, i] != 0:
+                    step, y = np.int32(factors[b, k]) * np.int32(xs[b, k, i]), ys[b, k]
+                    for j in range(columns):
+                        total[j] += step * np.int32(y[j])
+            start = i * columns
+            out = block[start : start + columns]
+            if add:
+                for j in range(out.shape[0]):
+                    out[j] += (np.float32(total[j]) * unit) * weight
+            else:
+                for j in range(out.shape[0]):
+                    out[j] = np.float32(total[j]) * unit

@@ -18,7 +18,16 @@ from edit.records import EncodedTensor
 from tests.support.layouts import fragment
 
 # Every codec, and some with options: small blocks, an odd k (bits are left over in every chunk).
-SPECS = (*codec_names(), "int4:block=64", "e3m0:block=64", "stat2:block=64,range=6", "sign:block=64", "topk:k=7", "top1:of=128")
+SPECS = (
+    *codec_names(),
+    "int4:block=64",
+    "e3m0:block=64",
+    "stat2:block=64,range=6",
+    "sign:block=64",
+    "topk:k=7",
+    "top1:of=128",
+    "sdd:columns=32,rank=2",
+)
 LOSSY = tuple(text for text in SPECS if not codec(text).lossless)
 
 

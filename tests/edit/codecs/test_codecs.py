@@ -47,6 +47,9 @@ def _bound_of_block(kind: str, options: dict[str, int | float], magnitudes: Tens
         case "stat2":
             edge = magnitudes.square().mean().sqrt() * options["range"] / 4
             return torch.maximum(edge, largest - edge).expand_as(magnitudes)
+        case "sdd":  # of all elements together, and so of each
+            most = magnitudes.double().norm() + largest * 2.0**-13 * math.sqrt(magnitudes.numel())
+            return most.float().expand_as(magnitudes) + 2.0**-100
         case "top1":
             of = int(options["of"])
             most = torch.cat([group.max().expand_as(group) for group in magnitudes.split(of)])  # of those not sent, too
@@ -171,7 +174,14 @@ def test_int8_flushes_a_tiny_block_to_zero() -> None:
 
 def is_refused_by_content(error: RemoteProtocolError) -> bool:
     """Whether bytes of the right length are not what any encoder writes."""
-    reasons = ("padding bits are not zero", "do not ascend, or are outside", "elements is outside")
+    reasons = (
+        "padding bits are not zero",
+        "do not ascend, or are outside",
+        "elements is outside",
+        "not five values of three",
+        "unused values are not zero",
+        "not a power of two",
+    )
     return any(reason in str(error) for reason in reasons)
 
 

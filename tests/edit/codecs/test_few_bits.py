@@ -34,6 +34,8 @@ NAIVE: dict[str, Callable[[Tensor], Tensor]] = {
     "top1": lambda x: reference.top1(x, 32),
     "top1:of=8": lambda x: reference.top1(x, 8),
     "top1:of=64": lambda x: reference.top1(x, 64),
+    "sdd": lambda x: reference.sdd(x, 128, 9),
+    "sdd:columns=32,rank=3": lambda x: reference.sdd(x, 32, 3),
 }
 
 
@@ -76,6 +78,8 @@ def test_what_is_sent_with_feedback_is_what_the_naive_rule_sends(text: str, deca
         ("top1", 8 + 64 + 16 + 32, 8 + 1 + 1 + 1),
         ("top1:of=4", 8 + 256 + 256, 8 + 1 + 1),
         ("top1:of=128", 8 + 16 + 8 + 4 + 8, 8 + 1 + 1 + 1 + 1),
+        ("sdd", 4 + 9 * (2 + 26 + 26), 4 + 2 + 1 + 26),
+        ("sdd:columns=1024,rank=3", 4 + 3 * (2 + 26 + 205), 4 + 2 + 1 + 205),
     ],
 )
 def test_the_size_is_known_from_the_number_of_elements(text: str, whole: int, short: int) -> None:
@@ -86,7 +90,8 @@ def test_the_size_is_known_from_the_number_of_elements(text: str, whole: int, sh
 
 
 @pytest.mark.parametrize(
-    ("text", "most"), [("topk", 0.25), ("top1", 0.25), ("topk:k=128", 0.5), ("sign", 1.13), ("stat2", 2.07), ("int4", 4.13)]
+    ("text", "most"),
+    [("topk", 0.25), ("top1", 0.25), ("sdd", 0.25), ("topk:k=128", 0.5), ("sign", 1.13), ("stat2", 2.07), ("int4", 4.13)],
 )
 def test_bits_per_parameter_of_a_large_fragment(text: str, most: float) -> None:
     assert 8 * codec(text).encoded_size(7_087_872) / 7_087_872 < most
@@ -203,6 +208,26 @@ def test_topk_sends_all_of_a_short_chunk() -> None:
     assert decode(encode("topk", x))[4096:].tolist() == [1.0, -1.0, 3.0]
 
 
+def test_sdd_is_a_step_then_numbers_then_five_values_of_three_per_byte() -> None:
+    x = torch.zeros(2 * 32)
+    x[3], x[32 + 3], x[32 + 9] = 4.0, -4.0, -4.0
+    data = bytes(encode("sdd:columns=32,rank=1", x).data)
+    # The second row is the larger one; what lies along its signs in the first is below three quarters of their mean.
+    step, d = np.float32(2.0**-10).tobytes(), np.int16(4096).tobytes()
+    assert data == step + d + bytes([3]) + bytes([0, 0, 3 * 2, 2, 0, 0, 0])  # of w bytes, byte j has the values j, j + w, ...
+    decoded = decode(encode("sdd:columns=32,rank=1", x))
+    assert {i: float(value) for i, value in enumerate(decoded) if value} == {32 + 3: -4.0, 32 + 9: -4.0}
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_sdd_finds_the_terms_that_there_are(rank: int) -> None:
+    """Of rows that are multiples of one another, or of vectors that do not overlap, nothing is left."""
+    x = torch.zeros(64, 128)
+    for k in range(rank):
+        x[20 * k : 20 * k + 7, 30 * k : 30 * k + 25] = 0.5**k * (-1) ** k
+    assert torch.equal(decode(encode(f"sdd:rank={rank}", x.flatten())), x.flatten())
+
+
 # ---- what no encoder writes
 
 
@@ -229,19 +254,28 @@ def damaged(text: str, x: Tensor) -> Iterator[tuple[str, bytes]]:
             yield "outside by its highest bit", bytes([*data[:9], data[9] | 2, data[10]])
             yield "position's padding", bytes([*data[:9], data[9] | 4, data[10]])
             yield "code's padding", bytes([*data[:10], data[10] | 0x10])
+        case "sdd:columns=32":  # one block of one row: its step, d, one byte of x, seven of y for 32 of 35 values
+            for name, step in (("no power of two", 3.0), ("below 0", -1.0), ("infinite", math.inf)):
+                yield name, np.float32(step).tobytes() + bytes(data[4:])
+            yield "x above 242", bytes([*data[:6], 243, *data[7:]])
+            yield "y above 242", bytes([*data[:13], 255])
+            yield "an unused x", bytes([*data[:6], data[6] + 3, *data[7:]])
+            yield "an unused y", bytes([*data[:13], 81 * 1])
         case _:
             bits = {"int4": 4, "e3m0": 4, "stat2": 2, "sign": 1}[text]
             yield "padding", bytes(data[:-1]) + bytes([data[-1] | 1 << (8 - bits)])
 
 
-@pytest.mark.parametrize("text", ["int4", "e3m0", "stat2", "sign", "topk:k=3", "top1:of=8"])
+@pytest.mark.parametrize("text", ["int4", "e3m0", "stat2", "sign", "topk:k=3", "top1:of=8", "sdd:columns=32"])
 @pytest.mark.parametrize("before", [0, 4096])
 def test_bytes_that_no_encoder_writes_are_the_senders_fault(text: str, before: int) -> None:
     x = normal(11)
     clean = bytes(encode(text, normal(before)).data) if before else b""
     assert len(clean) == codec(text).encoded_size(before)
     for what, data in damaged(text, x):
-        with pytest.raises(RemoteProtocolError, match=r"padding bits are not zero|outside"):
+        with pytest.raises(
+            RemoteProtocolError, match=r"padding bits are not zero|outside|power of two|five values|unused values"
+        ):
             decode(EncodedTensor(text, 11, data)), what
         with pytest.raises(RemoteProtocolError):
             codec(text).decode_add(EncodedTensor(text, 11, data), torch.zeros(11), 1.0)
@@ -323,6 +357,8 @@ def test_packed_codes_come_back(bits: int, numel: int, seed: int) -> None:
         ("int8:block=64", "there is no option 'block'; int8 has none"),
         ("top1:of=48", "of must be a power of two"),
         ("top1:of=256", "of must be between 4 and 128"),
+        ("sdd:columns=96", "columns must be a power of two"),
+        ("sdd:rank=65", "rank must be between 1 and 64"),
     ],
 )
 def test_a_wrong_option_is_named(text: str, reason: str) -> None:

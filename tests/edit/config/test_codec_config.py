@@ -54,7 +54,7 @@ def test_without_a_pattern_every_fragment_has_the_runs_codec() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"up": "zip"}, "codec.up = 'zip': must be one of fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1"),
+        ({"up": "zip"}, "codec.up = 'zip': must be one of fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1, sdd"),
         ({"up": "topk:k"}, "codec.up: codec 'topk:k': an option must be NAME=NUMBER"),
         ({"down": "int4:block=100"}, "codec.down: codec int4:block=100: block must be a power of two"),
         ({"up": "stat2:range=6,block=64"}, "codec.up = 'stat2:range=6,block=64': must be written stat2:block=64,range=6"),
@@ -89,21 +89,24 @@ HELOCO = {"optimizer": "nesterov", "correct": "heloco"}
         ({"codec": {"down": "fp32", "down_decay": 1.0}}, 'codec.down_decay has no effect with codec.down = "fp32"'),
         (
             {"codec": SPARSE_DOWN | {"down_decay": 0.95}},
-            "codec.down_decay = 0.95: must be 1 with topk or top1 in codec.down or codec.frag",
+            "codec.down_decay = 0.95: must be 1 with topk or top1 or sdd in codec.down or codec.frag",
         ),
         (
             {"codec": SPARSE_UP, "sync": {"mode": "eager"}},
-            "codec.up = 'topk': must not be topk or top1 with sync.mode = \"eager\", nor in",
+            "codec.up = 'topk': must not be topk or top1 or sdd with sync.mode = \"eager\", nor in",
         ),
         (
             {"codec": SPARSE_DOWN, "sync": {"mode": "eager"}},
-            "codec.down = 'bf16': must not be topk or top1 with sync.mode = \"eager\"",
+            "codec.down = 'bf16': must not be topk or top1 or sdd with sync.mode = \"eager\"",
         ),
         (
             {"codec": {"up": "top1:of=16"}, "outer": HELOCO},
-            "codec.up = 'top1:of=16': must not be topk or top1 with outer.correct",
+            "codec.up = 'top1:of=16': must not be topk or top1 or sdd with outer.correct",
         ),
-        ({"codec": SPARSE_UP, "outer": HELOCO}, "codec.up = 'topk': must not be topk or top1 with outer.correct = \"heloco\""),
+        (
+            {"codec": SPARSE_UP, "outer": HELOCO},
+            "codec.up = 'topk': must not be topk or top1 or sdd with outer.correct = \"heloco\"",
+        ),
     ],
 )
 def test_what_does_not_go_together_names_both_keys(mapping: Mapping[str, Any], message: str) -> None:

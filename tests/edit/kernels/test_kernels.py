@@ -28,7 +28,7 @@ from edit.merging.norms import norm
 from edit.merging.outer_state import _largest
 from tests.support.encoded import encode
 
-CODECS = ("int8", "int4", "int4:block=64", "int4:block=4096")
+CODECS = ("int8", "int4", "int4:block=64", "int4:block=4096", "sdd:columns=32,rank=3")
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-38, 2.0**-100, 2.0**-101, 3e38, -3e38, 1.0]
 ELEMENTS = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32), st.floats(-1, 1, width=32))
 VECTORS = st.lists(ELEMENTS, min_size=1, max_size=3 * BLOCK + 5).map(lambda values: torch.tensor(values, dtype=torch.float32))
@@ -136,7 +136,7 @@ def test_the_compiled_loops_do_compute(compiled: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kernels, "_compiled", SimpleNamespace(**{name: counted(name) for name in loops.SIGNATURES}))
     flat = torch.randn(2 * PIECE)
-    for name in ("int8", "int4"):
+    for name in ("int8", "int4", "sdd"):
         results(name, flat)
     assert set(called) == set(loops.SIGNATURES)
 
