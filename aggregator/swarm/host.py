@@ -141,7 +141,7 @@ class _HostedPart:
         self.number, self.schema, self.replica = number, schema, replica
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"part {number}")
         self.jobs: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
-        self.pulling: tuple[Update, asyncio.Task[None]] | None = None  # an owner's update that is fetched
+        self.pulling: tuple[Update, asyncio.Task[Offer]] | None = None  # an owner's update that is fetched
         self.pulled: Offer | None = None  # one that is here, until the council has been told; no other is fetched before
         self.own: tuple[Offer, tuple[MergeRecord, ...]] | None = None  # what an engine here made
         self.engine: Engine | None = None
@@ -556,7 +556,8 @@ class Host:
             case ev.Adopt():
                 self.parts[effect.part].jobs.put_nowait(partial(self._adopt, self.parts[effect.part], effect))
             case ev.Fetch():
-                self._background.spawn(self._fetch(self.parts[effect.part], effect))
+                part = self.parts[effect.part]
+                self._background.spawn(self._fetch(part, effect, part.pulled))
             case ev.SendOffer(update):
                 for peer_id in self.links.connected:
                     self.links.send(peer_id, Offering(update))
@@ -659,7 +660,7 @@ class Host:
         part.pulling = update, task
         task.add_done_callback(partial(self._pull_ended, part))
 
-    async def _pull(self, part: _HostedPart, sender: str, update: Update) -> None:
+    async def _pull(self, part: _HostedPart, sender: str, update: Update) -> Offer:
         stub, sizes = self.links.stub(peer_of(sender)), body_sizes(part.replica.outer)
         offer = await fetch_offer(stub, part.number, update.outer_step, update.id, sizes)
         if offer.update != update:
@@ -667,8 +668,9 @@ class Host:
         await part.do(offer.check, self.run_id)
         part.pulled = offer
         self.tell(ev.Offered(sender, update))
+        return offer
 
-    def _pull_ended(self, part: _HostedPart, task: asyncio.Task[None]) -> None:
+    def _pull_ended(self, part: _HostedPart, task: asyncio.Task[Offer]) -> None:
         if part.pulling is not None and part.pulling[1] is task:
             part.pulling = None
         if task.cancelled():
@@ -697,12 +699,17 @@ class Host:
         if part.own is not None and part.own[0].update.outer_step <= part.replica.state.outer_step:
             part.own = None  # the journal has it
 
-    async def _fetch(self, part: _HostedPart, effect: ev.Fetch) -> None:
-        """Ask the source for one thing after the other. Its answers are taken in the part's thread."""
+    async def _fetch(self, part: _HostedPart, effect: ev.Fetch, pulled: Offer | None) -> None:
+        """Ask the source for one thing after the other. Its answers are taken in the part's thread.
+
+        pulled: what the council has not been told yet that is here.
+        """
         fetching = await part.do(Fetching, part.replica, effect)
         while fetching.answer is None:
             try:
-                found = await self._ask(part, effect.source, fetching.wanted)
+                found = await self._coming(part, fetching.wanted, pulled)
+                if found is None:
+                    found = await self._ask(part, effect.source, fetching.wanted)
             except EditError as error:
                 await part.do(fetching.give, error)
             else:
@@ -717,6 +724,19 @@ class Host:
                 _steps_log.info("part %d is at outer step %d", number, outer_step)
             case ev.Failed(number, _, reason):
                 _log.info("part %d: %s", number, reason)
+
+    async def _coming(self, part: _HostedPart, wanted: tuple[int, str] | None, pulled: Offer | None) -> Any:
+        """Return the wanted update from its owner, if it was announced and is here or on its way; None also if that fails.
+
+        It was committed before the council knew it here: by a quorum that this member is not needed for.
+        """
+        if pulled is not None and (pulled.update.outer_step, pulled.update.id) == wanted:
+            return pulled
+        if part.pulling is None or (part.pulling[0].outer_step, part.pulling[0].id) != wanted:
+            return None
+        task = part.pulling[1]
+        await asyncio.wait([task])
+        return None if task.cancelled() or task.exception() is not None else task.result()
 
     async def _ask(self, part: _HostedPart, source: str, wanted: tuple[int, str] | None) -> Any:
         stub = self.links.stub(source)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 import torch
 
+from aggregator.swarm import host
 from edit.council import events as ev
 from edit.council.record import Phase, Saved
 from edit.errors import LocalProtocolError, StorageError
@@ -54,6 +55,30 @@ def test_an_update_is_agreed_on_and_is_a_hubs_to_the_bit_without_any_time_passin
                 await step(swarm, outer_step)
                 expected = [part - 1 for part in expected]
                 assert swarm.taken[0, outer_step] == {digest(expected)}
+
+    run_held(body())
+
+
+def test_an_update_that_is_committed_while_it_comes_is_not_fetched_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two members the older is a quorum alone: its update is committed before the other one has it."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a", "b")
+            fetch_offer, asked = host.fetch_offer, list[int]()
+
+            async def slowly(stub: object, part: int, outer_step: int, *more: object) -> object:
+                asked.append(outer_step)
+                behind = swarm.running["b"]
+                await swarm.until(lambda: any(isinstance(each, ev.Fetch) for each in behind.council.work))
+                return await fetch_offer(stub, part, outer_step, *more)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(host, "fetch_offer", slowly)
+            for outer_step in (1, 2, 3):
+                await step(swarm, outer_step)
+            assert asked == [1, 2, 3]
 
     run_held(body())
 
