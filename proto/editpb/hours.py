@@ -7,7 +7,6 @@ without the others would be thrown away.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -87,11 +86,7 @@ def keep_hours(
         return
     if not hours.has(local(unix())) and not _wait(hours, unix, local, look_s):
         return
-    with _watching(lambda: not hours.has(local(unix())), look_s) as is_over:
-        with contextlib.suppress(_Ended):
-            work()
-        over = is_over()
-    if over:
+    if _until_over(work, lambda: not hours.has(local(unix())), look_s):
         _log.info("the hours are over")
         (restart or _restart)()
 
@@ -117,10 +112,10 @@ def _wait(hours: Hours, unix: Callable[[], float], local: Callable[[float], date
     return True
 
 
-@contextlib.contextmanager
-def _watching(is_over: Callable[[], bool], look_s: float) -> Iterator[Callable[[], bool]]:
-    """Send this process a SIGTERM once `is_over`; yield what says whether that was done."""
+def _until_over(work: Callable[[], object], is_over: Callable[[], bool], look_s: float) -> bool:
+    """Do the work; send this process a SIGTERM once `is_over`, and return whether that was done."""
     done, told = threading.Event(), threading.Event()
+    working = True
 
     def watch() -> None:
         while not done.wait(look_s):
@@ -131,21 +126,27 @@ def _watching(is_over: Callable[[], bool], look_s: float) -> Iterator[Callable[[
 
     def end(number: int, _: object) -> None:
         """While the work takes no signals itself."""
-        if told.is_set():
+        if not told.is_set():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif working:
             raise _Ended
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGTERM, end)
     thread = threading.Thread(target=watch, name="hours", daemon=True)
-    thread.start()
     try:
-        yield told.is_set
+        try:  # the signal may come at any moment from here on
+            thread.start()
+            work()
+        finally:
+            working = False
+    except _Ended:
+        pass
     finally:
         done.set()
         thread.join()
-        with contextlib.suppress(_Ended):  # it came just now
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
+    return told.is_set()
 
 
 def _restart() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -85,27 +86,55 @@ def utc(moment: float) -> datetime:
     return datetime.fromtimestamp(moment, ZoneInfo("UTC"))
 
 
-def waiting_for_a_signal() -> None:
-    """As a peer does: the first SIGTERM ends it politely."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        while not came:
-            signal.pause()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_at_the_end_of_its_hours_the_work_is_ended_politely_and_begun_anew() -> None:
+    """As a peer does: the first SIGTERM ends it politely."""
     done: list[str] = []
+    waits = threading.Event()
 
     def work() -> None:
-        waiting_for_a_signal()
+        came, tell = os.pipe()
+        before = signal.signal(signal.SIGTERM, lambda *_: os.write(tell, b"x"))
+        try:
+            waits.set()
+            assert os.read(came, 1) == b"x"
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            os.close(came)
+            os.close(tell)
         done.append("left")
 
-    clock = scripted("05:59:00", "05:59:30", "05:59:59", "06:00:00")
+    def clock() -> float:
+        return unix(f"2026-11-22T{'06:00:00' if waits.is_set() else '05:59:59'}")
+
     keep_hours(Hours.parse("22:00-06:00"), work, unix=clock, local=utc, restart=lambda: done.append("anew"), look_s=0.001)
     assert done == ["left", "anew"]
+
+
+def test_hours_that_end_before_the_work_has_begun_are_over_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes while the thread that sends it is begun."""
+    done, sent, over = list[str](), threading.Event(), threading.Event()
+    before, start, kill = signal.getsignal(signal.SIGTERM), threading.Thread.start, os.kill
+
+    def begin(thread: threading.Thread) -> None:
+        over.set()
+        start(thread)
+        assert sent.wait(10)
+
+    def send(process: int, number: int) -> None:
+        kill(process, number)
+        sent.set()
+
+    monkeypatch.setattr(os, "kill", send)
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    keep_hours(
+        Hours.parse("22:00-06:00"),
+        lambda: done.append("work"),
+        unix=lambda: unix(f"2026-11-22T{'06:00:00' if over.is_set() else '05:59:59'}"),
+        local=utc,
+        restart=lambda: done.append("anew"),
+        look_s=0.001,
+    )
+    assert done == ["anew"] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_work_that_takes_no_signal_yet_is_ended_too() -> None:
