@@ -69,6 +69,7 @@ class Hosts:
     limits: dict[str, SendLimit] = field(default_factory=dict)  # of what members send, from their next start on
     unix: Callable[[], float] = time.time  # of all members
     renews: bool = False  # whether members have their certificates in their folders, and renew them
+    keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # of members, as their folders keep them
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
 
     @property
@@ -93,6 +94,12 @@ class Hosts:
         identity, key = Identity(run_id or self.run_id, role, peer_id), new_key()
         certificate = self.authority.issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
         return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+    def own(self, peer_id: str) -> tuple[bytes, bytes]:
+        """(key, certificate) of a member: what serves has what trains beside it has, and the same after a restart."""
+        if peer_id not in self.keys:
+            self.keys[peer_id] = self.certificate(peer_id)
+        return self.keys[peer_id]
 
     def folder(self, peer_id: str) -> MemberFolder:
         path = self.path / peer_id
@@ -119,7 +126,7 @@ class Hosts:
             seeds: whom it knows, and where; None: all that run.
             discovery: makes it of (private key, certificate, authority).
         """
-        path, key, certificate = self.path / peer_id, *self.certificate(peer_id)
+        path, key, certificate = self.path / peer_id, *self.own(peer_id)
         client = grpc.ssl_channel_credentials(self.ca, key, certificate)
         server = grpc.ssl_server_credentials([(key, certificate)], self.ca, True)
         if self.renews:
@@ -153,8 +160,18 @@ class Hosts:
         return host
 
     async def stop(self, peer_id: str) -> None:
-        """End a member; its connections break."""
-        await self.running.pop(peer_id).close()
+        """End a member; its connections break.
+
+        Time passes once that takes long: gRPC leaves a call that it is about to answer to the server's grace.
+        """
+        begun, closing = time.monotonic(), asyncio.get_running_loop().create_task(self.running.pop(peer_id).close())
+        while not closing.done():
+            await asyncio.wait(
+                [closing, asyncio.ensure_future(asyncio.to_thread(time.sleep, 0.001))], return_when="FIRST_COMPLETED"
+            )
+            if time.monotonic() - begun > 1.0:
+                pass_time(0.001)
+        await closing
 
     # -- what the test waits for -------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Trained:
         return {peer_id: host.listen for peer_id, host in self.swarm.running.items()}
 
     def credentials(self, peer_id: str = "peer") -> grpc.ChannelCredentials:
-        key, certificate = self.swarm.certificate(peer_id)
+        key, certificate = self.swarm.own(peer_id)
         return grpc.ssl_channel_credentials(self.swarm.ca, key, certificate)
 
     def whole(self) -> None:
