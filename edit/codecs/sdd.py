@@ -10,7 +10,7 @@ Layout: planes of one fp32 step per block, a power of two; of the int16 d of its
 their y: five values t (0: 0, 1: 1, 2: -1) per byte as t0 + 3 t1 + 9 t2 + 27 t3 + 81 t4, where byte j of w bytes has the values
 j, j + w, ... Unused values are 0. 490 bytes a block of 16384 (0.239 bits each) with the defaults.
 The block is rounded to multiples of its step, 2^-12 of its largest magnitude or less, and all else is arithmetic with whole
-numbers that fp32 holds: so the bits are the same on every machine, whatever the order of a sum, and
+numbers that fp64 holds: so the bits are the same on every machine, whatever the order of a sum, and
 ||x - decoded|| <= ||x|| + 2^-13 sqrt(n) max |x|.
 A block with a NaN or Inf has a step of NaN and so decodes to NaN throughout. A byte above 242, an unused value that is not 0
 and a step that is not NaN, 0 or a positive power of two are refused.
@@ -31,7 +31,7 @@ from edit.kernels import fast
 
 __all__ = ["SemidiscreteSum"]
 
-_STEPS = 13  # the largest magnitude of a block is below 2^13 steps: so sums of a row or column are below 2^24
+_STEPS = 13  # the largest magnitude of a block is at most 2^13 steps: so what is left stays below 2^22, and sums below 2^31
 _PASSES = 3  # alternating steps for each term
 _PLACES = (1, 3, 9, 27, 81)
 
@@ -83,7 +83,7 @@ class SemidiscreteSum(Blockwise):
         return flat, factors.view(torch.int16), xs.view(count, terms, -1), ys.view(count, terms, -1)
 
     def _matrices(self, blocks: Tensor, steps: Tensor) -> Tensor:
-        """Return the blocks in whole steps, [count, rows, columns], and write the steps [count]."""
+        """Return the blocks in whole steps, fp64 [count, rows, columns], and write the steps [count]."""
         absmax(blocks, steps)
         lost = divide_scales(steps)
         exponents, one = torch.frexp(torch.nan_to_num(steps))[1], torch.ones_like(steps)
@@ -92,7 +92,7 @@ class SemidiscreteSum(Blockwise):
         if lost is not None:
             in_steps.masked_fill_(lost, 0.0)
         short = -in_steps.shape[1] % self._columns
-        return torch.nn.functional.pad(in_steps, (0, short)).view(len(blocks), -1, self._columns)
+        return torch.nn.functional.pad(in_steps, (0, short)).view(len(blocks), -1, self._columns).to(torch.float64)
 
     def decode_blocks(self, planes: Sequence[Tensor], blocks: Tensor) -> None:
         """Add the terms up in whole numbers, which is exact; then one product with the step."""
@@ -121,17 +121,15 @@ class SemidiscreteSum(Blockwise):
 
 
 def _term(rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return d [count, 1, 1], x [count, rows, 1] and y [count, 1, columns] of the next term, fp32 of whole numbers."""
-    weights = rest.abs().sum(2)
-    row = _first_largest(weights)
+    """Return d [count, 1, 1], x [count, rows, 1] and y [count, 1, columns] of the next term, whole numbers in fp64."""
+    row = _first_largest(rest.abs().sum(2))
     y = _ternary(rest.gather(1, row.view(-1, 1, 1).expand(-1, 1, rest.shape[2])))
     for _ in range(_PASSES):
         x = _ternary((rest * y).sum(2, keepdim=True))
         y = _ternary((rest * x).sum(1, keepdim=True))
-    along = ((rest * y).sum(2, keepdim=True) * x).to(torch.float64).sum((1, 2), keepdim=True)
-    squares = x.abs().sum((1, 2), keepdim=True).to(torch.float64) * y.abs().sum((1, 2), keepdim=True)
-    d = (along / squares.clamp_(min=1)).round_().clamp_(-32767, 32767)
-    return d.to(torch.float32), x, y
+    along = ((rest * y).sum(2, keepdim=True) * x).sum((1, 2), keepdim=True)
+    squares = x.abs().sum((1, 2), keepdim=True) * y.abs().sum((1, 2), keepdim=True)
+    return (along / squares.clamp_(min=1)).round_().clamp_(-32767, 32767), x, y
 
 
 def _ternary(values: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ def _ternary(values: Tensor) -> Tensor:
 
     values: [count, n, 1] or [count, 1, n], whole numbers.
     """
-    magnitudes = values.abs().to(torch.float64)
+    magnitudes = values.abs()
     numel = values.shape[1] * values.shape[2]
     return values.sign() * (magnitudes * (4 * numel) >= 3 * magnitudes.sum((1, 2), keepdim=True))
 
