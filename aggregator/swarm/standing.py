@@ -332,8 +332,8 @@ def _member(
         state = "leads"
     if not voter and not why:
         why = f"{MOST_VOTERS} vote already" if len(record.voters) == MOST_VOTERS else "it is about to vote"
-    if not member.reachable and not why:
-        why = "nobody can dial it, so it owns no part and does not lead"
+    if not member.reachable and state in ("here", "late"):
+        why = "; ".join(filter(None, ("nobody can dial it, so it owns no part and does not lead", why)))
     return {
         "peer_id": peer_id,
         "voter": voter,
@@ -387,20 +387,26 @@ def _absent_words(seen: PeerStanding | None, record: Record, peer_id: str) -> st
 
 
 def _progress(record: Record, states: Sequence[tuple[int, str]], own: Standing | None) -> tuple[str, str]:
-    """Return whether a member that is here has everything, and what it lacks."""
-    if len(states) < len(record.parts) or not all(digest for _, digest in states):
-        late = ["it has no state yet: a snapshot is fetched"]
-    else:
-        late = [
-            f"part {i} is at outer step {step} of {part.outer_step}" if step != part.outer_step else f"part {i} is damaged"
-            for i, ((step, digest), part) in enumerate(zip(states, record.parts, strict=False))
-            if step < part.outer_step or (step == part.outer_step and digest != part.digest)
-        ]
-    if not late:
-        return "here", ""
+    """Return whether a member that is here has everything, and what it lacks.
+
+    An update counts once a quorum holds it, so others lack it for a moment at every outer step: one update behind is not late.
+    """
     work = [part.work for part in own.parts if part.work] if own is not None else []
-    more = [f"and {len(late) - 2} more parts"] if len(late) > 2 else []
-    return "late", "; ".join((*late[:2], *more, *work[:2]))
+    if len(states) < len(record.parts) or not all(digest for _, digest in states):
+        return "late", "; ".join(("it has no state yet: a snapshot is fetched", *work[:2]))
+    behind = {
+        i: part.outer_step - step
+        for i, ((step, digest), part) in enumerate(zip(states, record.parts, strict=False))
+        if step < part.outer_step or (step == part.outer_step and digest != part.digest)
+    }
+    words = [
+        f"part {i} is at outer step {states[i][0]} of {record.parts[i].outer_step}" if steps else f"part {i} is damaged"
+        for i, steps in list(behind.items())[:2]
+    ]
+    more = [f"and {len(behind) - 2} more parts"] if len(behind) > 2 else []
+    if all(steps == 1 for steps in behind.values()):
+        return "here", "; ".join((*words, *more))
+    return "late", "; ".join((*words, *more, *work[:2]))
 
 
 def lasting(seconds: float) -> str:

@@ -180,15 +180,9 @@ def test_who_owns_is_killed_beside_a_member_that_nobody_can_dial(tmp_path: Path)
         a.until("3 vote, of 3 members")
         c.until("outer step 2,")
         (own,) = [each for each in status(tmp_path / "c")["members"] if each["peer_id"] == "c"]
-        assert own == {
-            "peer_id": "c",
-            "voter": True,
-            "state": "here",
-            "why": "nobody can dial it, so it owns no part and does not lead",
-            "owns": [],
-            "addresses": [],
-            "reachable": False,
-        }
+        assert own.pop("why").startswith("nobody can dial it, so it owns no part and does not lead")
+        assert own.pop("state") in ("here", "late"), "how far it is depends on the moment"
+        assert own == {"peer_id": "c", "voter": True, "owns": [], "addresses": [], "reachable": False}
         a.kill()
         b.until("owns part")
         reached = int(c.last("outer step ").split("outer step ")[1].split(",")[0])

@@ -17,9 +17,9 @@ from rich.console import Console
 from aggregator.swarm import operate
 from aggregator.swarm.commands import print_report
 from aggregator.swarm.host_folder import HostFolder
-from aggregator.swarm.standing import Report, Standing
+from aggregator.swarm.standing import PartStanding, PeerStanding, Report, Standing, report
 from edit.command_line import run_command
-from edit.council.record import Phase
+from edit.council.record import Member, Part, Phase, Record
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
@@ -404,3 +404,36 @@ def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.Monk
             assert (ended.value.code or 0) == code and said in out.out + out.err, (words, out)
 
     scenario(tmp_path, body, "a")
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ((5, "d" * 64), ("here", "")),
+        ((4, "c" * 64), ("here", "part 0 is at outer step 4 of 5")),  # the newest update counts once a quorum holds it
+        ((3, "c" * 64), ("late", "part 0 is at outer step 3 of 5")),
+        ((5, "c" * 64), ("late", "part 0 is damaged")),
+        ((5, ""), ("late", "it has no state yet: a snapshot is fetched")),
+    ],
+)
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_member_is_late_by_more_than_the_newest_update(
+    state: tuple[int, str], expected: tuple[str, str], reachable: bool
+) -> None:
+    record = Record(
+        run_id="r",
+        lineage=1,
+        term=1,
+        version=1,
+        members={"a": Member(incarnation=1, addresses=("a:1",)), "b": Member(incarnation=1, reachable=reachable)},
+        voters=("a#1", "b#1"),
+        parts=(Part(owner="a", grant=1, outer_step=5, digest="d" * 64),),
+    )
+    b = PeerStanding(peer_id="b", connected=True, since_s=1.0, why="", live=True, silent_s=0.1, states=(state,))
+    own = PartStanding(outer_step=5, digest="d" * 64, work="", engine=None)
+    leads = Standing(
+        run_id="r", peer_id="a", role="leader", leader="a", term=1, committed=True, record=record, parts=(own,), peers=(b,)
+    )
+    told = row(report(record, "a", {"a": leads}, {}).members, "peer_id", "b")
+    words = (() if reachable else ("nobody can dial it, so it owns no part and does not lead",)) + (expected[1],)
+    assert (told["state"], told["why"]) == (expected[0], "; ".join(filter(None, words)))
