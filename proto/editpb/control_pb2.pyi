@@ -176,7 +176,7 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., schema_request: _Optional[_Union[SchemaRequest, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s", "optional", "quarantined_s", "expires")
+    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s", "optional", "quarantined_s", "expires", "device", "computing", "exchanging", "waiting", "verdict", "verdict_reason")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,12 @@ class MemberStatus(_message.Message):
     OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_S_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_REASON_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     role: str
     state: str
@@ -215,7 +221,13 @@ class MemberStatus(_message.Message):
     optional: bool
     quarantined_s: float
     expires: float
-    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., optional: bool = ..., quarantined_s: _Optional[float] = ..., expires: _Optional[float] = ...) -> None: ...
+    device: str
+    computing: float
+    exchanging: float
+    waiting: float
+    verdict: str
+    verdict_reason: str
+    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., optional: bool = ..., quarantined_s: _Optional[float] = ..., expires: _Optional[float] = ..., device: _Optional[str] = ..., computing: _Optional[float] = ..., exchanging: _Optional[float] = ..., waiting: _Optional[float] = ..., verdict: _Optional[str] = ..., verdict_reason: _Optional[str] = ...) -> None: ...
 
 class PeerVerdict(_message.Message):
     __slots__ = ("peer_id", "verdict", "norm", "weight", "staleness")
@@ -244,7 +256,7 @@ class FragmentVerdicts(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[PeerVerdict, _Mapping]]] = ..., merged_norm: _Optional[float] = ..., clip: _Optional[float] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
-    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest", "carried")
+    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest", "carried", "t")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +268,7 @@ class RoundStatus(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CARRIED_FIELD_NUMBER: _ClassVar[int]
+    T_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     outer_step: int
     committed: bool
@@ -267,7 +280,48 @@ class RoundStatus(_message.Message):
     missing: _containers.RepeatedScalarFieldContainer[str]
     digest: str
     carried: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., carried: _Optional[_Iterable[str]] = ...) -> None: ...
+    t: float
+    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., carried: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ...) -> None: ...
+
+class Curve(_message.Message):
+    __slots__ = ("kind", "peer_id", "x", "t", "y")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    X_FIELD_NUMBER: _ClassVar[int]
+    T_FIELD_NUMBER: _ClassVar[int]
+    Y_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    peer_id: str
+    x: _containers.RepeatedScalarFieldContainer[float]
+    t: _containers.RepeatedScalarFieldContainer[float]
+    y: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, kind: _Optional[str] = ..., peer_id: _Optional[str] = ..., x: _Optional[_Iterable[float]] = ..., t: _Optional[_Iterable[float]] = ..., y: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class StatusEvent(_message.Message):
+    __slots__ = ("number", "t", "kind", "peer_id", "text", "tone")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    T_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TONE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    t: float
+    kind: str
+    peer_id: str
+    text: str
+    tone: str
+    def __init__(self, number: _Optional[int] = ..., t: _Optional[float] = ..., kind: _Optional[str] = ..., peer_id: _Optional[str] = ..., text: _Optional[str] = ..., tone: _Optional[str] = ...) -> None: ...
+
+class Setting(_message.Message):
+    __slots__ = ("name", "value", "default")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    default: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., default: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("rounds_after",)
@@ -276,7 +330,7 @@ class StatusRequest(_message.Message):
     def __init__(self, rounds_after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +345,11 @@ class StatusReply(_message.Message):
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    T_FIELD_NUMBER: _ClassVar[int]
+    ETA_S_FIELD_NUMBER: _ClassVar[int]
+    CURVES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -305,7 +364,12 @@ class StatusReply(_message.Message):
     stop_tokens: int
     waiting_for: str
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    t: float
+    eta_s: float
+    curves: _containers.RepeatedCompositeFieldContainer[Curve]
+    events: _containers.RepeatedCompositeFieldContainer[StatusEvent]
+    settings: _containers.RepeatedCompositeFieldContainer[Setting]
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")

@@ -1,16 +1,55 @@
-"""How a run stands, as plain values: what `edit-coordinator status` shows, and what an observer may ask for.
+"""How a run stands, as one plain record: what `status`, `watch`, `report`, the page, /metrics and JSON show.
 
-`editpb.status_messages` maps these records to and from the wire. Neither module imports torch, so that commands which only ask
-a coordinator answer at once.
+`editpb.status_messages` maps these records to and from the wire; `as_json` and `from_json` to and from the values of
+`status --json`. No module here imports torch, so that commands which only ask a coordinator answer at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from edit.records import FragmentCommit
+from edit.records import FragmentCommit, PeerVerdict, Verdict
 
-__all__ = ["MemberStatus", "RoundReport", "RunStatus"]
+__all__ = [
+    "ROUNDS_PER_START",
+    "Curve",
+    "Event",
+    "MemberStatus",
+    "PeerRound",
+    "RoundReport",
+    "RunStatus",
+    "Setting",
+    "round_number",
+]
+
+ROUNDS_PER_START = 1_000_000  # ids of rounds of one start of a coordinator, or of one owner of a part
+_WORST = (Verdict.NONFINITE, Verdict.REJECTED, Verdict.ANOMALOUS, Verdict.UNPAIRED, Verdict.IDLE, Verdict.OK)
+
+
+def round_number(round_id: int) -> int:
+    """Return a round's number as people count: 1, 2, 3, ... since the aggregator started; 0 where none is open."""
+    return round_id % ROUNDS_PER_START
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRound:
+    """One peer in one round, over all fragments."""
+
+    peer_id: str
+    verdict: str  # the worst of all fragments (ok, nonfinite, anomalous, idle, ...); absent or carried: it is not part of it
+    reason: str  # of the verdict, in words
+    norm: float = 0.0  # of its whole pseudo-gradient; NaN or infinite as it was sent
+    weight: float = 0.0  # in the mean, 0 to 1; the mean over the fragments
+    staleness: int = 0  # outer steps between its base and the step that was advanced
+    rejected: int = 0  # fragments in which it has no weight for a bad verdict
+    fragments: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        """Return the values of one entry of a round's `peers`."""
+        return _plain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +67,50 @@ class RoundReport:
     digest: str  # of the outer parameters after the commit; empty when it was aborted
     fragments: tuple[FragmentCommit, ...]  # verdicts without payloads; empty when it was aborted
     carried: tuple[str, ...] = ()  # peers whose contributions went on into the next round
+    t: float = 0.0  # when it closed, in seconds since 1970
+
+    @property
+    def number(self) -> int:
+        """Its number as people count."""
+        return round_number(self.round_id)
+
+    @property
+    def peers(self) -> tuple[PeerRound, ...]:
+        """What became of each peer in it, by name: those that contributed, were expected, or are carried over."""
+        found: dict[str, list[PeerVerdict]] = {}
+        for fragment in self.fragments:
+            for verdict in fragment.verdicts:
+                found.setdefault(verdict.peer_id, []).append(verdict)
+        usual = sorted(norm for each in found.values() if _worst(each) is Verdict.OK and math.isfinite(norm := _norm(each)))
+        median = usual[len(usual) // 2] if usual else 0.0
+        cells = {peer_id: _peer_round(peer_id, verdicts, median) for peer_id, verdicts in found.items()}
+        for peer_id in self.carried:
+            cells.setdefault(peer_id, PeerRound(peer_id=peer_id, verdict="carried", reason="late: counts for the next round"))
+        for peer_id in self.missing:
+            cells.setdefault(
+                peer_id, PeerRound(peer_id=peer_id, verdict="absent", reason="its contribution did not come in time")
+            )
+        return tuple(cells[peer_id] for peer_id in sorted(cells))
+
+    @property
+    def norm(self) -> float:
+        """The norm of the merged pseudo-gradient, before the clip."""
+        return math.hypot(*(fragment.merged_norm for fragment in self.fragments))
+
+    @property
+    def cosine(self) -> float | None:
+        """How much the peers agree: the mean cosine of their pseudo-gradients to the merged one; None: nothing was merged.
+
+        The mean is weighted by each peer's weight times its norm, in each fragment: so it follows from the norms alone, as
+        sum_i w_i <Delta_i, D> = ||D||^2 for D = sum_i w_i Delta_i. Only a merger that is a weighted mean has one.
+        """
+        above = sum(fragment.merged_norm**2 for fragment in self.fragments)
+        below = sum(v.weight * v.norm * each.merged_norm for each in self.fragments for v in each.verdicts if v.weight > 0)
+        share = above / below if below > 0 else math.nan
+        return min(share, 1.0) if 0 <= share <= 1.001 else None
 
     def as_json(self) -> dict[str, object]:
-        """Return the values of a `round` line of metrics.jsonl and of `status --json`."""
+        """Return the values of a `round` line of metrics.jsonl. `status --json` has `number`, `t`, `cosine` and `peers` too."""
         return {
             "round_id": self.round_id,
             "outer_step": self.outer_step,
@@ -44,6 +124,24 @@ class RoundReport:
             "digest": self.digest,
             "verdicts": [_verdicts(fragment) for fragment in self.fragments],
         }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RoundReport:
+        """Return the round that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(
+            round_id=int(values["round_id"]),
+            outer_step=int(values["outer_step"]),
+            committed=bool(values["committed"]),
+            reason=str(values["reason"]),
+            seconds=_number(values["seconds"]),
+            bytes_in=int(values["bytes_in"]),
+            bytes_out=int(values["bytes_out"]),
+            missing=tuple(map(str, values["missing"])),
+            carried=tuple(map(str, values.get("carried", ()))),
+            digest=str(values["digest"]),
+            fragments=tuple(map(_fragment, values["verdicts"])),
+            t=_number(values.get("t", 0.0)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,36 +173,97 @@ class MemberStatus:
     optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
     quarantined_s: float = 0.0  # for so long it is kept out of the rounds: its bytes were bad too often
     expires: float = 0.0  # when its newest certificate ends, in seconds since 1970; 0: not known here
+    device: str = ""  # what it computes on, as it says; empty: it does not say
+    computing: float = 0.0  # share of the time that it has been here, 0 to 1
+    exchanging: float = 0.0  # likewise: sending and fetching
+    waiting: float = 0.0  # likewise: for the others
+    verdict: str = ""  # of `PeerRound`, on the last round that it was expected in; empty: none yet
+    verdict_reason: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Return one row of `members --json`. `json_text` writes it: a number that is not finite as null."""
-        return {
-            "peer_id": self.peer_id,
-            "role": self.role,
-            "state": self.state,
-            "reason": self.reason,
-            "silent_s": self.silent_s,
-            "outer_step": self.outer_step,
-            "inner_steps": self.inner_steps,
-            "loss": self.loss,
-            "tokens_per_s": self.tokens_per_s,
-            "step_s": self.step_s,
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-            "contributions": self.contributions,
-            "rejections": self.rejections,
-            "absences": self.absences,
-            "deadline_s": self.deadline_s,
-            "phase": self.phase,
-            "upload_bytes": self.upload_bytes,
-            "upload_total_bytes": self.upload_total_bytes,
-            "download_s": self.download_s,
-            "compute_s": self.compute_s,
-            "upload_s": self.upload_s,
-            "optional": self.optional,
-            "quarantined_s": self.quarantined_s,
-            "expires": self.expires,
-        }
+        return _plain(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> MemberStatus:
+        """Return the member that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(**_typed(cls, values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One line of a chart. x, t and y are as long as each other.
+
+    kind        y                                                      x
+    ----------  -----------------------------------------------------  -----------------------------------------
+    loss        training loss of a peer                                its inner steps, over all of its processes
+    norm        norm of a peer's pseudo-gradient, or of the merged one  outer step
+    held_out    loss on text that nobody trains on                     outer step
+    cosine      `RoundReport.cosine`                                   outer step
+    bytes_in    received by the aggregator until then                  outer step
+    bytes_out   sent to one peer until then                            outer step
+    round_s     seconds of a round                                     outer step
+    """
+
+    kind: str
+    peer_id: str = ""  # empty: of the run
+    x: tuple[float, ...] = ()
+    t: tuple[float, ...] = ()  # seconds since 1970
+    y: tuple[float, ...] = ()  # finite
+
+    def as_json(self) -> dict[str, object]:
+        """Return one entry of `curves`."""
+        return {"kind": self.kind, "peer_id": self.peer_id, "x": list(self.x), "t": list(self.t), "y": list(self.y)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Curve:
+        """Return the curve that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        x, t, y = (tuple(map(float, values[name])) for name in ("x", "t", "y"))
+        return cls(kind=str(values["kind"]), peer_id=str(values["peer_id"]), x=x, t=t, y=y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened, in words."""
+
+    number: int  # 1, 2, 3, ... since the aggregator started
+    t: float  # seconds since 1970
+    kind: str  # member, round, rejected, order, advice, run
+    peer_id: str  # empty: of the run
+    text: str
+    tone: str = "info"  # info, good (overcome), fault (injected), bad
+
+    def as_json(self) -> dict[str, object]:
+        """Return one entry of `events`."""
+        return _plain(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Event:
+        """Return the event that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(**_typed(cls, values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A setting of the run."""
+
+    name: str  # as in run.toml: SECTION.KEY
+    value: str  # as JSON
+    default: str  # likewise
+
+    @property
+    def changed(self) -> bool:
+        """Whether it differs from the default."""
+        return self.value != self.default
+
+    def as_json(self) -> dict[str, object]:
+        """Return one entry of `settings`."""
+        return _plain(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Setting:
+        """Return the setting that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(**_typed(cls, values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +289,11 @@ class RunStatus:
     members: tuple[MemberStatus, ...]  # see below
     rounds: tuple[RoundReport, ...]  # the last ones, newest last
     warnings: tuple[str, ...] = ()  # of its own certificates, and of its clock
+    t: float = 0.0  # when this was said, in seconds since 1970
+    eta_s: float | None = None  # until the run's end, from the pace of the last rounds; None: not known
+    curves: tuple[Curve, ...] = ()
+    events: tuple[Event, ...] = ()  # the last ones, newest last
+    settings: tuple[Setting, ...] = ()
     aggregator: int = 0  # which one this is; 0 is the coordinator
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
 
@@ -153,12 +317,47 @@ class RunStatus:
             "expected": list(self.expected),
             "arrived": list(self.arrived),
             "deadline_in_s": -1.0 if self.deadline_in_s is None else self.deadline_in_s,
+            "t": self.t,
+            "eta_s": -1.0 if self.eta_s is None else self.eta_s,
             "members": [member.as_json() for member in self.members],
-            "rounds": [report.as_json() for report in self.rounds],
+            "rounds": [_round_row(report) for report in self.rounds],
+            "curves": [curve.as_json() for curve in self.curves],
+            "events": [event.as_json() for event in self.events],
+            "settings": [setting.as_json() for setting in self.settings],
         }
         if self.aggregator:
             return {"aggregator": self.aggregator, **status}
         return {**status, "aggregators": [one.as_json() for one in self.aggregators]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RunStatus:
+        """Return the status that `as_json` wrote, also with null for what is not finite.
+
+        Raises KeyError, TypeError, ValueError for anything else.
+        """
+        lists = ("members", "rounds", "curves", "events", "settings", "aggregators")
+        kinds = (MemberStatus, RoundReport, Curve, Event, Setting, cls)
+        found = {name: tuple(map(kind.from_json, values.get(name, ()))) for name, kind in zip(lists, kinds, strict=True)}
+        plain = _typed(cls, {key: value for key, value in values.items() if key not in found})
+        for name in ("expected", "arrived", "warnings"):
+            plain[name] = tuple(map(str, values.get(name, ())))
+        for name in ("deadline_in_s", "eta_s"):
+            seconds = _number(values.get(name, -1.0))
+            plain[name] = seconds if seconds >= 0 else None
+        return cls(**plain, **found)
+
+    def shown_to(self, role: str, peer_id: str, share_losses: bool) -> RunStatus:
+        """Return what a member may see of it: without the losses of others, unless the run shares them.
+
+        The operator sees all that members have said; what a peer keeps to itself, it never says.
+        """
+        if role == "operator" or share_losses:
+            return self
+        return replace(
+            self,
+            members=tuple(one if one.peer_id == peer_id else replace(one, loss=math.nan) for one in self.members),
+            curves=tuple(one for one in self.curves if one.kind != "loss" or one.peer_id == peer_id),
+        )
 
 
 def _verdicts(fragment: FragmentCommit) -> dict[str, object]:
@@ -168,4 +367,93 @@ def _verdicts(fragment: FragmentCommit) -> dict[str, object]:
         "clip": fragment.clip,
         "peers": {v.peer_id: [v.verdict.value, v.norm, v.weight] for v in fragment.verdicts},
         "staleness": {v.peer_id: v.staleness for v in fragment.verdicts if v.staleness},
+    }
+
+
+def _fragment(values: Mapping[str, Any]) -> FragmentCommit:
+    staleness = values.get("staleness", {})
+    return FragmentCommit(
+        fragment_id=int(values["fragment_id"]),
+        payload=None,
+        verdicts=tuple(
+            PeerVerdict(
+                peer_id=str(peer_id),
+                verdict=Verdict(verdict),
+                norm=_number(norm),
+                weight=_number(weight),
+                staleness=int(staleness.get(peer_id, 0)),
+            )
+            for peer_id, (verdict, norm, weight) in values["peers"].items()
+        ),
+        merged_norm=_number(values["merged_norm"]),
+        clip=_number(values["clip"]),
+    )
+
+
+def _round_row(report: RoundReport) -> dict[str, object]:
+    peers = [peer.as_json() for peer in report.peers]
+    return {**report.as_json(), "number": report.number, "t": report.t, "cosine": report.cosine, "peers": peers}
+
+
+def _worst(verdicts: Iterable[PeerVerdict]) -> Verdict:
+    found = {each.verdict for each in verdicts}
+    return next(each for each in _WORST if each in found)
+
+
+def _norm(verdicts: Sequence[PeerVerdict]) -> float:
+    return math.hypot(*(each.norm for each in verdicts))
+
+
+def _peer_round(peer_id: str, verdicts: Sequence[PeerVerdict], median: float) -> PeerRound:
+    worst, norm = _worst(verdicts), _norm(verdicts)
+    bad = sum(each.verdict is not Verdict.OK for each in verdicts)
+    where = "" if bad == len(verdicts) else f" in {bad} of {len(verdicts)} fragments"
+    return PeerRound(
+        peer_id=peer_id,
+        verdict=worst.value,
+        reason=_why(worst, norm, median) + (where if bad else ""),
+        norm=norm,
+        weight=sum(each.weight for each in verdicts) / len(verdicts),
+        staleness=max(each.staleness for each in verdicts),
+        rejected=bad,
+        fragments=len(verdicts),
+    )
+
+
+def _why(verdict: Verdict, norm: float, median: float) -> str:
+    """Say what a verdict means. median: of the norms of those that were merged; 0: there are none."""
+    match verdict:
+        case Verdict.OK:
+            return "merged"
+        case Verdict.NONFINITE:
+            return "NaN or infinite values"
+        case Verdict.ANOMALOUS if median > 0 and math.isfinite(norm):
+            return f"norm {norm / median:.3g} times that of the others"
+        case Verdict.ANOMALOUS:
+            return "norm far above the usual"
+        case Verdict.IDLE:
+            return "no work in it"
+        case Verdict.UNPAIRED:
+            return "no swap with its partner"
+        case Verdict.REJECTED:
+            return "refused by the run's policy"
+
+
+def _plain(record: Any) -> dict[str, object]:
+    """Return the fields of a record whose values are all plain."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
+
+
+def _number(value: Any) -> float:
+    """Return a number; null, which stands for what is not finite, as NaN."""
+    return math.nan if value is None else float(value)
+
+
+def _typed(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain fields of a record among the values, each of its type. Names that are not known are left out."""
+    of = {"str": str, "int": int, "float": _number, "bool": bool}
+    return {
+        each.name: of[str(each.type)](values[each.name])
+        for each in fields(kind)
+        if each.name in values and str(each.type) in of
     }

@@ -9,7 +9,7 @@ from edit.records import FragmentCommit, PeerVerdict, Verdict
 from editpb import control_pb2 as cpb
 from editpb import limits as lim
 from editpb.limits import check_id, fail, within
-from editpb.run_status import MemberStatus, RoundReport, RunStatus
+from editpb.run_status import Curve, Event, MemberStatus, RoundReport, RunStatus, Setting
 
 __all__ = ["fragment_verdicts_from_pb", "fragment_verdicts_to_pb", "status_from_pb", "status_to_pb"]
 
@@ -40,6 +40,11 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         stop_tokens=status.stop_tokens,
         waiting_for=status.waiting_for,
         warnings=status.warnings,
+        t=status.t,
+        eta_s=-1.0 if status.eta_s is None else status.eta_s,
+        curves=[cpb.Curve(kind=one.kind, peer_id=one.peer_id, x=one.x, t=one.t, y=one.y) for one in status.curves],
+        events=[cpb.StatusEvent(**one.as_json()) for one in status.events],  # type: ignore[arg-type]
+        settings=[cpb.Setting(name=one.name, value=one.value, default=one.default) for one in status.settings],
     )
 
 
@@ -67,8 +72,22 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         deadline_in_s=reply.deadline_in_s if reply.deadline_in_s >= 0 else None,
         members=tuple(_member_from_pb(row) for row in reply.members),
         rounds=tuple(_round_from_pb(row) for row in reply.rounds),
+        t=reply.t,
+        eta_s=reply.eta_s if reply.eta_s >= 0 else None,
+        curves=tuple(_curve_from_pb(row) for row in reply.curves),
+        events=tuple(
+            Event(number=row.number, t=row.t, kind=row.kind, peer_id=row.peer_id, text=row.text, tone=row.tone)
+            for row in reply.events
+        ),
+        settings=tuple(Setting(name=row.name, value=row.value, default=row.default) for row in reply.settings),
         aggregator=aggregator,
     )
+
+
+def _curve_from_pb(row: cpb.Curve) -> Curve:
+    if not len(row.x) == len(row.t) == len(row.y):
+        fail(f"curve {row.kind[:32]!r}: {len(row.x)}, {len(row.t)} and {len(row.y)} values")
+    return Curve(kind=row.kind, peer_id=row.peer_id, x=tuple(row.x), t=tuple(row.t), y=tuple(row.y))
 
 
 def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
@@ -100,6 +119,12 @@ def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
         optional=member.optional,
         quarantined_s=member.quarantined_s,
         expires=member.expires,
+        device=member.device,
+        computing=member.computing,
+        exchanging=member.exchanging,
+        waiting=member.waiting,
+        verdict=member.verdict,
+        verdict_reason=member.verdict_reason,
     )
 
 
@@ -131,6 +156,12 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         optional=row.optional,
         quarantined_s=row.quarantined_s,
         expires=row.expires,
+        device=row.device,
+        computing=row.computing,
+        exchanging=row.exchanging,
+        waiting=row.waiting,
+        verdict=row.verdict,
+        verdict_reason=row.verdict_reason,
     )
 
 
@@ -147,6 +178,7 @@ def _round_to_pb(report: RoundReport) -> cpb.RoundStatus:
         missing=report.missing,
         digest=report.digest,
         carried=report.carried,
+        t=report.t,
     )
 
 
@@ -163,6 +195,7 @@ def _round_from_pb(row: cpb.RoundStatus) -> RoundReport:
         digest=row.digest,
         fragments=tuple(fragment_verdicts_from_pb(fragment) for fragment in row.fragments),
         carried=tuple(row.carried),
+        t=row.t,
     )
 
 

@@ -14,7 +14,7 @@ from edit.errors import RemoteProtocolError
 from edit.plain_text import json_text
 from edit.records import FragmentCommit, PeerVerdict, Verdict
 from editpb import control_pb2 as cpb
-from editpb.run_status import MemberStatus, RoundReport, RunStatus
+from editpb.run_status import Curve, Event, MemberStatus, RoundReport, RunStatus, Setting
 from editpb.status_messages import status_from_pb, status_to_pb
 
 VERDICT = PeerVerdict(peer_id="a", verdict=Verdict.ANOMALOUS, norm=2.5, weight=0.0, staleness=2)
@@ -31,6 +31,7 @@ ROUND = RoundReport(
     digest="e" * 64,
     fragments=(FRAGMENT,),
     carried=("c",),
+    t=1.7e9,
 )
 MEMBER = MemberStatus(
     peer_id="a",
@@ -58,7 +59,14 @@ MEMBER = MemberStatus(
     optional=True,
     quarantined_s=59.5,
     expires=1.8e9,
+    device="NVIDIA H200",
+    computing=0.5,
+    exchanging=0.25,
+    waiting=0.125,
+    verdict="anomalous",
+    verdict_reason="norm 40 times that of the others",
 )
+LOSTLESS = dataclasses.replace(MEMBER, loss=math.nan)
 STATUS = RunStatus(
     run_id="run",
     phase="collecting",
@@ -79,6 +87,11 @@ STATUS = RunStatus(
     deadline_in_s=12.5,
     members=(MEMBER, MemberStatus(peer_id="b", role="peer", state="invited", reason="never attended")),
     rounds=(ROUND,),
+    t=1.75e9,
+    eta_s=90.0,
+    curves=(Curve(kind="loss", peer_id="a", x=(1.0, 2.0), t=(1.7e9, 1.71e9), y=(3.0, 2.5)),),
+    events=(Event(number=7, t=1.7e9, kind="member", peer_id="b", text="b: lost (silent)", tone="bad"),),
+    settings=(Setting(name="sync.every", value="100", default="50"),),
 )
 
 
@@ -91,9 +104,9 @@ def test_a_status_survives_the_wire(phase: str) -> None:
 
 
 def test_no_deadline_survives_the_wire() -> None:
-    status = dataclasses.replace(STATUS, deadline_in_s=None)
-    assert status_from_pb(status_to_pb(status)) == status
-    assert status.as_json()["deadline_in_s"] == -1.0
+    status = dataclasses.replace(STATUS, deadline_in_s=None, eta_s=None)
+    assert status_from_pb(status_to_pb(status)) == status == RunStatus.from_json(status.as_json())
+    assert status.as_json()["deadline_in_s"] == status.as_json()["eta_s"] == -1.0
 
 
 def test_no_field_is_left_out_anywhere() -> None:
@@ -104,7 +117,55 @@ def test_no_field_is_left_out_anywhere() -> None:
     assert set(MEMBER.as_json()) == {one.name for one in dataclasses.fields(MEMBER)}
     shown = {one.name for one in dataclasses.fields(STATUS)} - {"aggregator"}
     assert set(STATUS.as_json()) == shown
-    assert set(ROUND.as_json()) == {one.name for one in dataclasses.fields(ROUND)} - {"fragments"} | {"verdicts"}
+    assert set(ROUND.as_json()) == {one.name for one in dataclasses.fields(ROUND)} - {"fragments", "t"} | {"verdicts"}
+
+
+def test_a_status_survives_json() -> None:
+    further = dataclasses.replace(STATUS, aggregator=1)
+    status = dataclasses.replace(STATUS, aggregators=(further,))
+    assert RunStatus.from_json(json.loads(json_text(status.as_json()))) == status
+    absent = RunStatus.from_json(json.loads(json_text(dataclasses.replace(STATUS, members=(LOSTLESS,)).as_json())))
+    assert math.isnan(absent.members[0].loss)
+
+
+def test_a_round_says_what_became_of_each_peer_and_how_much_they_agree() -> None:
+    """Two peers at a right angle, equal norms and weights: the mean is 1/sqrt(2) as long, the cosine of each to it as large."""
+    good = [PeerVerdict(peer_id=each, verdict=Verdict.OK, norm=2.0, weight=0.5) for each in ("a", "b")]
+    bad = PeerVerdict(peer_id="d", verdict=Verdict.ANOMALOUS, norm=80.0, weight=0.0)
+    first = FragmentCommit(fragment_id=0, payload=None, verdicts=(*good, bad), merged_norm=math.sqrt(2), clip=1.0)
+    second = FragmentCommit(fragment_id=1, payload=None, verdicts=tuple(good), merged_norm=math.sqrt(2), clip=1.0)
+    report = dataclasses.replace(ROUND, fragments=(first, second), missing=("b2",), carried=("c",))
+    assert report.number == 1
+    assert report.cosine == pytest.approx(math.sqrt(0.5)) and report.norm == pytest.approx(2.0)
+    told = {each.peer_id: (each.verdict, each.reason, each.weight) for each in report.peers}
+    assert told == {
+        "a": ("ok", "merged", 0.5),
+        "b": ("ok", "merged", 0.5),
+        "b2": ("absent", "its contribution did not come in time", 0.0),
+        "c": ("carried", "late: counts for the next round", 0.0),
+        "d": ("anomalous", "norm 28.3 times that of the others", 0.0),
+    }
+    assert dataclasses.replace(report, fragments=()).cosine is None
+    larger = dataclasses.replace(first, merged_norm=5.0)  # no mean of these is so long: another merger made it
+    assert dataclasses.replace(report, fragments=(larger,)).cosine is None
+
+
+def test_losses_of_others_are_shown_to_the_operator_or_where_the_run_shares_them() -> None:
+    other = dataclasses.replace(MEMBER, peer_id="b")
+    curves = (*STATUS.curves, Curve(kind="loss", peer_id="b", x=(1.0,), t=(1.7e9,), y=(3.0,)), Curve(kind="cosine"))
+    status = dataclasses.replace(STATUS, members=(MEMBER, other), curves=curves)
+    assert status.shown_to("operator", "op", False) == status == status.shown_to("observer", "eve", True)
+    seen = status.shown_to("peer", "a", False)
+    assert seen.members[0] == MEMBER and math.isnan(seen.members[1].loss)
+    assert [(one.kind, one.peer_id) for one in seen.curves] == [("loss", "a"), ("cosine", "")]
+    assert "2.25" not in json_text(status.shown_to("observer", "eve", False).as_json())
+
+
+def test_curves_whose_lists_differ_in_length_are_an_error_of_one_line() -> None:
+    with pytest.raises(RemoteProtocolError, match="curve 'loss': 2, 0 and 1 values"):
+        reply = status_to_pb(STATUS)
+        reply.curves[0].CopyFrom(cpb.Curve(kind="loss", x=[1, 2], y=[1]))
+        status_from_pb(reply)
 
 
 def test_json_of_several_aggregators() -> None:
