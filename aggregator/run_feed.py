@@ -19,8 +19,8 @@ RunEnded             the last outer step or token is merged, or the run was drai
 OrderGiven           the operator's order is on disk
 Advised              a setting cannot work, a member is too slow for it or speaks another protocol, or a certificate ends soon
 
-Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`EventLog`), the recent rounds that `status` shows
-(`aggregator.control.status`), and the run itself (`aggregator.control.run`).
+Subscribers: metrics.jsonl (`aggregator.metrics`), the log (`EventLog`), what a status shows of the past
+(`aggregator.control.history`), and the run itself (`aggregator.control.run`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "Advised",
     "CertificateRenewed",
     "ContributionRefused",
+    "EventLines",
     "EventLog",
     "MemberChanged",
     "MemberEnrolled",
@@ -244,8 +245,8 @@ class _Source:
     left_out: int = 0  # since then
 
 
-class EventLog:
-    """Logs one line for each event that an operator wants to read.
+class EventLines:
+    """Says each event that an operator wants to read in one line.
 
     What one member can cause again and again has one line a second, kind and member, which counts those left out.
     """
@@ -253,21 +254,31 @@ class EventLog:
     def __init__(self) -> None:
         self._sources: dict[tuple[object, ...], _Source] = {}
 
+    def line(self, event: RunEvent, unix: float) -> tuple[int, str] | None:
+        """Return level and text; None: the event has no line, or it is too soon for it."""
+        if (line := _line(event)) is None:
+            return None
+        if (key := _limited(event)) is None:
+            return line
+        known, (level, text) = self._sources.get(key), line
+        if known is not None and 0 <= unix - known.last < _LINE_S:
+            known.left_out += 1
+            return None
+        self._sources[key] = _Source(unix)
+        return level, text + (f" ({known.left_out} more like this before)" if known is not None and known.left_out else "")
+
+
+class EventLog:
+    """Logs the lines of `EventLines`."""
+
+    def __init__(self) -> None:
+        self._lines = EventLines()
+
     def on_event(self, event: RunEvent, unix: float) -> None:
         """Log the line of an event, if it has one and it is not too soon for it."""
-        if (line := _line(event)) is None:
-            return
-        (level, text), more = line, ""
-        if (key := _limited(event)) is not None:
-            known = self._sources.get(key)
-            if known is not None and 0 <= unix - known.last < _LINE_S:
-                known.left_out += 1
-                return
-            if known is not None and known.left_out:
-                more = f" ({known.left_out} more like this before)"
-            self._sources[key] = _Source(unix)
-        log = _rounds_log if isinstance(event, RoundReport) else _log
-        log.log(level, "%s%s", text, more)
+        if (line := self._lines.line(event, unix)) is not None:
+            log = _rounds_log if isinstance(event, RoundReport) else _log
+            log.log(line[0], "%s", line[1])
 
 
 def _limited(event: RunEvent) -> tuple[object, ...] | None:
@@ -290,7 +301,7 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
         case MemberEnrolled(peer_id, role):
             return logging.INFO, f"{peer_id} enrolled as {role}"
         case CertificateRenewed(peer_id):
-            _log.info("%s: its certificate is renewed", peer_id)
+            return logging.INFO, f"{peer_id}: its certificate is renewed"
         case MemberChanged(peer_id, state, reason, live=False):
             return logging.INFO, f"{peer_id}: {state} ({reason})"
         case RankLost(peer_id, reason):

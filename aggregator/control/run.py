@@ -11,11 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from torch import Tensor
 
 from aggregator.control.attendance import Attendance, Attendances
 from aggregator.control.founding import Founding, Transfer
+from aggregator.control.history import History
 from aggregator.control.pace_advice import PaceAdvice, impossible
 from aggregator.control.schemas import Schemas, builtin_schema
 from aggregator.control.views import founded_view, founding_view
@@ -41,6 +43,7 @@ from edit.errors import RefusedError, StaleError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
+from edit.rounds.deadlines import PeerPhase
 from editpb.limits import one_line
 from editpb.messages import FoundHeader, Heartbeat, PeerState, View
 
@@ -93,6 +96,7 @@ class Run:
         )
         self.schemas = Schemas(config, resources.background, self.attendances, lambda: self._schema or self._builtin)
         self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
+        self.history = History(self._phase_of, lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources
         self._given = outer
@@ -104,6 +108,7 @@ class Run:
         self._told_misfits: set[str] = set()  # members whose software is another one than this, as the log has said
         self._held_up = ""  # as the views say it: counted once per change, not once per rank
         self._sequence = 0
+        self.feed.subscribe(self.history.on_event)
         self.feed.subscribe(self._on_event)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
@@ -168,9 +173,12 @@ class Run:
             case StepCommitted(commit, missing):
                 self.attendances.count(commit, missing)
             case RoundReport():
-                self.recent_rounds.append(event)
+                self.recent_rounds.append(replace(event, t=unix))
             case RoundChanged() | RunEnded() | OrderGiven() | MemberEnrolled():
                 self._show_change()
+
+    def _phase_of(self, peer_id: str) -> PeerPhase | None:
+        return self._rounds.machine.peer_phase(peer_id) if self._rounds is not None else None
 
     def _tell_rounds(self, event: events.Event) -> None:
         if self._rounds is not None:

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from aggregator.control.history import History
 from aggregator.control.membership import Member
 from aggregator.control.run import Run
 from aggregator.control.views import phase_of
 from aggregator.data.round_runner import RoundRunner
+from edit.config.run import RunConfig
 from edit.rounds.deadlines import MEASURED
 from edit.rounds.events import Phase
-from editpb.run_status import MemberStatus, RunStatus
+from editpb.messages import RunPhase
+from editpb.run_status import MemberStatus, RunStatus, Setting
 
-__all__ = ["peak_memory_bytes", "run_status"]
+__all__ = ["peak_memory_bytes", "run_status", "settings_of"]
 
 _NAMED = 8  # of the peers that are waited for
 
 
-def run_status(run: Run, rounds_after: int = 0) -> RunStatus:
-    """Return how the run stands now, with the recent rounds whose id is above `rounds_after`."""
+def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief: bool = False) -> RunStatus:
+    """Return how the run stands now.
+
+    Args:
+        rounds_after, events_after: only with the recent rounds whose id, and the events whose number is above that.
+        brief: without curves and settings.
+    """
+    phase = phase_of(run.rounds if run.founded else None)
+    running = phase not in (RunPhase.FOUNDING, RunPhase.PAUSED, RunPhase.FINISHED)
     rounds = run.rounds if run.founded else None
     machine = rounds.machine if rounds is not None else None
     now = run.clock.monotonic()
     deadline = machine.deadline if machine is not None else None
     return RunStatus(
         run_id=run.run_id,
-        phase=phase_of(rounds).value,
+        phase=phase.value,
         outer_step=rounds.published.outer_step if rounds is not None else 0,
         outer_steps=run.config.sync.outer_steps,
         round_id=machine.round_id if machine is not None else 0,
@@ -47,6 +59,11 @@ def run_status(run: Run, rounds_after: int = 0) -> RunStatus:
         warnings=tuple(run.warnings),
         members=tuple(_members(run, rounds, now)),
         rounds=tuple(report for report in run.recent_rounds if report.round_id > rounds_after),
+        t=run.clock.unix(),
+        eta_s=run.history.eta_s(run.config.sync.outer_steps, run.config.sync.tokens, run.clock.unix()) if running else None,
+        curves=() if brief else run.history.curves(),
+        events=run.history.events(events_after),
+        settings=() if brief else settings_of(run.config),
     )
 
 
@@ -99,10 +116,42 @@ def _members(run: Run, rounds: RoundRunner | None, now: float) -> list[MemberSta
     """Every peer that was ever enrolled, and every other identity that attended."""
     attended = run.attendances.membership.members
     return [
-        replace(_member(one.peer_id, one.role, attended.get(one.peer_id), rounds, now), expires=one.expires)
+        _with_past(_member(one.peer_id, one.role, attended.get(one.peer_id), rounds, now), run.history, one.expires)
         for one in run.members.all()
         if one.role == "peer" or one.peer_id in attended
     ]
+
+
+def _with_past(status: MemberStatus, history: History, expires: float) -> MemberStatus:
+    """Add what this member did until now."""
+    last, shares = history.verdict(status.peer_id), history.shares(status.peer_id)
+    return replace(
+        status,
+        expires=expires,
+        computing=shares.get("computing", 0.0),
+        exchanging=shares.get("exchanging", 0.0),
+        waiting=shares.get("waiting", 0.0),
+        verdict=last.verdict if last is not None else "",
+        verdict_reason=last.reason if last is not None else "",
+    )
+
+
+def settings_of(config: RunConfig) -> tuple[Setting, ...]:
+    """Return every setting that members know, in the order of its name, with its default."""
+    default = RunConfig.from_mapping({} if config.swarm is None else {"swarm": {}})
+    values, defaults = (dict(_flat(json.loads(each.to_json()))) for each in (config, default))
+    return tuple(
+        Setting(name=name, value=json.dumps(values.get(name)), default=json.dumps(defaults.get(name)))
+        for name in sorted(values.keys() | defaults.keys())
+    )
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value and not before:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield before + key, value
 
 
 def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner | None, now: float) -> MemberStatus:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -335,9 +335,15 @@ class RunStatus:
 
         Raises KeyError, TypeError, ValueError for anything else.
         """
-        lists = ("members", "rounds", "curves", "events", "settings", "aggregators")
-        kinds = (MemberStatus, RoundReport, Curve, Event, Setting, cls)
-        found = {name: tuple(map(kind.from_json, values.get(name, ()))) for name, kind in zip(lists, kinds, strict=True)}
+        kinds: dict[str, Any] = {
+            "members": MemberStatus,
+            "rounds": RoundReport,
+            "curves": Curve,
+            "events": Event,
+            "settings": Setting,
+            "aggregators": cls,
+        }
+        found: dict[str, Any] = {name: tuple(map(kind.from_json, values.get(name, ()))) for name, kind in kinds.items()}
         plain = _typed(cls, {key: value for key, value in values.items() if key not in found})
         for name in ("expected", "arrived", "warnings"):
             plain[name] = tuple(map(str, values.get(name, ())))
@@ -451,7 +457,7 @@ def _number(value: Any) -> float:
 
 def _typed(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain fields of a record among the values, each of its type. Names that are not known are left out."""
-    of = {"str": str, "int": int, "float": _number, "bool": bool}
+    of: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": _number, "bool": bool}
     return {
         each.name: of[str(each.type)](values[each.name])
         for each in fields(kind)

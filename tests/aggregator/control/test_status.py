@@ -63,6 +63,13 @@ def test_the_status_of_a_run_from_its_founding_to_its_end(tmp_path: Path) -> Non
             assert [verdict.peer_id for fragment in closed.fragments for verdict in fragment.verdicts] == ["a", "a"]
             assert run_status(run, rounds_after=view.round_id).rounds == ()
             assert committed.members[0].contributions == 1
+            assert (committed.members[0].verdict, committed.members[0].verdict_reason) == ("ok", "merged")
+            assert closed.t > 1.7e9 and committed.t >= closed.t and closed.number == 1
+            assert {one.kind for one in committed.curves} >= {"norm", "bytes_in", "bytes_out", "round_s"}
+            settings = {one.name: one for one in committed.settings}
+            assert settings["sync.outer_steps"].changed and not settings["seed"].changed and "server.listen" not in settings
+            assert run_status(run, brief=True).settings == () == run_status(run, brief=True).curves
+            assert run_status(run, events_after=committed.events[-1].number).events == ()
             run.drain()
             await a.view(lambda v: v.phase is RunPhase.FINISHED or v.draining)
             assert still(run).draining

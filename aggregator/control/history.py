@@ -1,0 +1,214 @@
+"""What a run has done since this process started, as far as a status shows it: curves, events, shares of time, the pace.
+
+All of it is bounded, whatever members do and however long a run lasts: a curve that is full keeps every second point.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from aggregator.run_feed import (
+    EventLines,
+    MemberChanged,
+    OrderGiven,
+    PeerReported,
+    RoundReport,
+    RunEvent,
+    StepCommitted,
+)
+from edit.records import Verdict
+from edit.rounds.deadlines import PeerPhase
+from editpb.limits import one_line
+from editpb.run_status import Curve, Event, PeerRound
+
+__all__ = ["History", "Line"]
+
+_POINTS = 256  # of a curve, at most
+_POINTS_IN_ALL = 1 << 15  # that a status has
+_EVENTS = 500
+_WORDS = 500  # characters of an event
+_PACED = 20  # outer steps whose pace counts
+_SILENT_S = 60.0  # longer than that between two reports, nobody knows what a peer did
+_SHARES = {
+    PeerPhase.COMPUTE: "computing",
+    PeerPhase.DOWNLOAD: "exchanging",
+    PeerPhase.UPLOAD: "exchanging",
+    PeerPhase.WAITING: "waiting",
+}
+
+
+class Line:
+    """The points of a curve in order of time. Once there are `most`, every second one is dropped, and of later ones too."""
+
+    def __init__(self, most: int = _POINTS) -> None:
+        self._most, self._every, self._count = most, 1, 0
+        self._x, self._t, self._y = array("d"), array("d"), array("d")
+        self._last = (0.0, 0.0, 0.0)
+
+    def add(self, x: float, t: float, y: float) -> None:
+        """Add a point; what is not finite is left out."""
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
+        self._last = (x, t, y)
+        if self._count % self._every == 0:
+            for values, value in zip((self._x, self._t, self._y), self._last, strict=True):
+                values.append(value)
+            if len(self._x) >= self._most:
+                self._x, self._t, self._y = self._x[::2], self._t[::2], self._y[::2]
+                self._every *= 2
+        self._count += 1
+
+    def curve(self, kind: str, peer_id: str, most: int = _POINTS) -> Curve:
+        """Return at most so many of its points, the newest among them."""
+        step = max(1, math.ceil(len(self._x) / max(1, most - 1)))
+        x, t, y = (tuple(values[::step]) for values in (self._x, self._t, self._y))
+        if self._count and t[-1] != self._last[1]:
+            x, t, y = ((*values, last) for values, last in zip((x, t, y), self._last, strict=True))
+        return Curve(kind=kind, peer_id=peer_id, x=x, t=t, y=y)
+
+
+class _Total:
+    """The sum over all of a peer's processes of a count that begins at 0 in each."""
+
+    def __init__(self) -> None:
+        self._before = self._last = 0
+
+    def update(self, count: int) -> int:
+        if count < self._last:
+            self._before += self._last
+        self._last = count
+        return self._before + count
+
+
+class History:
+    """Remembers what was published. Subscribe `on_event`.
+
+    Args:
+        phase_of: what a peer does now; None: it is not here.
+        tokens: merged so far.
+    """
+
+    def __init__(self, phase_of: Callable[[str], PeerPhase | None], tokens: Callable[[], int]) -> None:
+        self._phase_of, self._tokens = phase_of, tokens
+        self._lines = EventLines()
+        self._events: deque[Event] = deque(maxlen=_EVENTS)
+        self._numbered = 0
+        self._curves: dict[tuple[str, str], Line] = {}  # by kind and peer_id
+        self._steps: dict[str, _Total] = {}
+        self._trained: dict[str, int] = {}  # inner steps of the last point of each peer's loss
+        self._away: set[str] = set()
+        self._seen: dict[str, float] = {}  # when each peer reported last
+        self._shares: dict[str, dict[str, float]] = {}  # seconds by share, by peer_id
+        self._verdicts: dict[str, PeerRound] = {}
+        self._paced: deque[tuple[float, int, int]] = deque(maxlen=_PACED + 1)  # t, outer step, tokens of the last commits
+        self._bytes = [0, 0]  # in, out
+
+    def on_event(self, event: RunEvent, unix: float) -> None:
+        """Take an event of the run's feed."""
+        match event:
+            case PeerReported(peer_id, heartbeat):
+                self._share(peer_id, unix)
+                steps = self._steps.setdefault(peer_id, _Total()).update(heartbeat.inner_steps)
+                if steps > self._trained.get(peer_id, 0):
+                    self._trained[peer_id] = steps
+                    self._line("loss", peer_id).add(steps, unix, heartbeat.loss)
+            case RoundReport():
+                self._round(event, unix)
+            case MemberChanged(peer_id, "training" | "exchanging", live=True) if peer_id in self._away:
+                self._away.discard(peer_id)
+                self._note(unix, "member", peer_id, f"{peer_id} is back", "good")
+            case StepCommitted():
+                return
+            case _:
+                if isinstance(event, MemberChanged) and not event.live:
+                    self._away.add(event.peer_id)
+                    self._seen.pop(event.peer_id, None)
+                if (line := self._lines.line(event, unix)) is not None:
+                    self._say(event, *line, unix)
+
+    def _say(self, event: RunEvent, level: int, text: str, unix: float) -> None:
+        """Note an event in the words of the log."""
+        peer_id = str(getattr(event, "peer_id", ""))
+        kind = "order" if isinstance(event, OrderGiven) else "member" if peer_id else "run"
+        lost = isinstance(event, MemberChanged) and event.state in ("lost", "evicted")
+        self._note(unix, kind, peer_id, text, "bad" if lost or level >= logging.WARNING else "info")
+
+    def _note(self, unix: float, kind: str, peer_id: str, text: str, tone: str) -> None:
+        self._numbered += 1
+        event = Event(number=self._numbered, t=unix, kind=kind, peer_id=peer_id, text=one_line(text, _WORDS), tone=tone)
+        self._events.append(event)
+
+    def _round(self, report: RoundReport, unix: float) -> None:
+        """Take a closed round."""
+        if not report.committed:
+            if self._lines.line(report, unix) is not None:
+                self._note(unix, "round", "", f"round {report.number} aborted: {report.reason}", "info")
+            return
+        step, peers = report.outer_step, report.peers
+        for index, count in enumerate((report.bytes_in, report.bytes_out)):
+            self._bytes[index] += count
+        of_run = {"norm": report.norm, "cosine": report.cosine, "round_s": report.seconds}
+        for kind, value in {**of_run, "bytes_in": self._bytes[0], "bytes_out": self._bytes[1]}.items():
+            if value is not None:
+                self._line(kind, "").add(step, unix, value)
+        for peer in peers:
+            self._verdicts[peer.peer_id] = peer
+            if peer.fragments:
+                self._line("norm", peer.peer_id).add(step, unix, peer.norm)
+            if peer.verdict not in (Verdict.OK.value, "absent", "carried"):
+                where = "" if peer.rejected == peer.fragments else f" in {peer.rejected} of {peer.fragments} fragments"
+                text = f"outer step {step}: {peer.peer_id} has weight 0{where}: {peer.reason}"
+                self._note(unix, "rejected", peer.peer_id, text, "info" if peer.verdict == Verdict.IDLE.value else "bad")
+        self._paced.append((unix, step, self._tokens()))
+
+    def _line(self, kind: str, peer_id: str) -> Line:
+        return self._curves.setdefault((kind, peer_id), Line())
+
+    def _share(self, peer_id: str, unix: float) -> None:
+        """Count the time since the last report as spent in what the peer does now."""
+        since, self._seen[peer_id] = self._seen.get(peer_id), unix
+        if since is None or (phase := self._phase_of(peer_id)) is None or not 0 < unix - since < _SILENT_S:
+            return
+        shares = self._shares.setdefault(peer_id, {})
+        shares[_SHARES[phase]] = shares.get(_SHARES[phase], 0.0) + unix - since
+
+    # ---- what a status shows --------------------------------------------------------------------------------------------
+
+    def shares(self, peer_id: str) -> Mapping[str, float]:
+        """Return which share of its time a peer was computing, exchanging, waiting; empty: not known."""
+        seconds = self._shares.get(peer_id, {})
+        whole = sum(seconds.values())
+        return {name: value / whole for name, value in seconds.items()} if whole > 0 else {}
+
+    def verdict(self, peer_id: str) -> PeerRound | None:
+        """Return what became of this peer in the last round that it was expected in."""
+        return self._verdicts.get(peer_id)
+
+    def events(self, after: int = 0) -> tuple[Event, ...]:
+        """Return the last events whose number is above `after`."""
+        return tuple(event for event in self._events if event.number > after)
+
+    def curves(self) -> tuple[Curve, ...]:
+        """Return all curves, with fewer points of each where there are many peers."""
+        most = max(16, min(_POINTS, _POINTS_IN_ALL // max(1, len(self._curves))))
+        return tuple(line.curve(kind, peer_id, most) for (kind, peer_id), line in sorted(self._curves.items()))
+
+    def eta_s(self, outer_steps: int, stop_tokens: int, unix: float) -> float | None:
+        """Return the seconds until the run's end at the median pace of the last outer steps; None: not known yet.
+
+        The end is `outer_steps`, or `stop_tokens` (0: no bound), whichever comes first.
+        """
+        if len(self._paced) < 2:
+            return None
+        (begun, first, before), (last, step, tokens) = self._paced[0], self._paced[-1]
+        pairs = zip(self._paced, list(self._paced)[1:], strict=False)
+        pace = statistics.median((b[0] - a[0]) / max(1, b[1] - a[1]) for a, b in pairs)
+        left = float(max(0, outer_steps - step))
+        if stop_tokens and tokens > before:
+            left = min(left, max(0, stop_tokens - tokens) / (tokens - before) * (step - first))
+        return max(0.0, left * pace - max(0.0, unix - last)) if last > begun else None
