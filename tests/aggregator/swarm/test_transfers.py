@@ -52,9 +52,9 @@ def asked(messages: Sequence[Message | EditError | None], *, state: bool = False
                 for message in messages:
                     if isinstance(message, EditError):
                         raise message
-                    if message is None:
+                    while message is None:  # until who asked gives up: its next bound may begin after any of these
                         pass_time(transfers.STALL_S)
-                        await asyncio.Event().wait()
+                        await asyncio.sleep(0)
                     yield message
 
         FetchState = FetchOffer
