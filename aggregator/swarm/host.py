@@ -115,6 +115,7 @@ MOST_ORDERS = 16  # of operators that wait to be agreed on
 ORDER_S = 10.0  # an order that is not agreed on for so long is answered; it may be later
 CLAIM_AGAIN_S = 0.5  # after which it is said again that somebody redeems an invitation
 WAITING_S = 5.0  # between two looks of a member that was never let in
+MISSED_S = 60.0  # between two lines of one that hears no leader
 CERTIFICATE_LOOK_S = 3600.0
 CERTIFICATE_AGAIN_S = 60.0  # while it is due, and cannot be renewed
 CERTIFICATE_ANSWER_S = 15.0
@@ -123,6 +124,7 @@ _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
 _OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
 _LOOK_S = 0.05
+_MISSED = "; if the run has ended there, start one of them again: this member takes its end from it"
 _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
 
 
@@ -258,6 +260,7 @@ class Host:
         self._background.spawn(self._take_events())
         if saved.record is None:
             self._background.spawn(self._until_let_in(Waiting(WAITING_S)))
+        self._background.spawn(self._say_who_is_missed())
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))
         if self._discovery is not None:
@@ -297,6 +300,17 @@ class Host:
                 self._end(error)
                 return
             await asyncio.sleep(WAITING_S)
+
+    async def _say_who_is_missed(self) -> None:
+        """Say now and then, while there is no leader, which voters are not here: the run may have ended without this member."""
+        while True:
+            await asyncio.sleep(MISSED_S)
+            record = self.council.record
+            if record is None or self.council.leader:
+                continue
+            away = sorted({*map(peer_of, record.electors)} - self.links.connected - {self.peer_id})
+            rest = "" if self._has_all(record) and record.phase is Phase.FINISHED else _MISSED
+            _log.info("nobody leads; not here: %s%s", ", ".join(away) or "nobody", rest)
 
     def _dialled(self) -> list[tuple[str, Sequence[str]]]:
         return [(peer_id, addresses) for peer_id, addresses in sorted(self.links.addresses.items()) if peer_id != self.peer_id]
@@ -468,9 +482,18 @@ class Host:
         record = self.council.committed
         if record is None or record.phase is not Phase.FINISHED or not self.council.settled:
             return False
-        here = [(state.outer_step, state.digest) for state in self.council.states]
         served = any(part.engine is not None and [*part.engine.run.attendances] for part in self.parts)
-        return here == [(part.outer_step, part.digest) for part in record.parts] and not served
+        return self._has_all(record) and not served
+
+    @property
+    def came_late(self) -> bool:
+        """Whether the run has finished, this member has all of it, and nobody leads: the others have ended, or are starting."""
+        record = self.council.record
+        return record is not None and record.phase is Phase.FINISHED and not self.council.leader and self._has_all(record)
+
+    def _has_all(self, record: Record) -> bool:
+        here = [(state.outer_step, state.digest) for state in self.council.states]
+        return here == [(part.outer_step, part.digest) for part in record.parts]
 
     def tell(self, event: ev.Event) -> None:
         """Give an event to the council, after those that wait."""

@@ -3,7 +3,8 @@
 At SIGINT and SIGTERM it leaves the swarm, which takes 3 s at most, and ends; at a second one it ends at once. Where its
 standard input is a pipe it leaves, too, when that is closed: whoever started it is gone. That one trains, and writes a line to
 the pipe when it needs the host no more: then it ends, as one without a pipe does, when the run has finished and nobody needs
-it. Once it serves it writes its address to standard output, as a line of JSON.
+it. One that is started when the others have ended does so by itself. Once it serves it writes its address to standard output,
+as a line of JSON.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ __all__ = ["serve_host"]
 
 _log = logging.getLogger(__name__)
 QUIET_S = 3.0  # so long after the run's end nobody must have needed this host; a peer connects again sooner
+LATE_S = 10.0  # so long nobody must lead a run that has finished; members that start at the same time agree sooner
 _LEAVES_WITHIN_S = 10.0  # a host whose peer is gone; it takes 3 s
 _LOOK_S = 0.25
 
@@ -129,13 +131,19 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str]) -> Host:
 
 
 async def _end(host: Host, stop: asyncio.Event, trained: asyncio.Event) -> None:
-    """Stop once the run has finished, and nobody has needed this host for a while."""
-    await trained.wait()
-    quiet_s = 0.0
-    while quiet_s < QUIET_S:
+    """Stop once the run has finished, and nobody has needed this host for a while.
+
+    When all others have ended before, a peer beside it finds nobody that it could train with, and is not waited for.
+    """
+    quiet_s = late_s = 0.0
+    while quiet_s < QUIET_S and late_s < LATE_S:
         await asyncio.sleep(_LOOK_S)
-        quiet_s = quiet_s + _LOOK_S if host.started and host.settled else 0.0
-    _log.info("the run has finished, and all members that are here have it")
+        quiet_s = quiet_s + _LOOK_S if trained.is_set() and host.started and host.settled else 0.0
+        late_s = late_s + _LOOK_S if host.started and host.came_late else 0.0
+    if quiet_s < QUIET_S:
+        _log.info("the run has finished: this member has all of it, and the others have ended")
+    else:
+        _log.info("the run has finished, and all members that are here have it")
     stop.set()
 
 

@@ -129,7 +129,7 @@ class HostProcess:
                     f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}, {len(self._starts)} times"
                 )
                 if code == 0 and self.listen:
-                    _log.info("this member's host was told to end; so does the peer")
+                    _log.info("this member's host has ended, as its last lines say; so does the peer")
                 else:
                     kind = TransportError if code == 0 else ERRORS.get(code, EditError)
                     self.failure = kind(f"this member's host {why}; its last lines say why")

@@ -166,7 +166,7 @@ def test_one_signal_saves_and_ends_the_host_too(tmp_path: Path) -> None:
         a.until("owns part")
         (host,) = a.children()
         os.kill(host, signal.SIGTERM)
-        assert a.finish() == 0 and "this member's host was told to end" in "".join(a.lines)
+        assert a.finish() == 0 and "this member's host has ended" in "".join(a.lines)
 
 
 def test_who_owns_is_killed_beside_a_member_that_nobody_can_dial(tmp_path: Path) -> None:
