@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import aggregator.swarm.commands
 import peers.cli
 from aggregator.storage.store import Store
 from aggregator.swarm.member_folder import MemberFolder
@@ -27,7 +26,6 @@ from edit.lab.council.replicated import same
 from edit.lab.run_toml import to_toml
 from editpb.invitation import Invitation
 from tests.support.daemons import Daemon, Site, call, children, small, torchrun
-from tests.support.fork_server import REPOSITORY
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -198,9 +196,7 @@ def test_who_owns_is_killed_beside_a_member_that_nobody_can_dial(tmp_path: Path)
 
 def status(home: Path) -> dict[str, Any]:
     """What `edit-peer swarm status --json` says."""
-    words = [sys.executable, "-m", "peers", "swarm", "status", "--home", str(home), "--json"]
-    told = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    return dict(json.loads(told.stdout))
+    return dict(json.loads(_command("status", home, "--json")))
 
 
 def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
@@ -227,29 +223,28 @@ def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
         assert told.finish() == 2 and "edit-peer swarm join INVITATION" in told.lines[-1]
         told = Daemon("peers", "run", "--home", tmp_path / "b", "--data", tmp_path / "text.py")
         assert told.finish() == 2 and "edit-peer swarm join" in told.lines[-1]
-        asked = _command("status", "--home", tmp_path / "b")
+        asked = _command("status", tmp_path / "b")
         assert "a leads" in asked and "2 of 2 here" in asked and "the authority's key: a\n" in asked
 
 
 def test_a_member_with_a_copy_of_the_authoritys_key_lets_the_next_one_in(tmp_path: Path) -> None:
-    with swarm(tmp_path, outer_steps=1000) as members:
+    with swarm(tmp_path, outer_steps=1000, start_peers=2) as members:
         members.start().until("owns part")
         b = members.host("b")
         b.until("2 vote, of 2 members")
-        told = _command("share-authority", "b", "--home", tmp_path / "a")
+        told = _command("share-authority", tmp_path / "a", "b")
         assert told == "b has a copy of the authority's key; in all: a, b\n"
         assert "b has a copy of the authority's key, and lets others in" in b.until("lets others in")
-        (tmp_path / "d.invitation").write_text(_command("invite", "d", "--home", tmp_path / "b"))
+        (tmp_path / "d.invitation").write_text(call(peers.cli.app, "swarm", "invite", "d", "--home", tmp_path / "b"))
         d = members.host("d")
         d.until("3 vote, of 3 members")
         assert "d is enrolled" in b.until("d is enrolled")
-        assert "the authority's key: a, b\n" in _command("status", "--home", tmp_path / "d")
+        assert "the authority's key: a, b\n" in _command("status", tmp_path / "d")
 
 
 def _command(*words: object) -> str:
-    """What a command prints that succeeds."""
-    line = [sys.executable, "-m", "peers", "swarm", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, check=True).stdout
+    """What a command prints of those that `edit-peer swarm` leaves to another program, which is imported already."""
+    return call(aggregator.swarm.commands.app, *words)
 
 
 def test_two_ranks_beside_a_plain_member_take_the_outer_steps_of_a_hub_when_their_host_and_an_owner_is_killed(
