@@ -145,7 +145,7 @@ def settings(section: str, cls: type) -> str:
             continue
         default = getattr(defaults, each.name)
         text = default_of(default)
-        if section == "membership":
+        if section == "membership" and each.name in MEMBERSHIP_IN_A_SWARM:
             text += f" ({MEMBERSHIP_IN_A_SWARM[each.name]} in a swarm)"
         meaning = comments[each.name] or sys.exit(f"{cls.__name__}.{each.name} has no comment that says what it means")
         if without := no_effect(section, each.name):

@@ -159,6 +159,7 @@ class Progress:
     loss: float = math.nan  # training loss, moving mean; NaN where the peer does not tell it
     tokens_per_s: float = 0.0
     step_s: float = 0.0  # seconds per inner step without waits for exchanges, moving median
+    device: str = ""  # what it computes on, in words; empty: it does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,9 @@ def _training(
     keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
     max_mbit: MaxMbitOption = None,
+    hide_loss: Annotated[
+        bool, typer.Option("--hide-loss", help="Keep the training loss to this site: the run is not told it, nobody sees it.")
+    ] = False,
 ) -> PeerOptions:
     """Return what these options say. Raises ConfigError."""
     from peers.training.fault_injection import parse_faults
@@ -97,6 +100,7 @@ def _training(
         keep_checkpoints=keep_checkpoints,
         fresh=fresh,
         max_mbit=max_mbit,
+        hide_loss=hide_loss,
     )
 
 

@@ -24,13 +24,12 @@ from aggregator.run_feed import (
 from edit.records import Verdict
 from edit.rounds.deadlines import PeerPhase
 from editpb.limits import one_line
-from editpb.run_status import Curve, Event, PeerRound
+from editpb.run_status import KEPT_EVENTS, Curve, Event, PeerRound
 
 __all__ = ["History", "Line"]
 
 _POINTS = 256  # of a curve, at most
 _POINTS_IN_ALL = 1 << 15  # that a status has
-_EVENTS = 500
 _WORDS = 500  # characters of an event
 _PACED = 20  # outer steps whose pace counts
 _SILENT_S = 60.0  # longer than that between two reports, nobody knows what a peer did
@@ -96,7 +95,7 @@ class History:
     def __init__(self, phase_of: Callable[[str], PeerPhase | None], tokens: Callable[[], int]) -> None:
         self._phase_of, self._tokens = phase_of, tokens
         self._lines = EventLines()
-        self._events: deque[Event] = deque(maxlen=_EVENTS)
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._numbered = 0
         self._curves: dict[tuple[str, str], Line] = {}  # by kind and peer_id
         self._steps: dict[str, _Total] = {}

@@ -46,13 +46,13 @@ from edit.rounds import events
 from edit.rounds.deadlines import PeerPhase
 from editpb.limits import one_line
 from editpb.messages import FoundHeader, Heartbeat, PeerState, View
+from editpb.run_status import KEPT_ROUNDS
 
 __all__ = ["Run"]
 
 _log = logging.getLogger(__name__)
 
 _PAUSED = "paused by the operator; `resume` lets it go on"
-_KEPT_ROUNDS = 200  # that `status` can show
 _TICK_S = 0.25  # how often leases and deadlines are looked at
 
 
@@ -95,7 +95,7 @@ class Run:
             self._show_change,
         )
         self.schemas = Schemas(config, resources.background, self.attendances, lambda: self._schema or self._builtin)
-        self.recent_rounds: deque[RoundReport] = deque(maxlen=_KEPT_ROUNDS)
+        self.recent_rounds: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
         self.history = History(self._phase_of, lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources

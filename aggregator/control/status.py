@@ -177,6 +177,7 @@ def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner 
             step_s=heartbeat.step_s,
             bytes_sent=heartbeat.bytes_sent,
             bytes_received=heartbeat.bytes_received,
+            device=heartbeat.device,
         )
     if rounds is not None:
         status = _with_pace(status, rounds, now)

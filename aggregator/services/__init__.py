@@ -7,6 +7,7 @@ In reading order:
     authorization  who may call: the certificate of the connection decides
     call_limit     how many calls one member has under way, whatever they ask
     control        Control: one stream per rank, and the operator's calls
+    watching       the status again and again, for those who watch
     data           Data: contributions up; updates, snapshots and the founder's parameters
     enrolment      Enrolment: an invitation in, a certificate out; the one service without client certificates
 """

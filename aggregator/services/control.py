@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aggregator.control.attendance import Attendance
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from aggregator.services.authorization import Authorizer
+from aggregator.services.readers import send
+from aggregator.services.watching import Watchers, fit
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as cpb
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
 from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, Welcome
-from editpb.status_messages import status_to_pb
 from editpb.transport.abort_on_error import abort_on_error
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ControlService"]
 
 _HELLO_S = 30.0  # an Attend stream whose first message, or whose schema, takes longer is closed
+_WATCHERS = ("operator", "observer", "peer", "region")
 _REFUSED_S = 5.0  # how long a refused client may take over its first message before it hears why
 
 
@@ -35,6 +38,7 @@ class ControlService:
 
     def __init__(self, run: Run, authorizer: Authorizer) -> None:
         self._run, self._authorizer = run, authorizer
+        self._watchers = Watchers(run)
 
     async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
@@ -132,9 +136,17 @@ class ControlService:
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
         """Return how the run stands."""
         async with abort_on_error(context):
-            self._authorizer.authorize(context, "operator", "observer")
-            return status_to_pb(run_status(self._run, request.rounds_after))
+            identity = self._authorizer.authorize(context, "operator", "observer")
+            status = run_status(self._run, request.rounds_after, brief=request.brief)
+            return fit(status.shown_to(identity.role, identity.peer_id, self._run.config.membership.share_losses))
         raise AssertionError("unreachable: abort raises")
+
+    async def Watch(self, request: cpb.WatchRequest, context: Context) -> None:
+        """Send how the run stands, again and again, until the caller ends it. Who reads nothing for long is cut off."""
+        async with abort_on_error(context):
+            authorize = partial(self._authorizer.authorize, context, *_WATCHERS)
+            with self._watchers.place(authorize()):
+                await send(context.write, self._watchers.statuses(request.every_s, authorize))
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         """Shut a member out for good."""

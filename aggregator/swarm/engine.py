@@ -1,7 +1,7 @@
 """An owner's engine: the coordinator's run for one part of the model, under one grant.
 
 Peers attend and contribute as at a coordinator; only the commit differs (`engine_store`). Who is evicted, and whether the run
-is paused, the record says: an engine has none of the operator's calls but Status.
+is paused, the record says: an engine has none of the operator's calls but Status and Watch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Engine", "first_round_id"]
 
 ROUNDS_PER_GRANT = 1_000_000  # ids of rounds of one grant
 AWAITS_S = 0.5  # whoever contributed to the outer step before comes back within that, once it has heard of the new owner
-_CONTROL = ("Attend", "Status")
+_CONTROL = ("Attend", "Status", "Watch")
 
 
 def first_round_id(grant: int) -> int:

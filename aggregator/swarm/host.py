@@ -1144,7 +1144,7 @@ class _CouncilService:
 class _OrderService:
     """The operator's calls of control.proto, for the whole swarm. Only the leader takes them."""
 
-    Attend = Status = None  # the engines'
+    Attend = Status = Watch = None  # the engines'
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -135,6 +135,9 @@ class MembershipConfig:
     # Seconds of silence after which a peer is lost; at least twice heartbeat_s. By default 3 in a swarm, where the other bounds
     # are shorter, too: a round waits for a peer that was stopped until it is lost.
     lease_s: float = 6.0
+    # Whether observers and other peers see a peer's training loss, which the operator always does. What a peer keeps to itself
+    # with --hide-loss, it says to nobody.
+    share_losses: bool = False
 
     def __post_init__(self) -> None:
         check_bounds("membership.", self)
@@ -329,13 +332,14 @@ class RunConfig:
         """Return the configuration as peers receive it: everything but the server's own section."""
         values = dataclasses.asdict(self)
         del values["server"]
-        for section, key, default in _OF_PLUGINS:  # without plug-ins it is what it was before there were any
+        for section, key, default in _LATER:  # where they are not used, it is what it was before there were any
             if (table := values[section] if section else values)[key] == default:
                 del table[key]
         return json.dumps(values, sort_keys=True)
 
 
-_OF_PLUGINS: tuple[tuple[str, str, object], ...] = (
+_LATER: tuple[tuple[str, str, object], ...] = (
+    ("membership", "share_losses", False),
     ("", "plugins", {}),
     ("outer", "options", {}),
     ("outer", "merger", "mean"),

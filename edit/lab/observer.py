@@ -41,7 +41,7 @@ class Observer:
         """Return the present status."""
         stub: Any = control_pb2_grpc.ControlStub(self.control)
         try:
-            reply = stub.Status(control_pb2.StatusRequest(rounds_after=1 << 62), timeout=self.timeout_s)
+            reply = stub.Status(control_pb2.StatusRequest(rounds_after=1 << 62, brief=True), timeout=self.timeout_s)
         except grpc.RpcError:
             return None
         return Status(

@@ -108,6 +108,7 @@ class EditWorker:
         _check_config(config)
         self._model = innermost_model(model)
         self._optimizers = innermost_optimizers(optimizer)
+        self._device = _device_name(self._model)
         self._collectives = shares_of(collective)
         self._config = config
         self._leaves_outer = leave == "outer"
@@ -425,6 +426,7 @@ class EditWorker:
                     loss=self._speed.loss,
                     tokens_per_s=self._speed.tokens_per_s,
                     step_s=self._speed.step_s,
+                    device=self._device,
                 )
             )
 
@@ -477,3 +479,9 @@ def _outside_autograd() -> Iterator[None]:
     """No graph, and no inference tensors even when the user evaluates under torch.inference_mode()."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _device_name(model: nn.Module) -> str:
+    """Return what the model is on, in words."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

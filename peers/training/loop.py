@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Training:
         self._metrics = metrics
         self._kind = "aggregator" if config.swarm is None else "part"  # what has a share of the model
         self._seconds: deque[float] = deque(maxlen=20)  # of the last inner steps
+        self._loss = math.nan  # of the last steps, for the log
         self._origins: dict[int, Origin] = {}  # by aggregator: of the last snapshot that metrics tell of
         self._told: dict[int, tuple[int, str]] = {}  # by aggregator: the outer step and reason logged last
 
@@ -187,7 +189,9 @@ class Training:
         inner = self._config.inner
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
         result = trainer.step(lambda: self._position(worker))
-        worker.report(loss=result.loss)
+        if not self._options.hide_loss:
+            worker.report(loss=result.loss)
+        self._loss = result.loss if self._options.hide_loss else worker.speed.loss
         self._seconds.append(result.seconds)
         self._show(worker)
         self._tell(worker)
@@ -213,7 +217,7 @@ class Training:
         for number, (outer_step, reason) in changed.items():
             if number == 0 or not together:
                 of = f"{self._kind} {number}: " if not together else ""
-                _log.info("%souter step %d, loss %.4f: %s", of, outer_step, worker.speed.loss, reason)
+                _log.info("%souter step %d, loss %.4f: %s", of, outer_step, self._loss, reason)
             self._metrics.outer(outer_step, worker.shares[number].digest, reason, number)
 
 

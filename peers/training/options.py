@@ -35,6 +35,7 @@ class PeerOptions:
     advertise: str | None = None  # the host by which members reach serve_snapshots; None: its HOST
     dht_peers: tuple[str, ...] = ()  # libp2p nodes of the DHT in which a lost coordinator is looked for
     max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
+    hide_loss: bool = False  # its training loss is said to nobody
 
     def __post_init__(self) -> None:
         if not self.throttle >= 1 or not math.isfinite(self.throttle):

@@ -74,6 +74,7 @@ def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
         bytes_sent=beat.bytes_sent,
         bytes_received=beat.bytes_received,
         serving=serving_to_pb(beat.serving) if beat.serving is not None else None,
+        device=one_line(beat.device, lim.MAX_NAME_CHARS),
     )
 
 
@@ -93,6 +94,7 @@ def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
         bytes_sent=within("bytes_sent", message.bytes_sent, 0, lim.MAX_COUNT),
         bytes_received=within("bytes_received", message.bytes_received, 0, lim.MAX_COUNT),
         serving=serving_from_pb(message.serving) if message.HasField("serving") else None,
+        device=check_text("device", message.device, lim.MAX_NAME_CHARS),
     )
 
 

@@ -60,7 +60,7 @@ class Serving(_message.Message):
     def __init__(self, address: _Optional[str] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received", "serving")
+    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received", "serving", "device")
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Heartbeat(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     state: PeerState
     outer_step: int
     digest: str
@@ -83,7 +84,8 @@ class Heartbeat(_message.Message):
     bytes_sent: int
     bytes_received: int
     serving: Serving
-    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ...) -> None: ...
+    device: str
+    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ..., device: _Optional[str] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("reason",)
@@ -324,10 +326,18 @@ class Setting(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., default: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("rounds_after",)
+    __slots__ = ("rounds_after", "brief")
     ROUNDS_AFTER_FIELD_NUMBER: _ClassVar[int]
+    BRIEF_FIELD_NUMBER: _ClassVar[int]
     rounds_after: int
-    def __init__(self, rounds_after: _Optional[int] = ...) -> None: ...
+    brief: bool
+    def __init__(self, rounds_after: _Optional[int] = ..., brief: bool = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("every_s",)
+    EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    every_s: float
+    def __init__(self, every_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings")

@@ -44,6 +44,11 @@ class ControlStub(object):
                 request_serializer=editpb_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=editpb_dot_control__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/editpb.Control/Watch',
+                request_serializer=editpb_dot_control__pb2.WatchRequest.SerializeToString,
+                response_deserializer=editpb_dot_control__pb2.StatusReply.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/editpb.Control/Evict',
                 request_serializer=editpb_dot_control__pb2.EvictRequest.SerializeToString,
@@ -78,6 +83,15 @@ class ControlServicer(object):
 
     def Status(self, request, context):
         """For observers and operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """For peers, observers and operators: the status, then again and again what has changed. The first message is whole. Later ones
+        bring the rounds and events since the one before, curves only where there is news of them, and no settings. Who reads slowly
+        gets fewer messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,6 +133,11 @@ def add_ControlServicer_to_server(servicer, server):
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
                     request_deserializer=editpb_dot_control__pb2.StatusRequest.FromString,
+                    response_serializer=editpb_dot_control__pb2.StatusReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=editpb_dot_control__pb2.WatchRequest.FromString,
                     response_serializer=editpb_dot_control__pb2.StatusReply.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
@@ -195,6 +214,33 @@ class Control(object):
             target,
             '/editpb.Control/Status',
             editpb_dot_control__pb2.StatusRequest.SerializeToString,
+            editpb_dot_control__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/editpb.Control/Watch',
+            editpb_dot_control__pb2.WatchRequest.SerializeToString,
             editpb_dot_control__pb2.StatusReply.FromString,
             options,
             channel_credentials,

@@ -101,6 +101,7 @@ class Heartbeat:
     bytes_sent: int = 0  # data plane, since its process started
     bytes_received: int = 0  # likewise
     serving: Serving | None = None  # the snapshot of `outer_step`; None: it serves none
+    device: str = ""  # what it computes on, in words; empty: it does not say
 
     def as_json(self) -> dict[str, str | int | float | None]:
         """Return the values of a `peer` line of metrics.jsonl. `json_text` writes them: a loss that is not finite as null."""

@@ -14,6 +14,8 @@ from typing import Any
 from edit.records import FragmentCommit, PeerVerdict, Verdict
 
 __all__ = [
+    "KEPT_EVENTS",
+    "KEPT_ROUNDS",
     "ROUNDS_PER_START",
     "Curve",
     "Event",
@@ -25,6 +27,7 @@ __all__ = [
     "round_number",
 ]
 
+KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
 ROUNDS_PER_START = 1_000_000  # ids of rounds of one start of a coordinator, or of one owner of a part
 _WORST = (Verdict.NONFINITE, Verdict.REJECTED, Verdict.ANOMALOUS, Verdict.UNPAIRED, Verdict.IDLE, Verdict.OK)
 
@@ -351,6 +354,17 @@ class RunStatus:
             seconds = _number(values.get(name, -1.0))
             plain[name] = seconds if seconds >= 0 else None
         return cls(**plain, **found)
+
+    def updated(self, news: RunStatus) -> RunStatus:
+        """Return the later status that a message of Watch leads to: it has only the rounds and events since this one."""
+        of_this = news.run_id == self.run_id
+        return replace(
+            news,
+            rounds=((*self.rounds, *news.rounds) if of_this else news.rounds)[-KEPT_ROUNDS:],
+            events=((*self.events, *news.events) if of_this else news.events)[-KEPT_EVENTS:],
+            curves=news.curves or self.curves,
+            settings=news.settings or self.settings,
+        )
 
     def shown_to(self, role: str, peer_id: str, share_losses: bool) -> RunStatus:
         """Return what a member may see of it: without the losses of others, unless the run shares them.

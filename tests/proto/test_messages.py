@@ -86,6 +86,7 @@ HEARTBEAT = msg.Heartbeat(
     round_inner_steps=7,
     loss=2.5,
     tokens_per_s=900.0,
+    device="NVIDIA H200",
 )
 VIEW = msg.View(
     sequence=9, phase=msg.RunPhase.COLLECTING, outer_step=4, round_id=1_000_002, digest=DIGEST, last_reason="deadline"

@@ -419,6 +419,7 @@ class HubCollective:
             loss=progress.loss,
             tokens_per_s=progress.tokens_per_s,
             step_s=progress.step_s,
+            device=progress.device,
         )
         self._io.post(partial(self._say, heartbeat))
 

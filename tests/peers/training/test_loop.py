@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,9 +105,26 @@ def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, confi
     beats = connection.shares[0].told
     assert [beat.outer_step for beat in beats] == [0] * (H + 1) + [1] * H + [2] * H
     assert not beats[0].exchanging and beats[0].digest
+    assert {beat.device for beat in beats} == {"cpu"} and math.isfinite(beats[-1].loss)
     assert {outer.outer_step for _, outer in connection.shown} == {0, 1, 2} and not connection.pauses
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (kinds.count("snapshot"), kinds.count("outer")) == (1, ROUNDS)  # the last one, too, although no step follows it
+
+
+def test_a_peer_that_hides_its_loss_says_it_to_nobody_and_trains_on_the_same(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = LocalRun(config, ["a"])
+    connection = LocalConnection(run, "a")
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        training(tmp_path, connection, config, metrics, hide_loss=True).run(0)
+    assert run.finished
+    beats = connection.shares[0].told
+    assert all(math.isnan(beat.loss) for beat in beats) and beats[-1].tokens_per_s > 0
+    own = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["loss"] > 0 for line in own if line["kind"] == "step")
+    assert "loss nan" not in caplog.text
 
 
 def test_told_to_stop_it_saves_and_goes_on_from_there(
