@@ -65,6 +65,10 @@ _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
     }
 )
 
+# With this status grpc.aio ends a call that the other side ended while this side was writing to it. The status that the other
+# side sent is lost then: of 300 calls of two streams, up to 9 in 10 (grpcio 1.85, https://github.com/grpc/grpc/issues/36066).
+_LOST_STATUS = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+
 _PROXY = re.compile(r"(\S+): HTTP proxy returned response code (\d+)")  # as gRPC says it
 _PROXY_WORDS = {
     "403": "it does not let this machine connect to that address and port",
@@ -91,6 +95,8 @@ def to_status(error: EditError) -> tuple[grpc.StatusCode, str]:
 def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
     """Return the error that a failed call with this status means; its message is one line."""
     text = one_line(details or "", MAX_DETAILS_CHARS) or code.name.lower().replace("_", " ")
+    if (code, text) == _LOST_STATUS:
+        return TransportError("the other side ended the call while it was written to")
     if code is grpc.StatusCode.PERMISSION_DENIED and text.startswith(_EVICTED):
         return EvictedError(text.removeprefix(_EVICTED))
     if code is grpc.StatusCode.UNAVAILABLE and (proxy := _PROXY.search(text)) is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 import grpc
 import pytest
 
@@ -19,6 +22,7 @@ from edit.errors import (
     TransportError,
 )
 from editpb.transport.status import ERRORS, from_rpc, from_status, to_status
+from tests.support.loops import on_a_loop
 
 CODES = list(grpc.StatusCode)
 KINDS = [getattr(errors, name) for name in errors.__all__]
@@ -92,3 +96,34 @@ def test_an_exception_of_grpc_is_translated() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, empty, empty, details="update 3 is no longer kept")
     assert repr(from_rpc(error)) == "GoneError('update 3 is no longer kept')"
     assert isinstance(from_rpc(grpc.RpcError("odd")), TransportError)
+
+
+@on_a_loop
+async def test_who_ends_a_call_while_it_is_written_to_is_blamed_for_nothing_else() -> None:
+    """grpc.aio loses the status then, most of the time, and says that there was an internal error."""
+
+    async def refuse(messages: object, context: Any) -> AsyncIterator[bytes]:
+        await context.abort(*to_status(StaleError("the round is over")))
+        yield b""
+
+    async def written() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"more"
+
+    server = grpc.aio.server()
+    handlers = {"Call": grpc.stream_stream_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    seen = set()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for _ in range(20):
+            try:
+                async for _ in channel.stream_stream("/test/Call")(written()):
+                    raise AssertionError
+            except grpc.aio.AioRpcError as error:
+                seen.add(repr(from_rpc(error)))
+    await server.stop(None)
+    told = "StaleError('the round is over')"
+    lost = "TransportError('the other side ended the call while it was written to')"
+    assert seen <= {told, lost} and seen
