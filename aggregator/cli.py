@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aggregator.run_template import RUN_TOML
+from aggregator.run_template import template
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
@@ -28,6 +29,9 @@ from edit.plugins import pin
 from editpb.invitation import is_loopback
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
+
+if TYPE_CHECKING:
+    from aggregator.operator_client import Answers
 
 __all__ = ["app", "main"]
 
@@ -41,6 +45,8 @@ app = typer.Typer(
     "Example: edit-coordinator init --state my-run && edit-coordinator serve --state my-run",
 )
 with_version(app, "edit-coordinator")
+
+_WATCH_S = 2.0
 
 SetOption = Annotated[
     list[str] | None,
@@ -63,15 +69,28 @@ Allow = Annotated[
 def init(
     state: State = Path("edit-run"),
     config: Annotated[Path | None, typer.Option(help="Copy this run.toml. Default: write a commented one.")] = None,
+    peers: Annotated[
+        int | None,
+        typer.Option(
+            help="How many peers will train: the first round waits for all, each round for half of them "
+            "(start_peers and quorum in run.toml). Default: 1; on a terminal you are asked.",
+            min=1,
+            max=1 << 20,
+        ),
+    ] = None,
     settings: SetOption = None,
     allow: Allow = None,
 ) -> None:
     """Create a run: its folder, run.toml, certificate authority and keys.
 
-    Example: edit-coordinator init --state my-run --set sync.every=100 --set codec.up=int4
+    Example: edit-coordinator init --state my-run --peers 2 --set sync.every=100 --set codec.up=int4
     """
+    if config is not None and peers is not None:
+        raise ConfigError("--peers has no effect with --config; write rounds.start_peers and rounds.quorum into that file")
+    if config is None and peers is None and _on_a_terminal() and not StateFolder.exists(state):
+        peers = typer.prompt("How many peers (organisations or machines) will train?", type=int, default=1)
     try:
-        text = config.read_text(encoding="utf-8") if config is not None else RUN_TOML
+        text = config.read_text(encoding="utf-8") if config is not None else template(peers or 1)
         text = with_settings(text, settings or ())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: cannot be read ({error})") from error
@@ -83,6 +102,10 @@ def init(
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")
     typer.echo(f"next        edit-coordinator serve --state {state}")
+
+
+def _on_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 @app.command()
@@ -122,13 +145,16 @@ def serve(
             metavar="ADDRESS",
         ),
     ] = None,
+    keep_serving: Annotated[
+        bool, typer.Option("--keep-serving", help="Serve on when the run has finished, until Ctrl-C or SIGTERM.")
+    ] = False,
     settings: SetOption = None,
     allow: Allow = None,
 ) -> None:
-    """Serve the run until Ctrl-C or SIGTERM. After a crash, the same command continues from the last commit.
+    """Serve the run until it has finished and its peers have the last outer step, or until Ctrl-C or SIGTERM.
 
-    Logs to stderr, and writes metrics to metrics.jsonl in the folder. Exit codes: 0 stopped, 2 wrong configuration or a damaged
-    file, 70 a bug.
+    After a crash, the same command continues from the last commit. Logs to stderr, and writes metrics to metrics.jsonl in the
+    folder. Exit codes: 0 finished or stopped, 2 wrong configuration or a damaged file, 70 a bug.
 
     Example: edit-coordinator serve --state my-run
     """
@@ -142,7 +168,7 @@ def serve(
         StateFolder(state).change(settings)
     folder, nodes = StateFolder(state), tuple(dht_peers or ())
     folder.pin(allow or ())
-    asyncio.run(serve_run(folder, threads=threads, accept_rollback=accept_rollback, dht_peers=nodes))
+    asyncio.run(serve_run(folder, threads=threads, accept_rollback=accept_rollback, keep_serving=keep_serving, dht_peers=nodes))
 
 
 @app.command()
@@ -184,23 +210,38 @@ def status(
     state: State = Path("edit-run"),
     as_json: AsJson = False,
     rounds: Annotated[int, typer.Option(help="Show so many of the last rounds.", min=0, max=200)] = 8,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it anew every 2 s until the run has finished; with --json, a line each time.")
+    ] = False,
 ) -> None:
     """Show the run: its phase, its members, and the last rounds with the reason why each closed.
 
     Example: edit-coordinator status --state my-run
     """
+    console = Console()
+    while True:
+        answers, run = _ask_status(state)
+        if as_json:
+            typer.echo(json_text(run.as_json(), indent=None if watch else 2))
+        else:
+            if watch:
+                console.clear()
+            _print_status(console, run, rounds)
+        answers.check()
+        if not watch or run.phase == "finished":
+            return
+        time.sleep(_WATCH_S)
+
+
+def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
+    """Return what all aggregators answered, and that as one status. Raises TransportError when the coordinator did not."""
     from aggregator.operator_client import call_every, read_status
 
     answers = call_every(StateFolder(state), read_status)
     if 0 not in answers.said:
         answers.check()
     further = tuple(replace(one, aggregator=number) for number, one in answers.said.items() if number > 0)
-    run = replace(answers.said[0], aggregators=further)
-    if as_json:
-        typer.echo(json_text(run.as_json(), indent=2))
-    else:
-        _print_status(Console(), run, rounds)
-    answers.check()
+    return answers, replace(answers.said[0], aggregators=further)
 
 
 def _print_status(console: Console, run: RunStatus, rounds: int) -> None:
@@ -351,7 +392,7 @@ def pause(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def resume(state: State = Path("edit-run")) -> None:
-    """Continue after `pause`, or after `drain` if outer steps are left (then start the peers again).
+    """Continue after `pause`, or after `drain` if outer steps are left (then `serve` and the peers are started again).
 
     Example: edit-coordinator resume --state my-run
     """

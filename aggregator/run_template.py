@@ -1,6 +1,6 @@
 """The run.toml that `edit-coordinator init` writes: every setting with its meaning; what is commented out has its default."""
 
-__all__ = ["RUN_TOML"]
+__all__ = ["RUN_TOML", "template"]
 
 RUN_TOML = """\
 # The settings of one run. Peers receive all of them but [server] when they join.
@@ -33,8 +33,8 @@ batch_size = 4                  # Sequences in a micro-batch of one peer.
 #autocast = true                # Computes in bf16 where the device can.
 
 [sync]                          # When peers exchange, and how they apply an update.
-every = 30                      # H: inner steps between two exchanges of the same fragment.
-outer_steps = 50                # The run ends after so many outer steps.
+every = 128                     # H: inner steps between two exchanges of the same fragment.
+outer_steps = 1000              # The run ends after so many outer steps.
 #tokens = 0                     # The run ends once so many tokens are merged, if that is earlier; 0 for no bound.
 #groups = 1                     # P: exchanges one of P groups of fragments every H / P inner steps (streaming).
 #pattern = "strided"            # How fragments are grouped: strided (every P-th) or sequential (neighbours).
@@ -69,8 +69,8 @@ enabled = true                  # false: a plain mean of all contributions that 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
 #algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, which no command runs yet.
 optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov; or entry:NAME.
-lr = 0.7                        # Outer learning rate; long runs: 0.8 with momentum 0.85 (EDiT), 0.7 with 0.9 (DiLoCo).
-momentum = 0.6                  # Outer momentum, for nesterov and delayed_nesterov.
+lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
+momentum = 0.85                 # Outer momentum, for nesterov and delayed_nesterov; short runs want less, 0.6.
 #beta1 = 0.9                    # First beta of adam and yogi.
 #beta2 = 0.99                   # Second beta of adam and yogi.
 #eps = 1e-3                     # Epsilon of adam and yogi.
@@ -102,7 +102,7 @@ down = "bf16"                   # For updates.
 [rounds]                        # When a round opens and closes.
 # A live peer of which nothing came in two rounds in a row is optional: no round waits for it until it contributes.
 start_peers = 1                 # Live peers before the first round opens.
-quorum = 1                      # A round with fewer contributions never commits.
+quorum = 1                      # A round with fewer contributions never commits; at most start_peers.
 #floor_s = 5.0                  # The shortest deadline of a round, in seconds.
 ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 #spread = 6.0                   # A peer may take its median time plus so many times the median absolute deviation.
@@ -133,3 +133,11 @@ listen = "127.0.0.1:7700"       # HOST:PORT for members: control and data, mutua
 enrol_listen = "127.0.0.1:7701" # HOST:PORT where invitations are redeemed.
 advertise = ["127.0.0.1", "localhost"]  # The names or addresses that peers connect to; the certificate names them.
 """
+
+
+def template(peers: int = 1) -> str:
+    """Return run.toml for so many peers: the first round waits for all of them, and half of them are a quorum."""
+    text = RUN_TOML
+    for key, value in (("start_peers", peers), ("quorum", (peers + 1) // 2)):
+        text = text.replace(f"\n{key} = 1".ljust(33), f"\n{key} = {value}".ljust(33), 1)
+    return text

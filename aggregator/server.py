@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 import torch
 
+from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources, raise_file_limit
@@ -56,6 +57,7 @@ __all__ = ["Coordinator", "serve_run"]
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
 _CERTIFICATES_S = 3600.0  # how often certificates are looked at
+_FAREWELL_S = 0.25  # how often a finished run is looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENROLMENTS = 64  # at a time
 _MAX_STRANGERS = 256  # connections at a time to the port of the invitations
@@ -198,6 +200,19 @@ class Coordinator:
             await loop.run_in_executor(files, self._silent.cut, most)
             took_s = loop.time() - began
 
+    async def end_with_the_run(self, stop: asyncio.Event) -> None:
+        """Set `stop` once the run has finished and nobody needs its last outer step from here any more."""
+        farewell, run = Farewell(), self.run
+        while True:
+            attending, missing = any(True for _ in run.attendances), run.not_left() if run.finished else ()
+            now = run.clock.monotonic()
+            knows_all = run.members.knows_all
+            if why := farewell.over(now, finished=run.finished, attending=attending, missing=missing, knows_all=knows_all):
+                break
+            await asyncio.sleep(_FAREWELL_S)
+        _log.info("the run has finished; %s; `edit-coordinator export` writes the model", why)
+        stop.set()
+
     async def _keep_certificates(self) -> None:
         while True:
             await asyncio.sleep(_CERTIFICATES_S)
@@ -257,14 +272,20 @@ def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.S
 
 
 async def serve_run(
-    folder: StateFolder, *, threads: int = 1, accept_rollback: bool = False, dht_peers: tuple[str, ...] = ()
+    folder: StateFolder,
+    *,
+    threads: int = 1,
+    accept_rollback: bool = False,
+    keep_serving: bool = False,
+    dht_peers: tuple[str, ...] = (),
 ) -> None:
-    """Serve the run until SIGINT or SIGTERM. Raises EditError, also when a background task failed.
+    """Serve the run until it has finished, SIGINT or SIGTERM. Raises EditError, also when a background task failed.
 
     Args:
         threads: that torch computes with. Each one more waits actively for the others, and on a busy machine that is time which
             the event loop and the peers do not get.
         accept_rollback: go on also below an outer step that was committed.
+        keep_serving: serve on when the run has finished.
         dht_peers: libp2p nodes of a DHT in which it says where it is; none: nowhere.
     """
     if dht_peers:
@@ -285,8 +306,11 @@ async def serve_run(
         await coordinator.start()
         if dht_peers:
             said = _say_where(coordinator, dht_peers)
+        if not keep_serving:
+            coordinator.background.spawn(coordinator.end_with_the_run(stop))
         await coordinator.background.watch(stop)
-        _log.info("stopping; the same command continues the run")
+        if not coordinator.run.finished:
+            _log.info("stopping; the same command continues the run")
     finally:
         if said is not None:
             await said.close()

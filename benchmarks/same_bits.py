@@ -357,7 +357,7 @@ class Site:
         return self.daemons[-1]
 
     def serve(self, state: Path | None = None) -> Daemon:
-        daemon = self.start("aggregator", "serve", "--state", state or self.state)
+        daemon = self.start("aggregator", "serve", "--keep-serving", "--state", state or self.state)
         daemon.until(" serving ")
         return daemon
 

@@ -140,7 +140,7 @@ def trace(sync: str) -> dict[str, dict[str, list[list[str]]]]:
         state, processes = folder / "state", []
         call("aggregator", "init", "--state", state, "--config", folder / "run.toml")
         try:
-            processes.append(Process(folder, "coordinator", "aggregator", "serve", "--state", state))
+            processes.append(Process(folder, "coordinator", "aggregator", "serve", "--keep-serving", "--state", state))
             processes[0].until(" serving ")
             for peer in ("a", "b"):
                 call(

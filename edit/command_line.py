@@ -10,12 +10,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import typer
 
 import edit
-from edit.errors import EditError
-from edit.plain_text import printable
+from edit.errors import ConfigError, EditError
+from edit.plain_text import json_text, printable
 
 __all__ = ["EXIT_CODES", "SHORT_HELP", "exit_codes", "log_to_stderr", "run_command", "with_version"]
 
@@ -31,6 +32,8 @@ EXIT_CODES = {
     130: "Ctrl-C",
 }
 
+LOG_FORMAT = "EDIT_LOG_FORMAT"  # in the environment
+LOG_FORMATS = ("text", "json")
 SHORT_HELP = {"help_option_names": ["-h", "--help"]}  # context settings of a command
 
 
@@ -40,7 +43,7 @@ def exit_codes(*codes: int) -> str:
 
 
 def with_version(app: typer.Typer, program: str) -> None:
-    """Give a program the option --version."""
+    """Give a program the options --version and --log-format."""
 
     def show(wanted: bool) -> None:
         if wanted:
@@ -50,8 +53,11 @@ def with_version(app: typer.Typer, program: str) -> None:
     @app.callback()
     def main(
         version: bool = typer.Option(False, "--version", callback=show, is_eager=True, help="Print the version."),
+        log_format: str = typer.Option("text", envvar=LOG_FORMAT, help="How logs are written to stderr: text, or json."),
     ) -> None:
-        pass
+        if log_format not in LOG_FORMATS:
+            raise ConfigError(f"--log-format {log_format}: must be {' or '.join(LOG_FORMATS)}")
+        os.environ[LOG_FORMAT] = log_format  # for `log_to_stderr`, also of the processes that this one starts
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:
@@ -73,9 +79,14 @@ def run_command(program: str, command: Callable[[], object]) -> None:
 
 
 def log_to_stderr(level: int = logging.INFO, who: str = "") -> None:
-    """Log messages of `level` and above to stderr, each as one line with the time of day. who: begins every message."""
+    """Log messages of `level` and above to stderr, each as one line with date, time and level. who: begins every message.
+
+    With EDIT_LOG_FORMAT = json in the environment, as --log-format sets it, a line is an object: time (RFC 3339, UTC), level,
+    logger, message, and traceback where there is one.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S"))
+    text = _OneLine(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(_Json(who) if os.environ.get(LOG_FORMAT) == "json" else text)
     logging.basicConfig(level=level, handlers=[handler])
 
 
@@ -87,6 +98,22 @@ class _OneLine(logging.Formatter):
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:
         return _lines(super().formatException(ei))
+
+
+class _Json(logging.Formatter):
+    """A message is an object on one line."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        message = printable(f"{self._who}{record.getMessage()}")
+        line = {"time": time, "level": record.levelname, "logger": record.name, "message": message}
+        if record.exc_info:
+            line["traceback"] = _lines(self.formatException(record.exc_info))
+        return json_text(line)
 
 
 def _lines(text: str) -> str:

@@ -27,7 +27,9 @@ def rehearse(run_toml: str, commands: Mapping[str, Sequence[str]]) -> None:
         state = Path(folder) / "run"
         (Path(folder) / "run.toml").write_text(run_toml + SERVER)
         _call(*COORDINATOR, "init", "--state", str(state), "--config", str(Path(folder) / "run.toml"))
-        started = [subprocess.Popen([*COORDINATOR, "serve", "--state", str(state)], stderr=subprocess.DEVNULL)]
+        started = [
+            subprocess.Popen([*COORDINATOR, "serve", "--keep-serving", "--state", str(state)], stderr=subprocess.DEVNULL)
+        ]
         try:
             while not (state / "addresses.json").exists():
                 if started[0].poll() is not None:

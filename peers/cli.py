@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from peers.command_options import (
     DataOption,
     DeviceOption,
     DhtPeersOption,
+    FieldOption,
     FolderOption,
     HomeOption,
     HoursOption,
@@ -128,6 +130,7 @@ def alone(
     steps: Annotated[int, typer.Option(help="Train for so many inner steps.", min=1)],
     out: Annotated[Path, typer.Option(help="Write alone.jsonl and model.safetensors to this folder.")],
     validation: Annotated[Path | None, typer.Option(help="Measure the loss on this held-out data at the end.")] = None,
+    field: FieldOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     allow: AllowOption = None,
@@ -145,15 +148,15 @@ def alone(
 
     config = RunConfig.from_toml(run)
     use_threads(threads)
-    limits = {"context": config.model.context, "vocabulary": config.model.vocabulary}
+    opened = partial(open_tokens, context=config.model.context, vocabulary=config.model.vocabulary, field=field)
     plan = AlonePlan(
         config=config,
-        data=open_tokens(data, **limits),
+        data=opened(data),
         data_seed=stream_seed(config.seed, "alone"),
         steps=steps,
         progress=out / "alone.jsonl",
         parameters=out / "model.safetensors",
-        validation=None if validation is None else open_tokens(validation, **limits),
+        validation=None if validation is None else opened(validation),
     )
     model = build(config.model, config.seed, frozenset(allow or ()), folder=model_folder)
     loss = train_alone(plan, model, device=choose_device(device), clock=time.perf_counter)

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from peers.training.options import PeerOptions
 
 HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this peer: key, certificate, addresses.")]
-DataOption = Annotated[Path, typer.Option(help="Text file, folder of text, or token file (.bin uint16, .u32.bin uint32).")]
+DataOption = Annotated[
+    Path, typer.Option(help="Text file, .jsonl file, folder of these, or token file (.bin uint16, .u32.bin uint32).")
+]
+FieldOption = Annotated[
+    str | None, typer.Option(help="The field that has the text, in each line of a .jsonl file.", show_default=False)
+]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: CUDA if available.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads of torch. Default: chosen by torch.")]
 AllowOption = Annotated[
@@ -57,6 +62,7 @@ HoursOption = Annotated[
 def _training(
     data: DataOption,
     home: HomeOption = Path("edit-peer"),
+    field: FieldOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     metrics: Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")] = None,
@@ -75,6 +81,10 @@ def _training(
     ] = 1,
     keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
+    new_data: Annotated[
+        bool,
+        typer.Option("--new-data", help="If --data has changed since the checkpoint, begin at its start; all else goes on."),
+    ] = False,
     max_mbit: MaxMbitOption = None,
     hide_loss: Annotated[
         bool, typer.Option("--hide-loss", help="Keep the training loss to this site: the run is not told it, nobody sees it.")
@@ -87,6 +97,8 @@ def _training(
     return PeerOptions(
         home=home,
         data=data,
+        field=field,
+        new_data=new_data,
         device=device,
         threads=threads,
         metrics=metrics,

@@ -25,7 +25,7 @@ DEFAULTS = RunConfig()
 SECTIONS = {
     f.name: getattr(DEFAULTS, f.name) for f in dataclasses.fields(DEFAULTS) if dataclasses.is_dataclass(f.default_factory)
 } | {"swarm": SwarmConfig()}
-PLACEHOLDER = 3  # for N, P and the like: divides the template's H, so that it is a number of groups, too
+PLACEHOLDER = 4  # for N, P and the like: divides the template's H, so that it is a number of groups, too
 FILE = "py|pem|key|json|safetensors"  # `server.key` is none
 NAMED = re.compile(rf"`(?P<section>{'|'.join(SECTIONS)})\.(?!(?:{FILE})`)(?P<key>\w+)(?: = (?P<value>[^`]+))?`")
 BRACKETED = re.compile(r"`\[(?P<section>[a-z]+)\](?: (?P<key>\w+)(?: = (?P<value>[^`]+))?)?`")

@@ -18,6 +18,7 @@ from torch import Tensor
 from aggregator.control.attendance import Attendance, Attendances
 from aggregator.control.founding import Founding, Transfer
 from aggregator.control.history import History
+from aggregator.control.membership import MemberState
 from aggregator.control.pace_advice import PaceAdvice, impossible
 from aggregator.control.schemas import Schemas, builtin_schema
 from aggregator.control.views import founded_view, founding_view
@@ -44,6 +45,7 @@ from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
 from edit.rounds.deadlines import PeerPhase
+from edit.rounds.events import Phase
 from editpb.limits import one_line
 from editpb.messages import FoundHeader, Heartbeat, PeerState, View
 from editpb.run_status import KEPT_ROUNDS
@@ -262,12 +264,25 @@ class Run:
     def view(self, attendance: Attendance) -> View:
         """Return the run as this rank is to see it."""
         if self._rounds is None:
-            return founding_view(attendance, self.founding.founder, self._sequence, self._held_up)
+            return founding_view(attendance, self.founding.founder, self._sequence, self._held_up, self.peers_awaited())
         member = self.attendances.membership.members.get(attendance.peer_id)
         streams = max(1, len(self.attendances.members())) * self.attendances.ranks(attendance.peer_id)
         ahead_bytes = self._resources.uploads.share(streams)
         inner_steps = self._advice.inner_steps(member)
-        return founded_view(attendance, self._rounds, self._sequence, self._held_up, inner_steps, ahead_bytes)
+        awaited = self.peers_awaited()
+        return founded_view(attendance, self._rounds, self._sequence, self._held_up, awaited, inner_steps, ahead_bytes)
+
+    def peers_awaited(self) -> str:
+        """Return how many peers the first round still waits for, in words, or '': by who attends, ready or not."""
+        wanted = self.config.rounds.start_peers
+        if self._rounds is not None:
+            machine = self._rounds.machine
+            if machine.phase is not Phase.GATHERING or machine.enough < wanted or self._rounds.published.outer_step > 0:
+                return ""
+        missing = wanted - len(self.attendances.members())
+        if missing <= 0 or wanted < 2:
+            return ""
+        return f"{missing} of {wanted} peers (rounds.start_peers = {wanted})"
 
     def held_up(self) -> str:
         """Return why no round comes, or ''."""
@@ -350,6 +365,17 @@ class Run:
     @property
     def _schema(self) -> Schema | None:
         return self._rounds.outer.schema if self._rounds is not None else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last outer step or token is merged, or the run was drained."""
+        return self._rounds is not None and self._rounds.machine.phase is Phase.FINISHED
+
+    def not_left(self) -> list[str]:
+        """Return the members that train, not evicted, that have not said goodbye to this process."""
+        attended = self.attendances.membership.members
+        known = [one.peer_id for one in self.members.all() if one.role in ("peer", "region") and one.evicted is None]
+        return [peer_id for peer_id in known if peer_id not in attended or attended[peer_id].state is not MemberState.LEFT]
 
     @property
     def founded(self) -> bool:

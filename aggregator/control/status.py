@@ -69,10 +69,9 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
 
 def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:
     """Say in words what has to happen before the run goes on."""
-    wanted = run.config.rounds
     if rounds is None:
-        attending = len(run.attendances.members())
-        return f"{run.founding.waiting_for()}; {attending} of {wanted.start_peers} peers here (rounds.start_peers)"
+        return "; ".join(filter(None, (run.peers_awaited(), run.founding.waiting_for())))
+    wanted = run.config.rounds
     machine = rounds.machine
     match machine.phase:
         case Phase.PAUSED:
@@ -81,8 +80,10 @@ def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:
             return "the merge and the disk"
         case Phase.GATHERING if machine.held_back:
             return "the next attempt"
+        case Phase.GATHERING if awaited := run.peers_awaited():
+            return awaited
         case Phase.GATHERING if machine.round_id == 0 and machine.enough > 1:
-            return f"peers: {len(machine.ready)} of {machine.enough} ready"
+            return f"peers that are here: {len(machine.ready)} of {machine.enough} are ready"
         case Phase.GATHERING:
             return "a peer that is ready"
         case Phase.COLLECTING if machine.deadline is None:

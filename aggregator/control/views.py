@@ -23,19 +23,26 @@ def phase_of(rounds: RoundRunner | None) -> RunPhase:
     return _PHASES[rounds.machine.phase] if rounds is not None else RunPhase.FOUNDING
 
 
-def founding_view(attendance: Attendance, founder: str | None, sequence: int, held_up: str) -> View:
+def founding_view(attendance: Attendance, founder: str | None, sequence: int, held_up: str, waiting_for: str) -> View:
     """Return what a rank sees of a run without parameters: rank 0 of the founder is told to send them."""
     found = attendance.rank == 0 and attendance.peer_id == founder
-    return View(sequence=sequence, phase=RunPhase.FOUNDING, found=found, reason=held_up)
+    return View(sequence=sequence, phase=RunPhase.FOUNDING, found=found, reason=held_up, waiting_for=waiting_for)
 
 
 def founded_view(
-    attendance: Attendance, rounds: RoundRunner, sequence: int, held_up: str, inner_steps: int, ahead_bytes: int
+    attendance: Attendance,
+    rounds: RoundRunner,
+    sequence: int,
+    held_up: str,
+    waiting_for: str,
+    inner_steps: int,
+    ahead_bytes: int,
 ) -> View:
     """Return what a rank sees of a run that has parameters.
 
     Args:
         held_up: why no round comes, or ''.
+        waiting_for: for how many peers the first round waits, in words, or ''.
         inner_steps: how many this peer is to take until its next contribution; 0: as configured.
         ahead_bytes: of its contribution, that it may have on their way without a receipt.
     """
@@ -56,6 +63,7 @@ def founded_view(
         inner_steps=inner_steps,
         draining=machine.draining,
         ahead_bytes=ahead_bytes,
+        waiting_for=waiting_for,
     )
 
 

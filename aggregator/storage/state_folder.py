@@ -87,11 +87,16 @@ class StateFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.run_json}: is damaged; restore it from a copy ({error})") from error
 
+    @staticmethod
+    def exists(path: Path) -> bool:
+        """Return whether this folder holds a run."""
+        return (path / "run.json").exists()
+
     @classmethod
     def create(cls, path: Path, run_toml: str) -> StateFolder:
         """Make a new folder with this run.toml. Raises ConfigError when it already holds a run or the settings are wrong."""
         try:
-            if (path / "run.json").exists():
+            if cls.exists(path):
                 raise ConfigError(f"{path}: already holds a run; choose another --state folder")
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o700)

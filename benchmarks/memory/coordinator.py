@@ -137,7 +137,9 @@ def peak(peers: int, parameters: int, buffer_bytes: int, wait_s: float = KEPT_S 
     with tempfile.TemporaryDirectory() as scratch:
         folder = new_run(Path(scratch) / "run", peers, buffer_bytes)
         serving = subprocess.Popen(
-            [sys.executable, "-m", "aggregator", "serve", "--state", str(folder.path)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "aggregator", "serve", "--keep-serving", "--state", str(folder.path)],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             assert serving.stderr is not None

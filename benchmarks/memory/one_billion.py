@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = new_run(Path(scratch) / "run", 1, 256 << 20)
         found(folder, schema)
-        command = [sys.executable, "-m", "aggregator", "serve", "--state", str(folder.path)]
+        command = [sys.executable, "-m", "aggregator", "serve", "--keep-serving", "--state", str(folder.path)]
         began = time.monotonic()
         serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:

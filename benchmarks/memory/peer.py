@@ -238,7 +238,7 @@ def _coordinator(case: Case, root: Path, supervisor: Supervisor) -> Path:
     coordinator, state, toml = Programs().coordinator, root / "run", root / "run.toml"
     toml.write_text(to_toml(case.settings), encoding="utf-8")
     supervisor.call({"init": (*coordinator, "init", "--state", str(state), "--config", str(toml))})
-    supervisor.start(COORDINATOR, (*coordinator, "serve", "--state", str(state)))
+    supervisor.start(COORDINATOR, (*coordinator, "serve", "--keep-serving", "--state", str(state)))
     give_up = time.monotonic() + 60
     while not (state / "addresses.json").exists():
         if time.monotonic() > give_up:

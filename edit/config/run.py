@@ -307,6 +307,9 @@ class RunConfig:
             config = cls.from_mapping(tomllib.loads(with_settings(data.decode(), settings)))
             rule = "no command runs it yet; edit.local.LocalGossip does, within one process"
             require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
+            start = config.rounds.start_peers
+            rule = f"must not exceed rounds.start_peers ({start}), or the first round opens and never commits"
+            require(config.rounds.quorum <= start, "rounds.quorum", config.rounds.quorum, rule)
             return config
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: is not UTF-8 text") from error

@@ -51,6 +51,7 @@ class Resumable:
     batches: Batches
     worker: Stateful
     ranks: Ranks
+    new_data: bool = False  # other data than the checkpoint's is begun at its start
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Begin a checkpoint of the present state. Changes nothing."""
@@ -82,7 +83,7 @@ class Resumable:
                 saved.ranks,
                 self.ranks.size,
             )
-        self.batches.load(saved.scalars["data"])
+        self.batches.load(saved.scalars["data"], new_data=self.new_data)
         parameters = self._trained()
         forward = self.worker.goes_forward(saved.scalars["worker"], run_step)
         own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}

@@ -1,6 +1,7 @@
 """A peer's own data: files become one row of tokens, and the row becomes batches; also the loss on held-out data.
 
-Text is read as bytes, a token is a byte; the files of a folder are joined by byte 0, which no text contains. Every pass over
+Text is read as bytes, a token is a byte; the files of a folder, and the texts of a JSONL file, are joined by byte 0, which no
+text contains. Every pass over
 the data visits all its windows once, in an order that is computed from the seed and not stored, so a position is two integers.
 """
 
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from edit.errors import ConfigError
+from edit.plain_text import parse_json, printable
 
 __all__ = ["SEPARATOR", "Batches", "Tokens", "evaluate", "open_tokens", "permute", "stream_seed"]
 
 SEPARATOR = 0
+CHECKED_BYTES = 1 << 30  # of a token file, before training
+_PIECE_BYTES = 1 << 20
 _SNIFF_BYTES = 8192
+_JSONL = ".jsonl"
 _MASK = (1 << 64) - 1
 _U64 = np.uint64
 _log = logging.getLogger("peers")
@@ -46,22 +52,43 @@ class Tokens:
         rows = self.array[starts[:, None] + np.arange(length)]
         if self.array.itemsize > 1 and int(rows.max()) >= self.vocabulary:
             row, column = np.argwhere(rows >= self.vocabulary)[0]
-            raise ConfigError(
-                f"{self.origin}: token {starts[row] + column} has id {rows[row, column]}, model.vocabulary is {self.vocabulary}"
-            )
+            self._refuse(starts[row] + column)
         return torch.from_numpy(rows.astype(np.int64))
 
+    def check(self) -> None:
+        """Look at the ids, at no more than CHECKED_BYTES of them. Raises ConfigError for an id out of range."""
+        if self.array.itemsize == 1:
+            return
+        pieces, piece = CHECKED_BYTES // _PIECE_BYTES, _PIECE_BYTES // self.array.itemsize
+        count = -(-len(self) // piece)
+        for number in range(count) if count <= pieces else np.linspace(0, count - 1, pieces, dtype=np.int64):
+            ids = self.array[int(number) * piece : (int(number) + 1) * piece]
+            if int(ids.max()) >= self.vocabulary:
+                self._refuse(int(number) * piece + int(np.argmax(ids >= self.vocabulary)))
 
-def open_tokens(path: Path, *, context: int, vocabulary: int) -> Tokens:
+    def _refuse(self, place: int) -> NoReturn:
+        raise ConfigError(f"{self.origin}: token {place} has id {self.array[place]}, model.vocabulary is {self.vocabulary}")
+
+
+def open_tokens(path: Path, *, context: int, vocabulary: int, field: str | None = None) -> Tokens:
     """Open a text file, a folder of text (recursive, sorted), or a token file: little-endian uint16 `.bin`, uint32 `.u32.bin`.
 
-    Files are memory-mapped, a folder is read into memory. Ids of token files are checked as they are drawn. Hidden, empty,
-    binary and unreadable files of a folder are skipped, counted and logged.
+    A file `.jsonl`, also in a folder, has an object in each line, whose text is in `field`. Files are memory-mapped; a folder
+    and a JSONL file are read into memory. Of a token file CHECKED_BYTES are looked at here, spread over it, and all ids as they
+    are drawn. Hidden, empty, binary and unreadable files of a folder are skipped, counted and logged.
 
-    Raises ConfigError when the path is missing, unreadable, empty, not text, or shorter than one context and its last target.
+    Raises ConfigError when the path is missing, unreadable, empty, not text, or shorter than one context and its last target,
+    when a JSONL file has no such field, and for an id that the vocabulary has not.
     """
     try:
-        array = _read_folder(path) if path.is_dir() else _map_file(path)
+        if path.is_dir():
+            array = _read_folder(path, field)
+        elif path.suffix == _JSONL:
+            array = np.frombuffer(_read_jsonl(path, field), dtype=np.uint8)
+        elif field is not None:
+            raise ConfigError(f"{path}: --field {field} is for .jsonl files; leave it out")
+        else:
+            array = _map_file(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a text file, a folder of text or a .bin") from error
     if array.itemsize == 1 and vocabulary < 256:
@@ -70,7 +97,38 @@ def open_tokens(path: Path, *, context: int, vocabulary: int) -> Tokens:
         raise ConfigError(
             f"{path}: {len(array)} tokens are less than one context and its last target ({context} + 1); give more"
         )
-    return Tokens(array, str(path), vocabulary)
+    tokens = Tokens(array, str(path), vocabulary)
+    tokens.check()
+    return tokens
+
+
+def _read_jsonl(path: Path, field: str | None) -> bytes:
+    """Return the texts in `field` of all lines. Raises ConfigError, which names the line, and the fields that are there."""
+    texts = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}: line {number} is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}: line {number} is no object with fields, but {type(row).__name__}")
+            text = row.get(field) if field is not None else None
+            if not isinstance(text, str):
+                found = (
+                    ", ".join(printable(key)[:40] for key, value in list(row.items())[:16] if isinstance(value, str)) or "none"
+                )
+                which = (
+                    f"no text in the field {field}" if field is not None else "fields, and one of them must be named: --field"
+                )
+                raise ConfigError(f"{path}: line {number} has {which} (fields with text: {found})")
+            texts.append(text.encode("utf-8", "surrogatepass").replace(b"\0", b""))
+    joined = bytes((SEPARATOR,)).join(texts)
+    if not joined:
+        raise ConfigError(f"{path}: is empty")
+    return joined
 
 
 def _map_file(path: Path) -> npt.NDArray[np.unsignedinteger]:
@@ -87,11 +145,14 @@ def _map_file(path: Path) -> npt.NDArray[np.unsignedinteger]:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _read_folder(folder: Path) -> npt.NDArray[np.unsignedinteger]:
+def _read_folder(folder: Path, field: str | None) -> npt.NDArray[np.unsignedinteger]:
     skipped: Counter[str] = Counter()
-    joined = bytearray()
+    joined, named = bytearray(), field is None
     for path in _files(folder, skipped):
-        text, reason = _read_text(path)
+        if path.suffix == _JSONL and path.is_file() and path.stat().st_size:
+            text, reason, named = _read_jsonl(path, field), "", True
+        else:
+            text, reason = _read_text(path)
         if reason:
             skipped[reason] += 1
             continue
@@ -101,6 +162,8 @@ def _read_folder(folder: Path) -> npt.NDArray[np.unsignedinteger]:
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     if not joined:
         raise ConfigError(f"{folder}: contains no text ({left_out or 'no files'})")
+    if not named:
+        raise ConfigError(f"{folder}: --field {field} is for .jsonl files, and here is none; leave it out")
     if left_out:
         _log.info("%s: left out: %s", folder, left_out)
     return np.frombuffer(joined, dtype=np.uint8)
@@ -222,8 +285,23 @@ class Batches:
         """Return the position, and what it is a position in, as plain integers."""
         return {**self._identity(), "pass": self._pass, "index": self._index}
 
-    def load(self, state: Mapping[str, int]) -> None:
-        """Load a position. Raises ConfigError, and changes nothing, when it belongs to other data or settings."""
+    def load(self, state: Mapping[str, int], *, new_data: bool = False) -> None:
+        """Load a position. Raises ConfigError, and changes nothing, when it belongs to other data or settings.
+
+        new_data: if the data is another one, begin at its start instead.
+        """
+        then, here = state.get("tokens"), len(self._source)
+        if then is not None and then != here:
+            if new_data and {**state, "tokens": here}.items() >= self._identity().items():
+                _log.info(
+                    "%s: other data than the checkpoint's (%d tokens, now %d): from its start", self._source.origin, then, here
+                )
+                self._pass, self._index = 0, 0
+                return
+            raise ConfigError(
+                f"{self._source.origin}: the data has changed since the checkpoint ({then} tokens then, {here} now): give "
+                "the data of then, or --new-data, which begins at its start and keeps the model and the optimizer's state"
+            )
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ConfigError(

@@ -88,7 +88,7 @@ class Training:
         worker = EditWorker(trainer.model, trainer.optimizer, collective, settings, place.ranks, time.monotonic, leave="local")
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
-        saving = self._saving(Resumable(trainer, batches, worker, place.ranks))
+        saving = self._saving(Resumable(trainer, batches, worker, place.ranks, self._options.new_data))
         with contextlib.ExitStack() as stack:
             saving.resume(run_step)
             try:
@@ -111,7 +111,8 @@ class Training:
     def _batches(self) -> Batches:
         """Return the data: the same rows in the same order at every rank."""
         config = self._config
-        tokens = open_tokens(self._options.data, context=config.model.context, vocabulary=config.model.vocabulary)
+        options, model = self._options, config.model
+        tokens = open_tokens(options.data, context=model.context, vocabulary=model.vocabulary, field=options.field)
         self._place.ranks.same("the data in --data", _fingerprint(tokens))
         seed = stream_seed(config.seed, self._connection.peer_id)
         return Batches(tokens, config.model.context, config.inner.batch_size, seed)

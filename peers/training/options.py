@@ -19,6 +19,8 @@ class PeerOptions:
 
     home: Path
     data: Path
+    field: str | None = None  # of the lines of .jsonl files: has the text
+    new_data: bool = False  # other data than the checkpoint's is begun at its start
     device: str | None = None
     threads: int | None = None  # None: torch's choice
     metrics: Path | None = None  # a file of JSON lines

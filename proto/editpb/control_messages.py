@@ -183,6 +183,7 @@ def view_to_pb(view: msg.View) -> cpb.View:
         inner_steps=view.inner_steps,
         draining=view.draining,
         ahead_bytes=view.ahead_bytes,
+        waiting_for=one_line(view.waiting_for),
     )
 
 
@@ -204,6 +205,7 @@ def view_from_pb(message: cpb.View) -> msg.View:
         inner_steps=within("inner_steps", message.inner_steps, 0, lim.MAX_STEP),
         draining=message.draining,
         ahead_bytes=within("ahead_bytes", message.ahead_bytes, 0, lim.MAX_COUNT),
+        waiting_for=check_text("waiting_for", message.waiting_for),
     )
 
 

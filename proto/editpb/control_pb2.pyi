@@ -120,7 +120,7 @@ class Welcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ..., first_round_id: _Optional[int] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "resync", "found", "reason", "inner_steps", "draining", "ahead_bytes")
+    __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "resync", "found", "reason", "inner_steps", "draining", "ahead_bytes", "waiting_for")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class View(_message.Message):
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     phase: RunPhase
     outer_step: int
@@ -151,7 +152,8 @@ class View(_message.Message):
     inner_steps: int
     draining: bool
     ahead_bytes: int
-    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., resync: _Optional[str] = ..., found: bool = ..., reason: _Optional[str] = ..., inner_steps: _Optional[int] = ..., draining: bool = ..., ahead_bytes: _Optional[int] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, sequence: _Optional[int] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., oldest_update: _Optional[int] = ..., last_round_id: _Optional[int] = ..., last_committed: bool = ..., last_reason: _Optional[str] = ..., resync: _Optional[str] = ..., found: bool = ..., reason: _Optional[str] = ..., inner_steps: _Optional[int] = ..., draining: bool = ..., ahead_bytes: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class Expel(_message.Message):
     __slots__ = ("evicted", "reason")

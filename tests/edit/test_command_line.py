@@ -1,13 +1,18 @@
 """How commands log and end. In processes of their own: both change the process that they run in."""
 
 import importlib
+import json
+import os
+import re
 import subprocess
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 from typer.testing import CliRunner
 
 import edit
+from edit.errors import ConfigError
 
 WORDS = "left (\x1b[2J\x1b]0;title\x07 gone\r I all is well \u202e)"
 SHOWN = "left ( [2J ]0;title  gone  I all is well  )"
@@ -41,10 +46,41 @@ def stderr_of(program: str, code: int = 0) -> list[str]:
 
 def test_a_message_is_one_line_whatever_is_in_it():
     first, second, *trace = stderr_of(LOGGED)
+    assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d I ", first)
     assert first.endswith(f" I rank 1: peer another line: {SHOWN}")
     assert second.endswith(" E rank 1: a bug")
     assert trace[0] == "Traceback (most recent call last):" and trace[-2] == f"ValueError: {SHOWN}"
     assert all(line.isprintable() for line in trace)
+
+
+def test_as_json_a_message_is_one_object_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDIT_LOG_FORMAT", "json")
+    first, second = map(json.loads, filter(None, stderr_of(LOGGED)))
+    assert (first["level"], first["logger"], first["message"]) == ("INFO", "a", f"rank 1: peer another line: {SHOWN}")
+    assert datetime.fromisoformat(first["time"]).utcoffset() == timedelta(0)
+    assert (second["level"], second["message"]) == ("ERROR", "rank 1: a bug")
+    assert second["traceback"].startswith("Traceback") and second["traceback"].endswith(f"ValueError: {SHOWN}")
+
+
+def test_the_format_of_logs_is_an_option_of_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = importlib.import_module("aggregator.cli").app
+    monkeypatch.setenv("EDIT_LOG_FORMAT", "text")
+    assert CliRunner().invoke(app, ["--log-format", "json", "init", "--help"]).exit_code == 0
+    assert os.environ["EDIT_LOG_FORMAT"] == "json"
+    refused = CliRunner().invoke(app, ["--log-format", "xml", "members"]).exception
+    assert isinstance(refused, ConfigError) and str(refused) == "--log-format xml: must be text or json"
+
+
+@pytest.mark.parametrize("module", ["aggregator.cli", "peers.cli", "edit.lab.cli"])
+def test_help_comes_at_once_without_torch(module: str) -> None:
+    program = f"""
+import sys
+from typer.testing import CliRunner
+from {module} import app
+assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+assert not {{"torch", "numpy", "grpc"}} & sys.modules.keys()
+"""
+    assert stderr_of(program) == [""]
 
 
 @pytest.mark.parametrize(("error", "code"), [("RefusedError", 3), ("EvictedError", 4), ("TransportError", 69)])

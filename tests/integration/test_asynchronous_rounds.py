@@ -334,7 +334,9 @@ def test_dylu_gives_every_peer_at_least_one_step_and_the_fastest_all() -> None:
 def test_a_quorum_that_can_never_come_together_is_said_plainly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", quorum=2)) as run, run.peer("a") as a:
-            await found_run(a)
+            await a.attend()
+            await a.view(lambda v: v.found)
+            await a.found(theta())
             words = "rounds.quorum = 2, but only 1 peer has joined the run; invite more, or lower it in run.toml"
             assert (await a.view(lambda v: bool(v.reason))).reason == words
             assert (await status(run))["reason"] == words

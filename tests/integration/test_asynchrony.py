@@ -24,7 +24,7 @@ from editpb.messages import RunPhase, View
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
-from tests.support.running import address, running
+from tests.support.running import address, enter_together, running
 from tests.support.served import new_folder
 
 NAMES = ("a", "b")
@@ -57,7 +57,7 @@ enrol_listen = "127.0.0.1:0"
 """
 ARRIVALS = 'merging = "arrivals"\nmax_staleness = 12'
 CARRYING = "quorum = 1\nfloor_s = 5.0\nceiling_s = 10.0\ngrace_s = 1.0\nmax_staleness = 1"
-TOGETHER = "quorum = 2\nfloor_s = 5.0\nceiling_s = 10.0"
+TOGETHER = "start_peers = 2\nquorum = 2\nfloor_s = 5.0\nceiling_s = 10.0"
 
 
 @dataclass
@@ -164,8 +164,11 @@ class Site:
 def entered(collectives: dict[str, Collective], config: RunConfig) -> Iterator[dict[str, Peer]]:
     with ExitStack() as stack:
         peers = {name: Peer(name, collective, WorkerConfig.of(config)) for name, collective in collectives.items()}
-        for peer in peers.values():
-            stack.enter_context(peer.worker)
+        if config.rounds.start_peers > 1:
+            enter_together(stack, [peer.worker for peer in peers.values()])
+        else:
+            for peer in peers.values():
+                stack.enter_context(peer.worker)
         yield peers
 
 

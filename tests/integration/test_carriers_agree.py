@@ -30,7 +30,7 @@ from peers.carriers.hub.collective import HubCollective
 from peers.carriers.io_thread import IoThread
 from peers.carriers.swarm.connect import connect_swarm
 from tests.support.council.trained import POINTS, trained
-from tests.support.running import address, running
+from tests.support.running import address, enter_together, running
 from tests.support.served import Served, new_folder
 from tests.support.settings import worker_config
 from tests.support.world import spawn
@@ -53,6 +53,7 @@ momentum = 0.6
 up = "{up}"
 down = "{down}"
 [rounds]
+start_peers = 3
 quorum = 3
 [server]
 listen = "127.0.0.1:0"
@@ -75,6 +76,8 @@ def train(
     codec: str | CodecConfig,
     rounds: int = ROUNDS,
     before: Callable[[int], None] = lambda _: None,
+    *,
+    threads: bool = False,
 ) -> dict[str, Tensor]:
     """Interleave the peers' plain loops step by step; returns theta by tensor name after all rounds. before: each of them."""
     with ExitStack() as stack:
@@ -82,8 +85,13 @@ def train(
         for name, collective in collectives.items():
             network = model()
             optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
-            worker = stack.enter_context(EditWorker(network, optimizer, collective, worker_config(every=EVERY, codec=codec)))
+            worker = EditWorker(network, optimizer, collective, worker_config(every=EVERY, codec=codec))
             peers.append((network, optimizer, worker, batches(name, rounds)))
+        if threads:
+            enter_together(stack, [worker for _, _, worker, _ in peers])
+        else:
+            for _, _, worker, _ in peers:
+                stack.enter_context(worker)
         for step in range(rounds * EVERY):
             if step % EVERY == EVERY - 1:
                 before(step // EVERY)
@@ -108,7 +116,7 @@ def over_grpc(folder: StateFolder, codec: str | CodecConfig, rounds: int = ROUND
             for name in NAMES
         }
         try:
-            return train(collectives, codec, rounds)
+            return train(collectives, codec, rounds, threads=True)
         finally:
             for collective in collectives.values():
                 collective.close()
@@ -226,7 +234,7 @@ def test_a_swarm_whose_owners_are_killed_gives_the_bits_of_a_hub_and_in_fp32_of_
             )[0]
             for name in NAMES
         }
-        swarm = train(connections, up, LONG, before)
+        swarm = train(connections, up, LONG, before, threads=True)
     assert len(at.ended) == (2 if killed else 0) and not at.point
     naive = naive_diloco(LONG) if penalty == "enabled = false" else hub
     for key in hub:
@@ -340,7 +348,9 @@ def test_sharded_replicas_agree_to_the_bit_with_lossy_codecs_groups_and_updates_
     tmp_path: Path,
 ) -> None:
     toml = TOML.format(rounds=ROUNDS, penalty="enabled = true", up="int8", down="int8")
-    toml = toml.replace("every = 3", 'every = 6\ngroups = 2\nmode = "forward"').replace("quorum = 3", "quorum = 2")
+    toml = toml.replace("every = 3", 'every = 6\ngroups = 2\nmode = "forward"').replace(
+        "start_peers = 3\nquorum = 3", "start_peers = 2\nquorum = 2"
+    )
     folder = new_folder(tmp_path / "run", toml=toml)
     results = replicas_in_one_run(folder, {"a": 1, "b": 2}, WorkerConfig.of(RunConfig.from_toml(folder.run_toml)))
     flat = [result for ranks in results.values() for result in ranks]

@@ -64,7 +64,7 @@ def test_a_peer_finds_a_coordinator_that_moved_and_takes_an_outer_step(tmp_path:
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind(("127.0.0.1", before))  # nobody listens there any more
-            coordinator = site.start("aggregator", "serve", "--state", site.state, "--dht-peers", maddr)
+            coordinator = site.start("aggregator", "serve", "--keep-serving", "--state", site.state, "--dht-peers", maddr)
             coordinator.until("the DHT: this member's node is")
             peer = site.peer("a", "--dht-peers", maddr)
             found = peer.until("the DHT says that it is at ")

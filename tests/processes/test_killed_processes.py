@@ -37,7 +37,7 @@ def test_a_killed_peer_returns_and_a_killed_coordinator_continues(tmp_path: Path
 
         coordinator.kill()
         before = outer(state)
-        coordinator = site.start("aggregator", "serve", "--state", state)
+        coordinator = site.start("aggregator", "serve", "--keep-serving", "--state", state)
         recovered = coordinator.until("recovered outer step")
         assert f"outer step {before['outer_step']}, digest {before['digest'][:12]}" in recovered
         coordinator.until("finished at outer step")

@@ -70,7 +70,7 @@ def test_two_sites_train_one_model_and_go_on_after_kills_at_both_levels(tmp_path
 
         second.until("outer step 4 above")
         west_coordinator.kill()
-        west.start("aggregator", "serve", "--state", west.state).until("recovered outer step")
+        west.start("aggregator", "serve", "--keep-serving", "--state", west.state).until("recovered outer step")
 
         top.until(f"finished at outer step {STEPS}")
         assert (again.finish(), second.finish()) == (0, 0)

@@ -47,7 +47,7 @@ class Spread(Site):
         call(aggregator.cli.app, "new-aggregator", 1, self.second, "--state", self.state)
 
     def serve_second(self) -> Daemon:
-        daemon = self.start("aggregator", "serve", "--state", self.second)
+        daemon = self.start("aggregator", "serve", "--keep-serving", "--state", self.second)
         daemon.until(" serving ")
         return daemon
 

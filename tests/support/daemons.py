@@ -131,9 +131,9 @@ class Site:
         self.daemons.append(Daemon(*arguments))
         return self.daemons[-1]
 
-    def serve(self) -> Daemon:
-        """The coordinator, serving."""
-        coordinator = self.start("aggregator", "serve", "--state", self.state)
+    def serve(self, *options: object) -> Daemon:
+        """The coordinator, serving; on when the run has finished, unless it is told otherwise."""
+        coordinator = self.start("aggregator", "serve", "--state", self.state, *(options or ["--keep-serving"]))
         coordinator.until(" serving ")
         return coordinator
 

@@ -6,14 +6,15 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from aggregator.control.run import Run
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
+from edit.worker.worker import EditWorker
 from tests.support.served import Served, served
 
 WAIT_S = 30.0
@@ -47,6 +48,15 @@ class Running:
         deadline = time.monotonic() + WAIT_S
         while not asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(timeout=WAIT_S):
             assert time.monotonic() < deadline, "the condition never became true"
+
+
+def enter_together(stack: ExitStack, workers: Sequence[EditWorker]) -> None:
+    """Enter workers in a run whose first round waits for all of them, each in a thread; the stack leaves them."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        entering = [pool.submit(worker.__enter__) for worker in workers]
+    for future, worker in zip(entering, workers, strict=True):
+        future.result()
+        stack.push(worker)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def sharded(schema: Schema, ranks: int, dimension: int) -> Layout:
 
 
 def new_folder(path: Path, *, start: int = 1, quorum: int = 1, toml: str = TOML) -> StateFolder:
-    folder = StateFolder.create(path, toml.format(start=start, quorum=quorum))
+    folder = StateFolder.create(path, toml.format(start=max(start, quorum), quorum=quorum))
     Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     return folder
 

@@ -119,7 +119,7 @@ def ours(
         state, toml = root / "run", root / "run.toml"
         toml.write_text(to_toml(_settings(peers, codec_name, limit_s, host)), encoding="utf-8")
         supervisor.call({"init": (*coordinator, "init", "--state", str(state), "--config", str(toml))})
-        supervisor.start(COORDINATOR, host.command((*coordinator, "serve", "--state", str(state))))
+        supervisor.start(COORDINATOR, host.command((*coordinator, "serve", "--keep-serving", "--state", str(state))))
         _wait_for(state / "addresses.json", supervisor)
         for name in names:
             peer = (str(root / name), invite(state, name), str(parameters), codec_name)

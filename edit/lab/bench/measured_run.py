@@ -72,7 +72,9 @@ class MeasuredRun:
             opened.enter_context(self._supervisor)
             init = ("init", "--state", str(self.state), "--config", str(toml))
             self._supervisor.call({"init": (*self._programs.coordinator, *init)})
-            self._supervisor.start(COORDINATOR, (*self._programs.coordinator, "serve", "--state", str(self.state)))
+            self._supervisor.start(
+                COORDINATOR, (*self._programs.coordinator, "serve", "--keep-serving", "--state", str(self.state))
+            )
             self.until("the coordinator serves", (self.state / "addresses.json").exists, _SERVE_WITHIN_S)
             self._open = opened.pop_all()
         return self

@@ -102,7 +102,9 @@ class Testbed:
         if name == COORDINATOR:
             log = self.folder.logs / f"{name}.log"
             self._log_begins = log.stat().st_size if log.exists() else 0
-            self._supervisor.start(name, (*self._programs.coordinator, "serve", "--state", str(self.folder.state)))
+            self._supervisor.start(
+                name, (*self._programs.coordinator, "serve", "--keep-serving", "--state", str(self.folder.state))
+            )
             return
         home = self.folder.home(name)
         if name in self._options.hostile_ids:

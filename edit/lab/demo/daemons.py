@@ -68,7 +68,7 @@ class DemoDaemons:
     def start(self, name: str) -> None:
         """Start the process called `name` (coordinator, a peer, lone), also again after it ended."""
         if name == COORDINATOR:
-            argv = (*self._programs.coordinator, "serve", "--state", str(self._folder.state))
+            argv = (*self._programs.coordinator, "serve", "--keep-serving", "--state", str(self._folder.state))
         elif name == LONE:
             argv = (*self._programs.peer, *self._lone())
         else:

@@ -168,8 +168,18 @@ class HubCollective:
         for one in together:
             one._io.post(partial(one._set_state, PeerState.TRAINING))
         for one in together:
-            one._agreement.decide(lambda one=one: one._session.under_way or None)  # type: ignore[misc]
+            one._wait_until_under_way()
         return snapshot
+
+    def _wait_until_under_way(self) -> None:
+        """Wait until a round is or was open; rank 0 logs for whom, each time that changes."""
+        told = ""
+        while self._agreement.poll(lambda: self._session.under_way or None) is None:
+            view = self._io.read(lambda: self._session.view)
+            if self._ranks.leads and view is not None and view.waiting_for != told:
+                told = view.waiting_for
+                if told:
+                    _log.info("waiting for %s", told)
 
     def prefetch(self) -> None:
         """Begin to fetch the snapshot that `join` will return, from a run that has parameters, while the model is built.

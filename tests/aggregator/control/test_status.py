@@ -81,8 +81,8 @@ def test_the_status_says_at_once_what_a_later_change_would_tell_the_peers(tmp_pa
     """An evicted member is one less that can make a quorum; nobody has to ask before the peers are told."""
 
     async def scenario() -> None:
-        async with served(new_folder(tmp_path / "run", start=1, quorum=2)) as site, site.peer("a") as a, site.peer("b"):
-            await found_run(a)
+        async with served(new_folder(tmp_path / "run", quorum=2)) as site, site.peer("a") as a, site.peer("b") as b:
+            await found_run(a, b)
             run = site.coordinator.run
             assert still(run).reason == ""
             run.evict("b", "key lost")

@@ -94,16 +94,24 @@ class Peer:
     """A training whose state can be compared to the bit."""
 
     def __init__(
-        self, folder: Path, *, owner: Owner = OWNER, keep: int = 2, ranks: Ranks = ALONE, model: nn.Module | None = None
+        self,
+        folder: Path,
+        *,
+        owner: Owner = OWNER,
+        keep: int = 2,
+        ranks: Ranks = ALONE,
+        model: nn.Module | None = None,
+        tokens: int = 400,
+        new_data: bool = False,
     ) -> None:
         layout = layout_of(ranks.size, split=isinstance(model, GPT))
-        batches = Batches(Tokens(np.arange(400, dtype=np.uint8) % 16, "row", 16), 8, 6, 3)
+        batches = Batches(Tokens(np.arange(tokens, dtype=np.uint8) % 16, "row", 16), 8, 6, 3)
         config = InnerConfig(lr=0.01, warmup_steps=0)
         self.trainer = Trainer(
             shard_model(model or Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
         )
         self.worker = FakeWorker(self.trainer.model)
-        self.resumable = Resumable(self.trainer, batches, self.worker, ranks)
+        self.resumable = Resumable(self.trainer, batches, self.worker, ranks, new_data)
         self.checkpoints = Checkpoints(folder, owner, keep, ranks)
 
     def train(self, steps: int, *, save: bool = False) -> Peer:
@@ -210,6 +218,17 @@ class TestGoingOn:
                 ("outer", "residual")
             )
         assert all(torch.equal(fresh.worker.outer[name], own[name]) for name in fresh.worker.outer)
+
+    def test_with_other_data_all_but_the_position_goes_on(self, tmp_path: Path) -> None:
+        first = Peer(tmp_path).train(3).save().wait()
+        with pytest.raises(
+            ConfigError, match=r"the data has changed since the checkpoint .400 tokens then, 480 now.: .*--new-data"
+        ):
+            Peer(tmp_path, tokens=480).resume()
+        other = Peer(tmp_path, tokens=480, new_data=True).resume()
+        other.check_state(first.state())
+        assert other.trainer.steps == 3 and other.trainer.optimizer.state, "the moments are those of the checkpoint"
+        assert other.resumable.batches.state() == Peer(tmp_path, tokens=480).resumable.batches.state()
 
     def test_before_the_first_step(self, tmp_path: Path) -> None:
         first = Peer(tmp_path).save().wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from edit.errors import ConfigError
+from peers.training import data
 from peers.training.data import SEPARATOR, Batches, Tokens, evaluate, open_tokens, permute, stream_seed
 
 
@@ -128,10 +130,45 @@ class TestWrongInput:
 
     def test_an_id_beyond_the_vocabulary_is_found_where_it_is(self, tmp_path: Path) -> None:
         np.array([1, 2, 3, 4, 300, 6], dtype="<u2").tofile(tmp_path / "a.bin")
-        tokens = open_tokens(tmp_path / "a.bin", context=2, vocabulary=256)
+        self.check(tmp_path / "a.bin", r"a\.bin: token 4 has id 300, model\.vocabulary is 256", context=2)
+        tokens = Tokens(np.array([1, 2, 3, 4, 300, 6], dtype="<u2"), "a.bin", 256)
         assert tokens.windows(np.array([0]), 3).tolist() == [[1, 2, 3]]
         with pytest.raises(ConfigError, match=r"a\.bin: token 4 has id 300, model\.vocabulary is 256"):
             tokens.windows(np.array([0, 3]), 3)
+
+    def test_of_a_long_token_file_pieces_all_over_it_are_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(data, "_PIECE_BYTES", 8)
+        monkeypatch.setattr(data, "CHECKED_BYTES", 24)  # three pieces of four tokens
+        ids = np.zeros(400, dtype="<u2")
+        Tokens(ids, "a.bin", 256).check()
+        for place, seen in ((0, True), (50, False), (399, True)):
+            ids[:] = 0
+            ids[place] = 256
+            with pytest.raises(ConfigError, match=f"token {place} has id 256") if seen else nullcontext():
+                Tokens(ids, "a.bin", 256).check()
+
+    def test_jsonl_needs_the_name_of_its_field(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"text": "one", "id": 1, "\\u001b[31mtitle": "t"}\n\n{"text": "two", "id": 2}\n')
+        self.check(path, r"line 1 has fields, and one of them must be named: --field \(fields with text: text,  \[31mtitle\)")
+        self.check(tmp_path, r"a\.jsonl: line 1 has fields")
+        for field, message in (("body", r"line 1 has no text in the field body \(fields with text: text"), ("id", "no text")):
+            with pytest.raises(ConfigError, match=message):
+                open_tokens(path, context=3, vocabulary=256, field=field)
+        assert text_of(open_tokens(path, context=3, vocabulary=256, field="text")) == b"one\0two"
+        (tmp_path / "b.txt").write_bytes(b"three")
+        assert text_of(open_tokens(tmp_path, context=3, vocabulary=256, field="text")) == b"one\0two\0three"
+
+    @pytest.mark.parametrize(("line", "message"), [("[1]", "is no object with fields, but list"), ("{", "is not JSON")])
+    def test_jsonl_that_is_none(self, tmp_path: Path, line: str, message: str) -> None:
+        (tmp_path / "a.jsonl").write_text(f"{line}\n")
+        self.check(tmp_path / "a.jsonl", f"line 1 {message}")
+
+    def test_a_field_without_jsonl_has_no_effect(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"abcdef")
+        for path in (tmp_path, tmp_path / "a.txt"):
+            with pytest.raises(ConfigError, match=r"--field text is for \.jsonl files"):
+                open_tokens(path, context=3, vocabulary=256, field="text")
 
 
 class TestBatches:
@@ -180,11 +217,23 @@ class TestBatches:
         batches = Batches(row(300), 8, 2, seed=7)
         next(batches)
         state = batches.state()
-        with pytest.raises(ConfigError, match="saved data position"):
+        said = "the data has changed since the checkpoint .299 tokens then, 300 now.: .* --new-data"
+        with pytest.raises(ConfigError, match=said if "tokens" in change else "saved data position"):
             batches.load({**state, **change})
         with pytest.raises(ConfigError, match="saved data position"):
             batches.load({})
         assert batches.state() == state
+
+    def test_other_data_is_begun_at_its_start_if_that_is_said(self) -> None:
+        before, now, fresh = Batches(row(300), 8, 2, seed=7), Batches(row(311), 8, 2, seed=7), Batches(row(311), 8, 2, seed=7)
+        next(before)
+        now.load(before.state(), new_data=True)
+        assert now.state() == fresh.state() and torch.equal(next(now)[0], next(fresh)[0])
+        same = Batches(row(300), 8, 2, seed=7)
+        same.load(before.state(), new_data=True)
+        assert same.state() == before.state(), "the same data goes on where it was"
+        with pytest.raises(ConfigError, match="the data has changed"):
+            Batches(row(311), 8, 2, seed=8).load(before.state(), new_data=True)  # and the run's seed, too
 
     def test_too_little_for_one_window(self) -> None:
         with pytest.raises(ConfigError, match="less than one context"):

@@ -1,0 +1,51 @@
+"""`edit-coordinator init`: for how many peers a run is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import aggregator.cli
+from aggregator.cli import app
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import ConfigError
+
+
+def init(path: Path, *options: str, answer: str = "") -> Result:
+    return CliRunner().invoke(app, ["init", "--state", str(path), *options], input=answer)
+
+
+def waits_for(path: Path) -> tuple[int, int]:
+    rounds = StateFolder(path).config().rounds
+    return rounds.start_peers, rounds.quorum
+
+
+def test_the_first_round_waits_for_so_many_peers_and_every_round_for_half(tmp_path: Path) -> None:
+    for peers, expected in ((None, (1, 1)), ("1", (1, 1)), ("2", (2, 1)), ("5", (5, 3))):
+        path = tmp_path / str(peers)
+        assert init(path, *(("--peers", peers) if peers else ())).exit_code == 0
+        assert waits_for(path) == expected
+
+
+def test_on_a_terminal_it_asks_and_elsewhere_it_never_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "How many" not in init(tmp_path / "piped", answer="7\n").output
+    assert waits_for(tmp_path / "piped") == (1, 1)
+    monkeypatch.setattr(aggregator.cli, "_on_a_terminal", lambda: True)
+    assert "How many peers" in init(tmp_path / "asked", answer="3\n").output
+    assert waits_for(tmp_path / "asked") == (3, 2)
+    assert "How many" not in init(tmp_path / "told", "--peers", "2", answer="7\n").output
+    again = init(tmp_path / "told", answer="7\n")
+    assert "already holds a run" in str(again.exception) and "How many" not in again.output
+
+
+def test_what_contradicts_is_refused(tmp_path: Path) -> None:
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text("[rounds]\nquorum = 2\n")
+    refused = init(tmp_path / "a", "--config", str(run_toml), "--peers", "2").exception
+    assert isinstance(refused, ConfigError) and "--peers has no effect with --config" in str(refused)
+    above = init(tmp_path / "b", "--config", str(run_toml)).exception
+    assert isinstance(above, ConfigError)
+    assert "rounds.quorum = 2: must not exceed rounds.start_peers (1)" in str(above)
+    assert init(tmp_path / "c", "--peers", "0").exit_code == 2
