@@ -244,6 +244,21 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
     return answers, replace(answers.said[0], aggregators=further)
 
 
+@app.command()
+def watch(state: State = Path("edit-run")) -> None:
+    """Show the run as it goes on: members, rounds, losses, events; until it has finished, or Ctrl-C.
+
+    On a terminal a screen of 100 columns, elsewhere lines. It only looks on: ending it does nothing to the run.
+
+    Example: edit-coordinator watch --state my-run
+    """
+    from aggregator.operator_client import watch_run
+    from edit.view.live import show
+
+    folder = StateFolder(state)
+    asyncio.run(show(lambda: watch_run(folder), Console(), time.time))
+
+
 def _print_status(console: Console, run: RunStatus, rounds: int) -> None:
     _print_headline(console, _words(run.run_id, "bold"), run)
     for one in run.aggregators:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
 from editpb.transport.channel_options import channel_options
 from editpb.transport.status import from_status, handshake_refusal
+from editpb.transport.watch import watch
 from editpb.validity import Notice, Validity
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "pause_run",
     "read_status",
     "resume_run",
+    "watch_run",
 ]
 
 _T = TypeVar("_T")
@@ -130,6 +133,15 @@ def _run(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any], Await
 async def read_status(stub: Any) -> RunStatus:
     """Return how the run of this aggregator stands."""
     return status_from_pb(await stub.Status(pb.StatusRequest(), timeout=_TIMEOUT_S))
+
+
+async def watch_run(folder: StateFolder, every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
+    """Yield how the run of this folder's coordinator stands, again and again. Raises as `editpb.transport.watch.watch`."""
+    async with connect(folder) as channel:
+        who = f"{folder.path}: the coordinator"
+        async with aclosing(watch(control_pb2_grpc.ControlStub(channel), who, every_s)) as statuses:
+            async for status in statuses:
+                yield status
 
 
 async def pause_run(stub: Any) -> None:

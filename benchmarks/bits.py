@@ -43,10 +43,10 @@ from edit.config.run import CodecConfig, InnerConfig, ModelConfig, OuterConfig, 
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.lab.bench.results import append_lines, circumstances, write_picture
-from edit.lab.charts import Point, points_picture
 from edit.local import LocalRun
 from edit.merging.outer_state import OuterState
 from edit.records import Contribution, Outcome, Progress, Snapshot
+from edit.view.charts import Point, points_picture
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import evaluate

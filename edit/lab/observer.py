@@ -18,8 +18,8 @@ from torch import Tensor
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
-from edit.lab.observations import Status
 from edit.records import Snapshot
+from edit.view.observations import Status
 from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.transport.channel_options import channel_options
 

@@ -25,9 +25,9 @@ from edit.config.run import RunConfig
 from edit.council.record import Record
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import Schema
-from edit.lab.observations import Status, SwarmStatus
 from edit.lab.observer import read_snapshot
 from edit.records import Snapshot
+from edit.view.observations import Status, SwarmStatus
 from editpb import council_pb2, council_pb2_grpc, data_pb2_grpc
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity

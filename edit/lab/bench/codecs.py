@@ -26,10 +26,10 @@ from edit.config.codec import CodecSpec
 from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.lab.bench.results import Row, circumstances, figure_note, one_line, results_table
 from edit.lab.bench.rivals.environments import HIVEMIND, Environments, foreign_python
-from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.processes import ChildDied, Supervisor
 from edit.merging.merge import measure
 from edit.records import EncodedTensor
+from edit.view.charts import Group, Part, PartedBar, bars_picture
 
 __all__ = ["CODECS", "OPERATIONS", "CodecOptions", "best_seconds", "measure_codecs", "picture", "row_of", "table"]
 

@@ -22,11 +22,11 @@ from edit.lab import procfs
 from edit.lab.bench.exchange_peer import blocks
 from edit.lab.bench.results import Row, circumstances, figure_note, results_table
 from edit.lab.bench.turns import Timing, Turns, best, median
-from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.joining import invite
 from edit.lab.network import QUEUE_MS, Host, Network
 from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
 from edit.lab.run_toml import Settings, to_toml
+from edit.view.charts import Group, Part, PartedBar, bars_picture
 
 __all__ = ["ExchangeOptions", "measure_exchange", "ours", "picture", "raw", "require_proc", "table"]
 

@@ -30,7 +30,6 @@ from edit.codecs import codec
 from edit.errors import TransportError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Shard
-from edit.lab import charts
 from edit.lab.bench.measured_run import MeasuredRun
 from edit.lab.bench.results import Row, circumstances, figure_note, results_table
 from edit.lab.joining import enrol, lead_through
@@ -38,6 +37,7 @@ from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
 from edit.lab.run_toml import Settings
 from edit.records import Committed, Contribution, EncodedTensor, Progress
+from edit.view import charts
 from editpb import control_pb2, control_pb2_grpc
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels

@@ -27,7 +27,6 @@ from edit.errors import ConfigError
 from edit.fragments.schema import Schema
 from edit.lab.demo.corpus import plan_corpus, standard_library, write_corpus
 from edit.lab.demo.daemons import DemoDaemons, SwarmDaemons
-from edit.lab.demo.display import Display, open_display
 from edit.lab.demo.evaluate import FINAL_BATCHES, Evaluator, Measurer, SnapshotSource
 from edit.lab.demo.faults import FaultRunner, FaultSchedule
 from edit.lab.demo.output_folder import DemoFolder
@@ -35,17 +34,18 @@ from edit.lab.demo.plan import DemoOptions, plan_faults, plan_run
 from edit.lab.demo.recorder import LONE, Recorder
 from edit.lab.demo.report import render_report, results_table
 from edit.lab.demo.results import Agreement, Losses, Results, collect
-from edit.lab.demo.screen import Frame
-from edit.lab.demo.state import DemoState
 from edit.lab.demo.swarm import SwarmRounds, changes
-from edit.lab.observations import Status, SwarmStatus
 from edit.lab.observer import open_observer
 from edit.lab.processes import Programs, Supervisor, terminated_as_interrupt
 from edit.lab.run_toml import to_toml
 from edit.lab.swarm_observer import SwarmObserver, part_on_disk
-from edit.lab.units import bytes_text
 from edit.plain_text import json_text
 from edit.records import Snapshot
+from edit.view.display import Display, open_display
+from edit.view.observations import Status, SwarmStatus
+from edit.view.screen import Frame
+from edit.view.state import RunState
+from edit.view.units import bytes_text
 
 __all__ = ["Demo", "Dependencies", "RunView", "run_demo"]
 
@@ -111,7 +111,7 @@ class Demo:
     def __init__(self, options: DemoOptions, folder: DemoFolder, dependencies: Dependencies, console: Console) -> None:
         self._options, self._folder, self._dependencies = options, folder, dependencies
         self._plan = plan_faults(options)
-        self._state = DemoState(options.peer_ids, options.outer_steps, options.sync_every)
+        self._state = RunState(options.peer_ids, options.outer_steps, options.sync_every)
         rounds = SwarmRounds(options.parts) if options.swarm else None
         self._recorder = Recorder(self._state, folder.metrics, dependencies.unix, rounds)
         self._supervisor = Supervisor(folder.logs)
@@ -288,7 +288,7 @@ class Demo:
     def _frame(self, rounds: int, events: int) -> Frame:
         return Frame(
             run_id=self._run_id(),
-            faults=self._plan,
+            role_of=self._plan.role_of,
             swarm=self._options.swarm,
             started=self._started,
             now=self._dependencies.unix(),

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from edit.lab.demo.state import Cell, DemoState, Event, RoundRow
+from edit.view.state import Cell, Event, RoundRow, RunState
+from editpb.run_status import round_number
 
 __all__ = ["EventMessages"]
 
@@ -21,7 +22,7 @@ class EventMessages:
     def __init__(self) -> None:
         self._away: set[str] = set()
 
-    def events_of(self, record: Mapping[str, Any], state: DemoState) -> list[Event]:
+    def events_of(self, record: Mapping[str, Any], state: RunState) -> list[Event]:
         """Return the events that follow from `record`, which `state` has applied already."""
         kind, peer_id = record.get("kind"), str(record.get("peer_id"))
         if kind == "round" and state.rounds:
@@ -35,7 +36,7 @@ class EventMessages:
             return [Event(row.t, f"{peer_id} is back: {how} outer step {row.outer_step}, training on", "good")]
         return []
 
-    def _member(self, peer_id: str, state: DemoState, t: float) -> list[Event]:
+    def _member(self, peer_id: str, state: RunState, t: float) -> list[Event]:
         row = state.peers[peer_id]
         if row.state not in _AWAY or state.outer_step >= state.outer_steps:
             return []
@@ -45,7 +46,7 @@ class EventMessages:
 
 def _round(row: RoundRow) -> list[Event]:
     if not row.committed:
-        return [Event(row.t, f"round {row.round_id % 1_000_000} aborted: {row.reason}", "info")]
+        return [Event(row.t, f"round {round_number(row.round_id)} aborted: {row.reason}", "info")]
     usual = [cell.norm for cell in row.cells.values() if cell.verdict == "ok"]
     return [
         Event(row.t, f"outer step {row.outer_step}: {peer_id} {_blame(cell, usual)}: {_extent(cell)}", _tone(cell, usual))

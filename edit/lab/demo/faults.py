@@ -14,8 +14,8 @@ from edit.lab.demo.plan import LEADER, OWNER, FaultPlan
 from edit.lab.demo.recorder import Recorder
 from edit.lab.demo.results import Restart, Takeover
 from edit.lab.demo.swarm import SwarmRounds
-from edit.lab.observations import Status, SwarmStatus
 from edit.lab.processes import COORDINATOR
+from edit.view.observations import Status, SwarmStatus
 
 __all__ = ["ActionKind", "FaultAction", "FaultRunner", "FaultSchedule"]
 

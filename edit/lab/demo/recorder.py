@@ -1,4 +1,4 @@
-"""Gathers the metrics lines of all processes, and the lab's own, into one DemoState and one metrics.jsonl."""
+"""Gathers the metrics lines of all processes, and the lab's own, into one RunState and one metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from edit.lab.demo.event_messages import EventMessages
-from edit.lab.demo.state import DemoState
 from edit.lab.demo.swarm import SwarmRounds
 from edit.lab.tail import JsonLines
 from edit.plain_text import json_text
+from edit.view.state import RunState
 
 __all__ = ["LONE", "Recorder"]
 
@@ -23,7 +23,7 @@ class Recorder:
     unix: the clock, seconds since 1970. rounds: of a swarm, whose parts have rounds of their own.
     """
 
-    def __init__(self, state: DemoState, merged: Path, unix: Callable[[], float], rounds: SwarmRounds | None = None) -> None:
+    def __init__(self, state: RunState, merged: Path, unix: Callable[[], float], rounds: SwarmRounds | None = None) -> None:
         self.state, self._merged, self._unix, self._rounds = state, merged, unix, rounds
         self._parts: dict[str, int] = {}
         self._messages = EventMessages()

@@ -13,11 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edit.lab.charts import PALETTE, Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
 from edit.lab.demo.results import Results
-from edit.lab.demo.state import DemoState, Event, RoundRow
-from edit.lab.observations import Point
-from edit.lab.units import bytes_text, duration_text
+from edit.view.charts import PALETTE, Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
+from edit.view.observations import Point
+from edit.view.state import Event, RoundRow, RunState
+from edit.view.units import bytes_text, duration_text
 
 __all__ = ["headline", "numbered_events", "render_report", "result_rows", "results_table", "summary"]
 
@@ -32,7 +32,7 @@ _VERDICT_WORDS = {
 }
 
 
-def render_report(state: DemoState, results: Results, settings: str, started: float) -> str:
+def render_report(state: RunState, results: Results, settings: str, started: float) -> str:
     """Return the page. settings: the text of run.toml; started: unix seconds."""
     template = Template(resources.files("edit.lab.demo").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -123,7 +123,7 @@ def _smooth(points: Sequence[Point]) -> list[tuple[float, float]]:
     ]
 
 
-def _validation_chart(state: DemoState) -> str:
+def _validation_chart(state: RunState) -> str:
     lone = _points(state.validation.get("lone", ()))
     if len(lone) == 1:  # only the end is known: draw a short line
         lone = [(lone[0][0] * 0.97, lone[0][1]), lone[0]]
@@ -133,7 +133,7 @@ def _validation_chart(state: DemoState) -> str:
     return line_chart(series, _marks(state), max(longest, _last_step(state)), "inner steps", height=340)
 
 
-def _training_chart(state: DemoState) -> str:
+def _training_chart(state: RunState) -> str:
     rows = list(state.peers.values())[:_SERIES_STYLES]
     series = [Series(row.peer_id, f"s{place}", _smooth(row.curve)) for place, row in enumerate(rows)]
     series.append(Series("peer-0 alone", "lone", _smooth(state.lone)))
@@ -141,11 +141,11 @@ def _training_chart(state: DemoState) -> str:
     return line_chart(series, (), max(longest, _last_step(state)), "own inner steps", height=300)
 
 
-def _last_step(state: DemoState) -> float:
+def _last_step(state: RunState) -> float:
     return float(state.outer_steps * state.sync_every)
 
 
-def numbered_events(state: DemoState) -> list[Event]:
+def numbered_events(state: RunState) -> list[Event]:
     """Return the events that the charts number: the faults, and how each was overcome."""
     return [event for event in state.events if event.tone in _NUMBERED_TONES]
 
@@ -159,12 +159,12 @@ def _progress_at(rows: Sequence[RoundRow], t: float) -> float:
     return rows[done - 1].outer_step + min(0.95, (t - times[done - 1]) / max(1e-6, times[done] - times[done - 1]))
 
 
-def _marks(state: DemoState) -> list[Mark]:
+def _marks(state: RunState) -> list[Mark]:
     rows = [row for row in state.rounds if row.committed]
     return [Mark(_progress_at(rows, event.t) * state.sync_every, event.text, event.tone) for event in numbered_events(state)]
 
 
-def _verdict_chart(state: DemoState) -> str:
+def _verdict_chart(state: RunState) -> str:
     rows = [row for row in state.rounds if row.committed]
     names = list(state.peers)
     full = 2.0 / max(1, len(names))  # twice the fair share gets the strongest colour
@@ -188,7 +188,7 @@ def _verdict_key() -> str:
     return f"One column per committed round.{''.join(keys)}"
 
 
-def _events(state: DemoState, started: float) -> str:
+def _events(state: RunState, started: float) -> str:
     numbers = {id(event): number for number, event in enumerate(numbered_events(state), 1)}
     items = []
     for event in state.events:

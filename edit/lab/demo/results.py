@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edit.lab.demo.state import DemoState
+from edit.view.state import RunState
 
 __all__ = [
     "Agreement",
@@ -151,7 +151,7 @@ class Results:
         return values
 
 
-def check_digests(state: DemoState) -> DigestCheck:
+def check_digests(state: RunState) -> DigestCheck:
     """Compare every digest that a peer reported with the committed one. A peer reports at most one per second."""
     committed = state.digests
     reports = [report for report in state.digest_reports if report[1:3] in committed]
@@ -160,7 +160,7 @@ def check_digests(state: DemoState) -> DigestCheck:
 
 
 def collect(
-    state: DemoState,
+    state: RunState,
     *,
     run_id: str,
     seed: int,
@@ -200,7 +200,7 @@ def collect(
     )
 
 
-def _peers(state: DemoState) -> tuple[PeerResult, ...]:
+def _peers(state: RunState) -> tuple[PeerResult, ...]:
     verdicts = {peer_id: Counter[str]() for peer_id in state.peers}
     for row in state.rounds:
         for peer_id, cell in row.cells.items():

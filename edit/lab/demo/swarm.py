@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from edit.lab.demo.state import Event
-from edit.lab.observations import SwarmStatus
+from edit.view.observations import SwarmStatus
+from edit.view.state import Event
 
 __all__ = ["SwarmRounds", "changes"]
 

@@ -14,8 +14,8 @@ from edit.errors import ConfigError
 from edit.lab.simulation.outcome import Outcome, table
 from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.simulate import simulate
-from edit.lab.units import duration_text
 from edit.plain_text import json_text
+from edit.view.units import duration_text
 
 __all__ = ["run_simulation"]
 

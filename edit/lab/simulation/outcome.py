@@ -19,7 +19,7 @@ from rich.table import Table
 
 from edit.lab.simulation.accounting import Accounting
 from edit.lab.simulation.scenario import Scenario
-from edit.lab.units import bytes_text, duration_text
+from edit.view.units import bytes_text, duration_text
 
 __all__ = ["Outcome", "table"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ __all__ = ["watch"]
 SILENT_S = 30.0  # beyond the pace; an aggregator whose connection stands and that says nothing for so long does not answer
 
 
-async def watch(stub: Any, who: str, every_s: float = 1.0) -> AsyncIterator[RunStatus]:
+async def watch(stub: Any, who: str, every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
     """Yield how the run stands, again and again, until the aggregator ends the call.
 
     Args:

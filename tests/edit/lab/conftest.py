@@ -6,14 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from edit.errors import ConfigError
-from edit.lab.demo.state import DemoState
 from edit.lab.network import Network
-from edit.lab.observations import Status
+from edit.view.observations import Status
+from edit.view.state import RunState
 
 PEERS = [f"peer-{index}" for index in range(4)]
 
 
-def fill(state: DemoState, step: int) -> None:
+def fill(state: RunState, step: int) -> None:
     t, loss = 100.0 + 3 * step, 1.8 + 4 * math.exp(-step / 6)
     for place, peer_id in enumerate(PEERS):
         if peer_id == "peer-2" and step in (7, 8):
@@ -48,9 +48,9 @@ def fill(state: DemoState, step: int) -> None:
 
 
 @pytest.fixture
-def make_state() -> Callable[[int], DemoState]:
-    def make(steps: int = 10, outer_steps: int = 10) -> DemoState:
-        state = DemoState(PEERS, outer_steps, 30)
+def make_state() -> Callable[[int], RunState]:
+    def make(steps: int = 10, outer_steps: int = 10) -> RunState:
+        state = RunState(PEERS, outer_steps, 30)
         for step in range(1, steps + 1):
             fill(state, step)
         state.apply({"kind": "event", "t": 101.0, "text": "4 peers train", "tone": "info"})

@@ -25,9 +25,9 @@ from edit.lab.bench.exchange_swarm import ours_in_a_swarm
 from edit.lab.bench.results import Row, circumstances, figure_note, one_line, results_table
 from edit.lab.bench.rivals.environments import FLOWER, GLOO, HIVEMIND, TORCHFT, Environments, Needs, foreign_python
 from edit.lab.bench.turns import Timing, Turns, best, median
-from edit.lab.charts import Group, Part, PartedBar, bars_picture
 from edit.lab.network import QUEUE_MS, Network
 from edit.lab.processes import Supervisor
+from edit.view.charts import Group, Part, PartedBar, bars_picture
 
 __all__ = ["DEFAULT_CODECS", "RIVALS", "Rival", "RivalOptions", "measure_rivals", "picture", "table"]
 

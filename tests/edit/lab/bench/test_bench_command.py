@@ -17,8 +17,8 @@ from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances, figure_note
 from edit.lab.bench.rivals.environments import Environments
-from edit.lab.charts import Group, Part, PartedBar, Point, bars_picture, points_picture
 from edit.lab.cli import app
+from edit.view.charts import Group, Part, PartedBar, Point, bars_picture, points_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 BEGINS = {"date": "2026-11-22", "label": "", "commit": "0123abc", "machine": "a <machine>", "load_before": 0.25}

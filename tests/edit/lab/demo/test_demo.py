@@ -20,9 +20,9 @@ from edit.lab.demo.command import Dependencies, run_demo
 from edit.lab.demo.evaluate import Evaluator
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.demo.plan import DemoOptions
-from edit.lab.observations import Status
 from edit.lab.processes import ChildDied, Programs
 from edit.records import Snapshot
+from edit.view.observations import Status
 
 FAKE = str(Path(__file__).parents[1] / "fake_daemons.py")
 

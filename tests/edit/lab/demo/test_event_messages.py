@@ -2,12 +2,12 @@ import pytest
 
 from edit.lab.demo.event_messages import EventMessages
 from edit.lab.demo.recorder import Recorder
-from edit.lab.demo.state import DemoState
+from edit.view.state import RunState
 
 
 @pytest.fixture
 def state():
-    return DemoState(["peer-0", "peer-1"], outer_steps=10, sync_every=30)
+    return RunState(["peer-0", "peer-1"], outer_steps=10, sync_every=30)
 
 
 def texts_of(state, *records):

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from edit.lab.charts import Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
-from edit.lab.charts import ticks as round_ticks
 from edit.lab.demo.command import results_table
 from edit.lab.demo.report import headline, render_report, result_rows
 from edit.lab.demo.results import Losses, Restart, collect
+from edit.view.charts import Bar, Mark, Series, Tile, line_chart, log_bars, tile_grid
+from edit.view.charts import ticks as round_ticks
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from edit.lab.demo.display import LiveDisplay, PlainDisplay, open_display
 from edit.lab.demo.plan import DemoOptions, plan_faults
-from edit.lab.demo.screen import Frame, progress_line, render
-from edit.lab.demo.state import DemoState
-from edit.lab.observations import Point, Status, SwarmStatus
-from edit.lab.units import bytes_text, duration_text, resample, sparkline
+from edit.view.display import LiveDisplay, PlainDisplay, open_display
+from edit.view.observations import Point, Status, SwarmStatus
+from edit.view.screen import Frame, progress_line, render
+from edit.view.state import RunState
+from edit.view.units import bytes_text, duration_text, resample, sparkline
 
-FRAME = Frame(run_id="demo-1a2b3c4d", faults=plan_faults(DemoOptions()), started=100.0, now=183.0, rounds=8)
+FRAME = Frame(run_id="demo-1a2b3c4d", role_of=plan_faults(DemoOptions()).role_of, started=100.0, now=183.0, rounds=8)
 
 
 def text_of(renderable: object, width: int = 100) -> str:
@@ -75,13 +75,13 @@ def test_an_aborted_round_says_why(make_state):
 
 
 def test_an_empty_board_can_be_drawn_too():
-    text = text_of(render(DemoState(["peer-0"], 10, 30), FRAME))
+    text = text_of(render(RunState(["peer-0"], 10, 30), FRAME))
     assert "waiting for the coordinator" in text
     assert "invited" in text
 
 
 def test_more_peers_than_columns_still_fit():
-    state = DemoState([f"peer-{index}" for index in range(16)], 10, 30)
+    state = RunState([f"peer-{index}" for index in range(16)], 10, 30)
     assert max(len(line) for line in text_of(render(state, FRAME)).splitlines()) <= 100
 
 
@@ -148,7 +148,7 @@ def test_a_curve_as_blocks_keeps_its_scale_and_its_gaps():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_members_words_are_text_on_both_displays(terminal):
     words = "[/nothing] [red]x[/] \x1b[2J\n\u202e"
-    state = DemoState(["peer-0"], outer_steps=10, sync_every=30)
+    state = RunState(["peer-0"], outer_steps=10, sync_every=30)
     state.apply({"kind": "member", "t": 100.0, "peer_id": "peer-0", "state": words, "reason": words})
     state.apply({"kind": "event", "t": 100.0, "text": words})
     line = {"kind": "round", "t": 5.0, "round_id": 7, "outer_step": 3, "committed": True, "reason": words}

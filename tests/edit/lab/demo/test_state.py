@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from edit.lab.demo.state import DemoState, Total
+from edit.view.state import RunState, Total
 
 
 def peer_line(t: float, **fields: object) -> dict[str, object]:
@@ -18,8 +18,8 @@ def round_line(outer_step: int, peers: list[dict[str, list[object]]], **fields: 
 
 
 @pytest.fixture
-def state() -> DemoState:
-    return DemoState(["peer-0", "peer-1"], outer_steps=10, sync_every=30)
+def state() -> RunState:
+    return RunState(["peer-0", "peer-1"], outer_steps=10, sync_every=30)
 
 
 def test_a_counter_goes_on_after_its_process_started_again():

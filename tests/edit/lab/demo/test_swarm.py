@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edit.lab.demo.swarm import SwarmRounds, changes
-from edit.lab.observations import SwarmStatus
+from edit.view.observations import SwarmStatus
 
 
 def line(part: int, step: int, **fields: Any) -> dict[str, Any]:

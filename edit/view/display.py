@@ -1,4 +1,4 @@
-"""Shows a running demo: a live screen on a terminal, lines of text elsewhere. `edit.lab.demo.screen` renders it."""
+"""Shows a run: a live screen on a terminal, lines of text elsewhere. `edit.view.screen` renders it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
-from edit.lab.demo.screen import Frame, event_line, progress_line, render
-from edit.lab.demo.state import DemoState
+from edit.view.screen import Frame, event_line, progress_line, render
+from edit.view.state import RunState
 
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "open_display"]
 
@@ -25,7 +25,7 @@ class Display(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
-    def draw(self, state: DemoState) -> None:
+    def draw(self, state: RunState) -> None:
         """Show the present state."""
         ...
 
@@ -44,7 +44,7 @@ class LiveDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def draw(self, state: DemoState) -> None:
+    def draw(self, state: RunState) -> None:
         spare = self._console.height - 20 - len(state.peers)  # rows that the rest of the screen leaves
         rounds = max(2, min(8, spare // 2))
         self._live.update(render(state, self._frame(rounds, max(2, min(8, spare - rounds)))), refresh=True)
@@ -64,11 +64,11 @@ class PlainDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
-    def draw(self, state: DemoState) -> None:
+    def draw(self, state: RunState) -> None:
         frame = self._frame(1, 1)
-        for event in state.events[self._printed :]:
+        for event in state.events[max(0, self._printed - state.forgotten) :]:
             self._console.print(event_line(event, frame.started), soft_wrap=True)
-        self._printed = len(state.events)
+        self._printed = state.forgotten + len(state.events)
         if state.outer_step >= self._next_step:
             self._next_step = state.outer_step + max(1, state.outer_steps // 20)
             self._console.print(progress_line(state, frame), soft_wrap=True, highlight=False, markup=False)

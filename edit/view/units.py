@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edit.lab.observations import Point
+from edit.view.observations import Point
 
 __all__ = ["bytes_text", "duration_text", "resample", "sparkline"]
 

@@ -1,8 +1,9 @@
-"""The live screen: pure functions from a DemoState to rich renderables, and one line of text for a plain terminal."""
+"""The live screen of a run: pure functions from a RunState to rich renderables, and one line of text for a plain terminal."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich import box
@@ -12,10 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from edit.lab.demo.plan import FaultPlan
-from edit.lab.demo.state import Cell, DemoState, Event, PeerRow, RoundRow
-from edit.lab.observations import SwarmStatus
-from edit.lab.units import bytes_text, duration_text, resample, sparkline
+from edit.view.observations import SwarmStatus
+from edit.view.state import Cell, Event, PeerRow, RoundRow, RunState
+from edit.view.units import bytes_text, duration_text, resample, sparkline
+from editpb.run_status import round_number
 
 __all__ = ["Frame", "event_line", "progress_line", "render"]
 
@@ -29,10 +30,18 @@ _STATES = {
     "killed": "bold red",
     "stopped": "bold red",
     "left": "dim",
+    "evicted": "dim",
 }
-_VERDICTS = {"nonfinite": ("NaN", "bold red"), "anomalous": ("huge", "red"), "idle": ("idle", "yellow")}
-_RATES = 9  # the place of the rates among a peer's cells
+_VERDICTS = {
+    "nonfinite": ("NaN", "bold red"),
+    "anomalous": ("huge", "red"),
+    "rejected": ("refused", "red"),
+    "idle": ("idle", "yellow"),
+    "unpaired": ("alone", "yellow"),
+    "carried": ("late", "yellow"),
+}
 _SHOWN_PEERS = 6
+_WIDE = 100
 _SPARK_BINS = 60
 
 
@@ -41,22 +50,28 @@ class Frame:
     """What the screen needs besides the state. started, now: unix seconds."""
 
     run_id: str
-    faults: FaultPlan
+    role_of: Callable[[str], str] | None = None  # a demo's: what happens to a peer, in a few words
     swarm: bool = False
     started: float
     now: float
     rounds: int = 7
     events: int = 6
+    problem: str = ""  # why nothing newer comes
+    width: int = 100  # of the terminal; a narrow one has fewer columns
 
 
-def render(state: DemoState, frame: Frame) -> RenderableType:
-    """Return the whole screen; it needs 100 columns."""
+def render(state: RunState, frame: Frame) -> RenderableType:
+    """Return the whole screen; it is made for 100 columns."""
     return Group(
-        header(state, frame), peers_table(state, frame), rounds_table(state, frame), curves(state), events(state, frame)
+        header(state, frame),
+        peers_table(state, frame),
+        rounds_table(state, frame),
+        curves(state, frame.width),
+        events(state, frame),
     )
 
 
-def header(state: DemoState, frame: Frame) -> RenderableType:
+def header(state: RunState, frame: Frame) -> RenderableType:
     grid = Table.grid(expand=True, padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
@@ -67,9 +82,14 @@ def header(state: DemoState, frame: Frame) -> RenderableType:
     second = Table.grid(expand=True)
     second.add_column(no_wrap=True)
     second.add_column(no_wrap=True, justify="right")
-    second.add_row(phase_text(state, frame), traffic_text(state))
+    second.add_row(phase_text(state, frame), traffic_text(state) if frame.width >= _WIDE else Text())
+    rows: list[RenderableType] = [grid, second]
+    if frame.problem:
+        rows.append(Text(frame.problem, style="bold red", no_wrap=True, overflow="ellipsis"))
+    elif state.status is not None and state.status.waiting_for:
+        rows.append(Text(f"waiting for {state.status.waiting_for}", style="dim", no_wrap=True, overflow="ellipsis"))
     title = Text.assemble(("EDiT ", "bold"), frame.run_id)
-    return Panel(Group(grid, second), title=title, title_align="left", box=box.ROUNDED, border_style="cyan")
+    return Panel(Group(*rows), title=title, title_align="left", box=box.ROUNDED, border_style="cyan")
 
 
 def swarm_text(phase: str, swarm: SwarmStatus) -> Text:
@@ -88,19 +108,21 @@ def _duties(swarm: SwarmStatus, peer_id: str) -> Text:
     return Text(", ".join(filter(None, ("leads" if swarm.leader == peer_id else "", owns))), style="cyan")
 
 
-def phase_text(state: DemoState, frame: Frame) -> Text:
+def phase_text(state: RunState, frame: Frame) -> Text:
     status = state.status
     if status is None:
         return Text("waiting for the first host" if frame.swarm else "waiting for the coordinator", style="yellow")
     if status.swarm is not None:
         return swarm_text(status.phase, status.swarm)
     text = Text(status.phase, style="green" if status.phase in ("collecting", "committing", "finished") else "yellow")
+    if status.eta_s is not None:
+        text.append(f" · {duration_text(status.eta_s)} left", "bold")
     if status.deadline_s is not None:
         text.append(f" · {status.arrived} of {status.expected} in · deadline in {max(0.0, status.deadline_s):.0f} s", "dim")
     return text
 
 
-def traffic_text(state: DemoState) -> Text:
+def traffic_text(state: RunState) -> Text:
     sent = sum(row.sent for row in state.peers.values())
     received = sum(row.received for row in state.peers.values())
     return Text.assemble("sent ", (bytes_text(sent), "bold"), " · received ", (bytes_text(received), "bold"))
@@ -124,38 +146,66 @@ def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
         table.add_column(name, justify=justify, no_wrap=True)
 
 
-def peers_table(state: DemoState, frame: Frame) -> Table:
+_Column = tuple[str, JustifyMethod, Callable[[PeerRow], Text]]
+
+
+def peers_table(state: RunState, frame: Frame) -> Table:
+    columns = _peer_columns(state, frame)
     table = _table("peers")
-    swarm = state.status.swarm if state.status is not None else None
-    duties = ["leads, owns"] if frame.swarm else []  # in place of the rates
-    _columns(table, "left", "peer", "state", *duties, "fault")
-    _columns(table, "right", "outer", "steps", "loss", "tok/s", "up", "down", *([] if frame.swarm else ["kB/s"]), "ok/bad")
+    for name, justify, _ in columns:
+        table.add_column(name, justify=justify, no_wrap=True)
     for row in state.peers.values():
-        cells = _peer_cells(row, frame.faults.role_of(row.peer_id))
-        if frame.swarm:
-            del cells[_RATES]
-            cells.insert(2, _duties(swarm, row.peer_id) if swarm is not None else Text())
-        table.add_row(*cells)
+        table.add_row(*(cell(row) for _, _, cell in columns))
     return table
 
 
-def _peer_cells(row: PeerRow, part: str) -> list[Text]:
-    return [
-        Text(row.peer_id, style="bold"),
-        Text(row.state, style=_STATES.get(row.state, "")),
-        Text(part, style="yellow"),
-        Text(str(row.outer_step)),
-        Text(str(row.steps.value)),
-        Text("" if math.isnan(row.loss) else f"{row.loss:.3f}"),
-        Text(f"{row.tokens_per_s:.0f}" if row.tokens_per_s else ""),
-        Text(bytes_text(row.sent)),
-        Text(bytes_text(row.received)),
-        Text(f"↑{row.sent_rate / 1e3:.0f} ↓{row.received_rate / 1e3:.0f}", style="dim"),
-        Text.assemble(str(row.merged), ("/", "dim"), (str(row.rejected), "red" if row.rejected else "dim")),
+def _peer_columns(state: RunState, frame: Frame) -> list[_Column]:
+    """Return the columns of the peers: a demo's say what happens to each, a run's where its time goes and the last verdict."""
+    role_of, swarm = frame.role_of, state.status.swarm if state.status is not None else None
+    columns: list[_Column] = [
+        ("peer", "left", lambda row: Text(row.peer_id, style="bold")),
+        ("state", "left", lambda row: Text(row.state, style=_STATES.get(row.state, ""))),
     ]
+    if frame.swarm:
+        columns.append(("leads, owns", "left", lambda row: _duties(swarm, row.peer_id) if swarm is not None else Text()))
+    if role_of is not None:
+        columns.append(("fault", "left", lambda row: Text(role_of(row.peer_id), style="yellow")))
+    columns += [
+        ("outer", "right", lambda row: Text(str(row.outer_step))),
+        ("steps", "right", lambda row: Text(str(row.steps.value))),
+        ("loss", "right", lambda row: Text("" if math.isnan(row.loss) else f"{row.loss:.3f}")),
+        ("tok/s", "right", lambda row: Text(f"{row.tokens_per_s:.0f}" if row.tokens_per_s else "")),
+        ("up", "right", lambda row: Text(bytes_text(row.sent))),
+        ("down", "right", lambda row: Text(bytes_text(row.received))),
+    ]
+    wide = frame.width >= _WIDE
+    if role_of is None and wide:
+        columns.append(("train/send/wait", "right", lambda row: Text(_shares(row), style="dim")))
+    elif role_of is not None and not frame.swarm:
+        columns.append(("kB/s", "right", _rates))
+    columns.append(("ok/bad", "right", _counts))
+    if role_of is None and wide:
+        columns.append(("last verdict", "left", _last_verdict))
+    return columns
 
 
-def rounds_table(state: DemoState, frame: Frame) -> Table:
+def _rates(row: PeerRow) -> Text:
+    return Text(f"↑{row.sent_rate / 1e3:.0f} ↓{row.received_rate / 1e3:.0f}", style="dim")
+
+
+def _counts(row: PeerRow) -> Text:
+    return Text.assemble(str(row.merged), ("/", "dim"), (str(row.rejected), "red" if row.rejected else "dim"))
+
+
+def _shares(row: PeerRow) -> str:
+    return " ".join(f"{100 * share:.0f}%" for share in row.shares) if any(row.shares) else ""
+
+
+def _last_verdict(row: PeerRow) -> Text:
+    return Text(row.verdict, style="" if row.verdict in ("", "merged") else "yellow", overflow="ellipsis")
+
+
+def rounds_table(state: RunState, frame: Frame) -> Table:
     table = _table("rounds: weight of each peer in the merge, or why it has none")
     shown = list(state.peers)[:_SHOWN_PEERS]
     _columns(table, "right", "round", "outer", *shown, "seconds", "bytes")
@@ -168,7 +218,7 @@ def rounds_table(state: DemoState, frame: Frame) -> Table:
 def _round_cells(row: RoundRow, shown: list[str]) -> list[Text]:
     reason = Text(row.reason) if row.committed else Text(f"aborted: {row.reason}", style="red")
     return [
-        Text(str(row.round_id % 1_000_000), style="dim"),
+        Text(str(round_number(row.round_id)), style="dim"),
         Text(str(row.outer_step), style="bold" if row.committed else "red"),
         *(_weight(row.cells.get(peer_id)) for peer_id in shown),
         Text(f"{row.seconds:.1f}"),
@@ -185,14 +235,15 @@ def _weight(cell: Cell | None) -> Text:
     return Text(f"{cell.weight:.2f}", style="green")
 
 
-def curves(state: DemoState) -> RenderableType:
+def curves(state: RunState, width: int = _WIDE) -> RenderableType:
     """Return the mean training loss of the peers, that of the lone peer, and the held-out loss, on one scale."""
-    last_step = state.outer_steps * state.sync_every
+    last_step = state.last_step
     together = sorted((point for row in state.peers.values() for point in row.curve), key=lambda point: point.step)
+    bins = max(10, min(_SPARK_BINS, width - 32))
     lines = [
-        ("peers, training", "cyan", resample(together, _SPARK_BINS, last_step)),
-        ("lone peer, training", "magenta", resample(state.lone, _SPARK_BINS, last_step)),
-        ("outer, held out", "green", resample(state.validation.get("outer", ()), _SPARK_BINS, last_step)),
+        ("peers, training", "cyan", resample(together, bins, last_step)),
+        ("lone peer, training", "magenta", resample(state.lone, bins, last_step)),
+        ("outer, held out", "green", resample(state.validation.get("outer", ()), bins, last_step)),
     ]
     finite = [value for _, _, values in lines for value in values if not math.isnan(value)]
     if not finite:
@@ -203,6 +254,8 @@ def curves(state: DemoState) -> RenderableType:
     _columns(table, "right", "")
     table.show_header = False
     for name, style, values in lines:
+        if all(math.isnan(value) for value in values):
+            continue
         newest = next((value for value in reversed(values) if not math.isnan(value)), math.nan)
         number = "" if math.isnan(newest) else f"{newest:.3f}"
         table.add_row(name, Text(sparkline(_carried(values), low, high), style=style), Text(number, style=style))
@@ -219,7 +272,7 @@ def _carried(values: list[float]) -> list[float]:
     return filled
 
 
-def events(state: DemoState, frame: Frame) -> RenderableType:
+def events(state: RunState, frame: Frame) -> RenderableType:
     lines = [event_line(event, frame.started) for event in state.events[-frame.events :]]
     return Panel(Group(*lines), title="events", title_align="left", box=box.ROUNDED, border_style="dim")
 
@@ -230,7 +283,7 @@ def event_line(event: Event, started: float) -> Text:
     return line.append(event.text, _TONES.get(event.tone, ""))
 
 
-def progress_line(state: DemoState, frame: Frame) -> str:
+def progress_line(state: RunState, frame: Frame) -> str:
     """Return one line of progress, for a log or a terminal that cannot be redrawn."""
     losses = [row.loss for row in state.peers.values() if not math.isnan(row.loss)]
     parts = [f"{duration_text(frame.now - frame.started):>5}  outer step {state.outer_step}/{state.outer_steps}"]

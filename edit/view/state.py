@@ -1,4 +1,4 @@
-"""Everything known about a running demo, built up from the lines of its metrics files.
+"""Everything that a screen shows of a run: from its status, or built up from the lines of a demo's metrics files.
 
 Kinds of lines: member, round, peer (coordinator); step, outer (peers); lone (the lone peer); event, validation (the lab). Every
 line has its own time.
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edit.lab.observations import Point, Status
 from edit.plain_text import printable
+from edit.view.observations import Point, Status
+from editpb.run_status import Curve, MemberStatus, RoundReport, RunStatus
 
-__all__ = ["Cell", "DemoState", "Event", "PeerRow", "RoundRow", "Total"]
+__all__ = ["Cell", "Event", "PeerRow", "RoundRow", "RunState", "Total"]
 
 Record = Mapping[str, Any]
 _RATED_S = 0.4  # a rate is over at least so long
@@ -86,6 +87,8 @@ class PeerRow:
     t: float = 0.0
     merged: int = 0
     rejected: int = 0
+    shares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of its time: computing, exchanging, waiting
+    verdict: str = ""  # on its last contribution, in words
     sent_rate: float = 0.0
     received_rate: float = 0.0
     steps: Total = field(default_factory=Total)
@@ -136,28 +139,80 @@ class PeerRow:
         if record.get("loss") is not None:
             self.curve.append(Point(float(record["t"]), self._logged.value, float(record["loss"])))
 
+    def stand(self, member: MemberStatus, loss: Curve | None) -> None:
+        """Take how this member stands."""
+        self.state, self.reason, self.outer_step = printable(member.state), printable(member.reason), member.outer_step
+        self.loss = _number(member.loss, math.nan)
+        self.tokens_per_s = _number(member.tokens_per_s, 0.0)
+        self.merged, self.rejected = member.contributions, member.rejections
+        self.shares, self.verdict = (member.computing, member.exchanging, member.waiting), printable(member.verdict_reason)
+        self.steps.update(member.inner_steps)
+        self._sent.setdefault(0, Total()).update(member.bytes_sent)
+        self._received.setdefault(0, Total()).update(member.bytes_received)
+        self.curve = _points(loss) if loss is not None else []
+        if member.state in ("lost", "left", "evicted"):
+            self.gone()
+
     def gone(self) -> None:
         """Reset its rates: it no longer trains or sends."""
         self.tokens_per_s = self.sent_rate = self.received_rate = 0.0
 
 
-class DemoState:
-    """The state that the screen and the report show. `apply` takes one line of any file."""
+class RunState:
+    """The state that the screen and the report show. `apply` takes one line of any file; `of` makes one of a status."""
 
     def __init__(self, peer_ids: Iterable[str], outer_steps: int, sync_every: int) -> None:
         self.peers = {peer_id: PeerRow(peer_id) for peer_id in peer_ids}
         self.outer_steps, self.sync_every = outer_steps, sync_every
         self.rounds: list[RoundRow] = []
         self.events: list[Event] = []
+        self.forgotten = 0  # events before those
         self.lone: list[Point] = []
         self.validation: dict[str, list[Point]] = {}
         self.status: Status | None = None
         self.digest_reports: set[tuple[str, int, int, str]] = set()  # peer_id, part, outer step, digest
 
+    @classmethod
+    def of(cls, status: RunStatus) -> RunState:
+        """Return what a screen shows of a run that stands so."""
+        every = next((setting.value for setting in status.settings if setting.name == "sync.every"), "0")
+        trains = [one for one in status.members if one.role in ("peer", "region")]
+        state = cls([printable(one.peer_id) for one in trains], status.outer_steps, int(every) if every.isdecimal() else 0)
+        state.status = Status(
+            phase=printable(status.phase),
+            outer_step=status.outer_step,
+            digest=status.digest,
+            parameters=status.parameters,
+            deadline_s=status.deadline_in_s,
+            arrived=len(status.arrived),
+            expected=len(status.expected),
+            memory_bytes=status.peak_memory_bytes,
+            tokens=status.tokens,
+            waiting_for=printable(status.waiting_for),
+            eta_s=status.eta_s,
+        )
+        curves = {(curve.kind, curve.peer_id): curve for curve in status.curves}
+        for one in trains:
+            state.peers[printable(one.peer_id)].stand(one, curves.get(("loss", one.peer_id)))
+        state.rounds = [_row(report) for report in status.rounds]
+        state.events = [Event(each.t, printable(each.text), each.tone) for each in status.events]
+        state.forgotten = status.events[0].number - 1 if status.events else 0
+        if (held_out := curves.get(("held_out", ""))) is not None:
+            state.validation["outer"] = _points(held_out)
+        return state
+
     @property
     def outer_step(self) -> int:
         """The last committed outer step."""
-        return max((row.outer_step for row in self.rounds if row.committed), default=0)
+        committed = max((row.outer_step for row in self.rounds if row.committed), default=0)
+        return max(committed, self.status.outer_step if self.status is not None and self.status.swarm is None else 0)
+
+    @property
+    def last_step(self) -> int:
+        """The inner step at which curves end: the run's last one, or, of a run that is far from it, as far as they reach."""
+        reached = max((point.step for row in self.peers.values() for point in row.curve), default=0)
+        planned = self.outer_steps * self.sync_every
+        return planned if planned and reached > planned // 4 else max(reached, 1)
 
     @property
     def digests(self) -> dict[tuple[int, int], str]:
@@ -261,6 +316,31 @@ def _cell(fragments: list[tuple[str, float, float]]) -> Cell:
         bad=sum(verdict != "ok" for verdict in verdicts),
         fragments=len(fragments),
     )
+
+
+def _row(report: RoundReport) -> RoundRow:
+    """Return a round as the table has it."""
+    cells = {
+        printable(each.peer_id): Cell(each.verdict, each.weight, _number(each.norm, math.inf), each.rejected, each.fragments)
+        for each in report.peers
+        if each.verdict != "absent"
+    }
+    return RoundRow(
+        t=report.t,
+        round_id=report.round_id,
+        outer_step=report.outer_step,
+        committed=report.committed,
+        reason=printable(report.reason),
+        seconds=report.seconds,
+        bytes_in=report.bytes_in,
+        bytes_out=report.bytes_out,
+        digests={0: report.digest},
+        cells=cells,
+    )
+
+
+def _points(curve: Curve) -> list[Point]:
+    return [Point(t, int(x), y) for x, t, y in zip(curve.x, curve.t, curve.y, strict=True)]
 
 
 def _words(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Values that the lab reads from a run: points of a loss curve, and the coordinator's status."""
+"""What a screen shows of a run's status, and the points of a loss curve."""
 
 from __future__ import annotations
 
@@ -43,3 +43,5 @@ class Status:
     memory_bytes: int  # the coordinator's peak
     tokens: int = 0
     swarm: SwarmStatus | None = None  # None: there is a coordinator
+    waiting_for: str = ""  # in words
+    eta_s: float | None = None  # until the run's end; None: not known
