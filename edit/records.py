@@ -7,7 +7,8 @@ arrives.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "MAX_METRICS",
+    "MAX_METRIC_CHARS",
     "MOST_TOKENS",
     "Aborted",
     "Arriving",
@@ -38,6 +41,7 @@ __all__ = [
     "Verdict",
 ]
 
+MAX_METRICS, MAX_METRIC_CHARS = 32, 64  # that one peer reports, and of the name of each
 MOST_TOKENS = (1 << 63) - 1  # a run counts no further: what a signed 64-bit number holds
 
 
@@ -160,6 +164,7 @@ class Progress:
     tokens_per_s: float = 0.0
     step_s: float = 0.0  # seconds per inner step without waits for exchanges, moving median
     device: str = ""  # what it computes on, in words; empty: it does not say
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what else its user reports, by name; all finite
 
 
 @dataclass(frozen=True, slots=True)

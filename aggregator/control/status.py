@@ -179,6 +179,7 @@ def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner 
             bytes_sent=heartbeat.bytes_sent,
             bytes_received=heartbeat.bytes_received,
             device=heartbeat.device,
+            metrics=heartbeat.metrics,
         )
     if rounds is not None:
         status = _with_pace(status, rounds, now)

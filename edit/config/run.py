@@ -135,8 +135,8 @@ class MembershipConfig:
     # Seconds of silence after which a peer is lost; at least twice heartbeat_s. By default 3 in a swarm, where the other bounds
     # are shorter, too: a round waits for a peer that was stopped until it is lost.
     lease_s: float = 6.0
-    # Whether observers and other peers see a peer's training loss, which the operator always does. What a peer keeps to itself
-    # with --hide-loss, it says to nobody.
+    # Whether observers and other peers see a peer's training loss and metrics, which the operator always does. What a peer
+    # keeps to itself with --hide-loss, it says to nobody.
     share_losses: bool = False
 
     def __post_init__(self) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean, median
 
 from torch import Tensor
+
+from edit.errors import ConfigError
+from edit.plain_text import printable
+from edit.records import MAX_METRIC_CHARS, MAX_METRICS
 
 __all__ = ["Speed", "Stopwatch"]
 
@@ -16,7 +20,7 @@ WINDOW = 20  # inner steps
 
 
 class Speed:
-    """The mean of the finite losses and the median seconds of the last WINDOW inner steps."""
+    """The mean of the finite losses and the median seconds of the last WINDOW inner steps; the metrics reported last."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
@@ -24,6 +28,31 @@ class Speed:
         self._tokens: deque[int] = deque(maxlen=WINDOW)
         self._unread: Tensor | None = None
         self._uncounted = 0
+        self._metrics: dict[str, float] = {}
+        self._tensors: dict[str, Tensor] = {}  # metrics of the inner step now taken
+        self._tensors_before: dict[str, Tensor] = {}  # of the one before, to be read
+
+    def add_metrics(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Take these in place of earlier ones of the same name. A tensor is read one inner step later.
+
+        Raises ConfigError, and takes none, where one cannot be sent: a name that is empty, too long or not printable, more
+        names than MAX_METRICS, a tensor of several elements.
+        """
+        for name, value in metrics.items():
+            if not (name and name.isprintable() and len(name) <= MAX_METRIC_CHARS):
+                raise ConfigError(f"metric {printable(name[:80])!r}: must have 1 to {MAX_METRIC_CHARS} printable characters")
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ConfigError(f"metric {name!r}: must be one number, not {value.numel()}")
+        known = self._metrics.keys() | self._tensors_before.keys() | self._tensors.keys() | metrics.keys()
+        if len(known) > MAX_METRICS:
+            raise ConfigError(f"{len(known)} metrics: must be at most {MAX_METRICS}; report fewer names")
+        for name, value in metrics.items():
+            self._tensors.pop(name, None)
+            self._tensors_before.pop(name, None)
+            if isinstance(value, Tensor):
+                self._tensors[name] = value.detach()
+            else:
+                self._metrics[name] = float(value)
 
     def add_loss(self, loss: float | Tensor) -> None:
         """Add the loss of one inner step. A tensor is read with the next one, so that nothing waits for the device now."""
@@ -41,8 +70,15 @@ class Speed:
         """An inner step was taken. seconds: that it took; None: not known."""
         self._tokens.append(self._uncounted)
         self._uncounted = 0
+        self._metrics.update((name, float(value)) for name, value in self._tensors_before.items())
+        self._tensors_before, self._tensors = self._tensors, {}
         if seconds is not None:
             self._seconds.append(seconds)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those that are finite, by name."""
+        return {name: value for name, value in self._metrics.items() if math.isfinite(value)}
 
     @property
     def loss(self) -> float:

@@ -267,12 +267,17 @@ class EditWorker:
         last = self._config.sync.outer_steps
         return all(each.exchange.finished or each.replica.outer_step >= last for each in self._entered)
 
-    def report(self, *, loss: float | Tensor | None = None, tokens: int = 0) -> None:
+    def report(self, *, loss: float | Tensor | None = None, tokens: int = 0, **metrics: float | Tensor) -> None:
         """Say how the inner step now taken went, once for each: the run's status shows it from the next step on, with this
         peer's speed.
 
         loss: of this step; a tensor is read one step later, so that nothing waits for the device. tokens: see `count_tokens`.
+        metrics: other numbers by name (`accuracy=0.5`), the last value of each; `status --json` shows them, to those who may
+            see the loss.
+
+        Raises ConfigError for a name of more than 64 characters, and for more than 32 names.
         """
+        self._speed.add_metrics(metrics)
         if loss is not None:
             self._speed.add_loss(loss)
         if tokens:
@@ -427,6 +432,7 @@ class EditWorker:
                     tokens_per_s=self._speed.tokens_per_s,
                     step_s=self._speed.step_s,
                     device=self._device,
+                    metrics=self._speed.metrics,
                 )
             )
 

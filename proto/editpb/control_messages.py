@@ -75,6 +75,7 @@ def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
         bytes_received=beat.bytes_received,
         serving=serving_to_pb(beat.serving) if beat.serving is not None else None,
         device=one_line(beat.device, lim.MAX_NAME_CHARS),
+        metrics=beat.metrics,
     )
 
 
@@ -95,6 +96,7 @@ def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
         bytes_received=within("bytes_received", message.bytes_received, 0, lim.MAX_COUNT),
         serving=serving_from_pb(message.serving) if message.HasField("serving") else None,
         device=check_text("device", message.device, lim.MAX_NAME_CHARS),
+        metrics=lim.check_metrics(message.metrics),
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import NoReturn
 
 from edit.config.codec import MAX_SPEC_CHARS
 from edit.errors import RemoteProtocolError
 from edit.plain_text import printable
+from edit.records import MAX_METRIC_CHARS, MAX_METRICS
 
 __all__ = [
     "MAX_BOXES_PER_TENSOR",
@@ -38,6 +40,7 @@ __all__ = [
     "check_digest",
     "check_id",
     "check_measured",
+    "check_metrics",
     "check_name",
     "check_share",
     "check_text",
@@ -123,6 +126,17 @@ def check_name(field: str, text: str) -> str:
     if not text:
         fail(f"{field} is empty")
     return check_text(field, text, MAX_NAME_CHARS)
+
+
+def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a peer's own metrics: not too many, each with a printable name and a finite value."""
+    if len(metrics) > MAX_METRICS:
+        fail(f"{len(metrics)} metrics, at most {MAX_METRICS}")
+    for name, value in metrics.items():
+        check_text("the name of a metric", name, MAX_METRIC_CHARS)
+        if not math.isfinite(value):
+            fail(f"metric {name} is {value}")
+    return dict(metrics)
 
 
 def within(field: str, value: int, low: int, high: int) -> int:

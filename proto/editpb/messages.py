@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from edit.fragments.schema import Schema
@@ -102,8 +102,9 @@ class Heartbeat:
     bytes_received: int = 0  # likewise
     serving: Serving | None = None  # the snapshot of `outer_step`; None: it serves none
     device: str = ""  # what it computes on, in words; empty: it does not say
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what else its user reports, by name; all finite
 
-    def as_json(self) -> dict[str, str | int | float | None]:
+    def as_json(self) -> dict[str, object]:
         """Return the values of a `peer` line of metrics.jsonl. `json_text` writes them: a loss that is not finite as null."""
         return {
             "state": self.state.value,
@@ -115,6 +116,7 @@ class Heartbeat:
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "digest": self.digest,
+            "metrics": dict(self.metrics),
         }
 
 

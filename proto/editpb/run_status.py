@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from edit.records import FragmentCommit, PeerVerdict, Verdict
@@ -177,6 +177,7 @@ class MemberStatus:
     quarantined_s: float = 0.0  # for so long it is kept out of the rounds: its bytes were bad too often
     expires: float = 0.0  # when its newest certificate ends, in seconds since 1970; 0: not known here
     device: str = ""  # what it computes on, as it says; empty: it does not say
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what else its user reports, by name
     computing: float = 0.0  # share of the time that it has been here, 0 to 1
     exchanging: float = 0.0  # likewise: sending and fetching
     waiting: float = 0.0  # likewise: for the others
@@ -190,7 +191,8 @@ class MemberStatus:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MemberStatus:
         """Return the member that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
-        return cls(**_typed(cls, values))
+        metrics = {str(name): _number(value) for name, value in values.get("metrics", {}).items()}
+        return cls(**_typed(cls, values), metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +369,7 @@ class RunStatus:
         )
 
     def shown_to(self, role: str, peer_id: str, share_losses: bool) -> RunStatus:
-        """Return what a member may see of it: without the losses of others, unless the run shares them.
+        """Return what a member may see of it: without the losses and metrics of others, unless the run shares them.
 
         The operator sees all that members have said; what a peer keeps to itself, it never says.
         """
@@ -375,7 +377,7 @@ class RunStatus:
             return self
         return replace(
             self,
-            members=tuple(one if one.peer_id == peer_id else replace(one, loss=math.nan) for one in self.members),
+            members=tuple(one if one.peer_id == peer_id else replace(one, loss=math.nan, metrics={}) for one in self.members),
             curves=tuple(one for one in self.curves if one.kind != "loss" or one.peer_id == peer_id),
         )
 

@@ -87,6 +87,7 @@ HEARTBEAT = msg.Heartbeat(
     loss=2.5,
     tokens_per_s=900.0,
     device="NVIDIA H200",
+    metrics={"accuracy": 0.5},
 )
 VIEW = msg.View(
     sequence=9, phase=msg.RunPhase.COLLECTING, outer_step=4, round_id=1_000_002, digest=DIGEST, last_reason="deadline"
@@ -254,6 +255,19 @@ def test_a_heartbeat_without_a_loss_yet_survives_and_its_json_has_null() -> None
     received = heartbeat_from_pb(heartbeat_to_pb(starting))
     assert math.isnan(received.loss)
     assert json_text(received.as_json()["loss"]) == "null" and received.as_json()["state"] == "starting"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({f"m{number}": 1.0 for number in range(33)}, "33 metrics, at most 32"),
+        ({"a" * 65: 1.0}, "the name of a metric has 65 characters"),
+        ({"\x1b[2J": 1.0}, "the name of a metric holds control characters"),
+        ({"accuracy": math.inf}, "metric accuracy is inf"),
+    ],
+)
+def test_wrong_metrics_are_refused(metrics: dict[str, float], reason: str) -> None:
+    assert reason in expect_refusal(heartbeat_from_pb, heartbeat_to_pb(dataclasses.replace(HEARTBEAT, metrics=metrics)))
 
 
 def test_own_reasons_are_made_one_bounded_line_before_they_are_sent() -> None:

@@ -50,14 +50,19 @@ def _value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
     """Field values of a message of this type, as keyword arguments; repeated fields have at most 3 entries."""
-    fields = {
-        field.name: st.lists(_value(field), max_size=3) if field.is_repeated else _value(field) for field in descriptor.fields
-    }
+    fields = {field.name: _values(field) for field in descriptor.fields}
     some = st.fixed_dictionaries({}, optional=fields)
     oneof = next(iter(descriptor.oneofs), None)
     if oneof is None:
         return some
     return st.one_of(*(_value(field).map(lambda value, name=field.name: {name: value}) for field in oneof.fields))
+
+
+def _values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = field.message_type.fields
+        return st.dictionaries(_value(key), _value(value), max_size=3)
+    return st.lists(_value(field), max_size=3) if field.is_repeated else _value(field)
 
 
 def header(**changes: Any) -> msg.ContributionHeader:

@@ -430,6 +430,7 @@ class HubCollective:
             tokens_per_s=progress.tokens_per_s,
             step_s=progress.step_s,
             device=progress.device,
+            metrics=progress.metrics,
         )
         self._io.post(partial(self._say, heartbeat))
 

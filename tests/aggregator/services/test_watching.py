@@ -112,6 +112,8 @@ def test_losses_of_others_are_shown_only_where_the_run_says_so(tmp_path: Path, s
         if role == "observer":
             assert [one.loss for one in asked.members] == pytest.approx([one.loss for one in status.members], nan_ok=True)
         told = {one.peer_id: one.loss for one in status.members if one.role == "peer" and math.isfinite(one.loss) and one.loss}
+        metrics = {one.peer_id: one.metrics["accuracy"] for one in status.members if one.metrics}
+        assert metrics == told
         return {**told, "curves": [one.peer_id for one in status.curves if one.kind == "loss"]}
 
     @on_a_loop
@@ -122,7 +124,7 @@ def test_losses_of_others_are_shown_only_where_the_run_says_so(tmp_path: Path, s
             run = at.coordinator.run
             members = run.attendances.membership.members
             for peer, loss in ((a, 2.25), (b, 3.5)):
-                beat = Heartbeat(state=PeerState.TRAINING, inner_steps=3, loss=loss)
+                beat = Heartbeat(state=PeerState.TRAINING, inner_steps=3, loss=loss, metrics={"accuracy": loss})
                 await peer._call.write(peer_message_to_pb(beat))
                 await until(lambda name=peer.peer_id: (last := members[name].heartbeat) is not None and last.inner_steps == 3)
                 run.feed.publish(PeerReported(peer.peer_id, beat))  # no time passes here, so the stream's own is too soon

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from edit.errors import ConfigError
 from edit.worker.speed import Speed, Stopwatch
 from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
@@ -60,6 +61,37 @@ class TestProgress:
         p.worker.report(tokens=30)
         p.step()
         assert {one.tokens for one in p.collective.contributed} == {30}
+
+    def test_metrics_are_told_by_name_the_last_value_of_each(self, peer: Callable[..., Peer]) -> None:
+        p = peer(every=100)
+        p.worker.report(loss=1.0, accuracy=0.25, **{"eval/bleu": 12})
+        p.step()
+        assert p.collective.told[-1].metrics == {"accuracy": 0.25, "eval/bleu": 12.0}
+        p.worker.report(accuracy=torch.tensor(0.5, requires_grad=True), broken=math.nan)
+        p.step()
+        assert p.collective.told[-1].metrics == {"accuracy": 0.25, "eval/bleu": 12.0}, "a tensor is read one step later"
+        p.step()
+        assert p.collective.told[-1].metrics == {"accuracy": 0.5, "eval/bleu": 12.0}
+
+    @pytest.mark.parametrize(
+        ("metrics", "message"),
+        [
+            ({"a\n": 1.0}, "must have 1 to 64 printable characters"),
+            ({"": 1.0}, "must have 1 to 64 printable characters"),
+            ({"a" * 65: 1.0}, "must have 1 to 64 printable characters"),
+            ({f"m{number}": 1.0 for number in range(32)}, "33 metrics: must be at most 32"),
+            ({"many": torch.zeros(2)}, "metric 'many': must be one number, not 2"),
+        ],
+    )
+    def test_a_metric_that_cannot_be_sent_is_refused_at_once(
+        self, peer: Callable[..., Peer], metrics: dict[str, float], message: str
+    ) -> None:
+        p = peer(every=100)
+        p.worker.report(accuracy=0.5)
+        with pytest.raises(ConfigError, match=message):
+            p.worker.report(**metrics)
+        p.step()
+        assert p.collective.told[-1].metrics == {"accuracy": 0.5}
 
 
 class Clock:

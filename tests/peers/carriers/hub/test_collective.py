@@ -382,8 +382,16 @@ def test_waits_can_be_interrupted_and_goodbye_is_said() -> None:
 def test_a_report_goes_out_with_the_next_heartbeat() -> None:
     with run_of() as (fake, peer):
         progress = Progress(
-            outer_step=3, digest="", exchanging=False, inner_steps=40, round_inner_steps=0, loss=1.5, step_s=0.1
+            outer_step=3,
+            digest="",
+            exchanging=False,
+            inner_steps=40,
+            round_inner_steps=0,
+            loss=1.5,
+            step_s=0.1,
+            metrics={"accuracy": 0.5},
         )
         peer.collective.report(progress)
         fake.await_(lambda f: f.heartbeats[-1].inner_steps == 40)
         assert fake.heartbeats[-1].loss == 1.5 and fake.heartbeats[-1].outer_step == 3
+        assert fake.heartbeats[-1].metrics == {"accuracy": 0.5}
