@@ -26,6 +26,7 @@ from edit.config.overrides import with_settings
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
 from edit.plugins import pin
+from edit.web import check_installed
 from editpb.invitation import is_loopback
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
@@ -295,6 +296,28 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
     for line in (run.reason, *run.warnings):
         if line:
             console.print(_words(line, "yellow"), soft_wrap=True)
+
+
+@app.command()
+def web(
+    state: State = Path("edit-run"),
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
+    certificate: Annotated[
+        Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM). Default: the coordinator's.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+) -> None:
+    """Show the run as a page in the browser: members, rounds, curves, events, settings; pause, drain, evict.
+
+    A process of its own, beside `serve`. On loopback it prints a link that opens the page once; elsewhere a browser needs a
+    member's certificate, and may only read. Needs: pip install 'edit-localsgd[web]'
+
+    Example: edit-coordinator web --state my-run
+    """
+    check_installed()
+    from aggregator.page import serve_operators_page
+
+    serve_operators_page(StateFolder(state), listen=listen, certificate=certificate, key=key, say=typer.echo)
 
 
 @app.command()

@@ -28,6 +28,8 @@ from editpb.validity import Notice, Validity
 
 __all__ = [
     "Answers",
+    "ask_every",
+    "ask_operator",
     "call_every",
     "call_operator",
     "connect",
@@ -92,17 +94,24 @@ def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Ans
 
     With one aggregator it raises what `call_operator` raises.
     """
+    return asyncio.run(ask_every(folder, call))
+
+
+async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
+    """As `call_every`, on the loop that runs."""
     addresses = folder.config().aggregators.addresses
     answers: Answers[_T] = Answers({}, [])
     try:
-        answers.said[0] = call_operator(folder, call)
+        answers.said[0] = await ask_operator(folder, call)
     except TransportError as error:
         if not addresses:
             raise
         answers.failures.append(str(error))
     for number, address in enumerate(addresses, start=1):
         try:
-            answers.said[number] = _run(partial(_connect_further, folder, address), call, f"aggregator {number} ({address})")
+            answers.said[number] = await _ask(
+                partial(_connect_further, folder, address), call, f"aggregator {number} ({address})"
+            )
         except TransportError as error:
             answers.failures.append(str(error))
         except EditError as error:
@@ -112,22 +121,24 @@ def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Ans
 
 def call_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
     """Run one call at the coordinator, and return its answer. Raises TransportError when it does not answer."""
-    return _run(lambda: connect(folder), call, f"{folder.path}: the coordinator")
+    return asyncio.run(ask_operator(folder, call))
 
 
-def _run(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_T]], who: str) -> _T:
-    async def run() -> _T:
-        async with connection() as channel:
-            try:
-                return await call(control_pb2_grpc.ControlStub(channel))
-            except grpc.aio.AioRpcError as error:
-                if (stranger := handshake_refusal(error.details() or "")) is not None:
-                    raise RefusedError(f"{who}: {stranger}") from error
-                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise TransportError(f"{who} does not answer; is `serve` running?") from error
-                raise from_status(error.code(), error.details() or "") from error
+async def ask_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
+    """As `call_operator`, on the loop that runs."""
+    return await _ask(lambda: connect(folder), call, f"{folder.path}: the coordinator")
 
-    return asyncio.run(run())
+
+async def _ask(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any], Awaitable[_T]], who: str) -> _T:
+    async with connection() as channel:
+        try:
+            return await call(control_pb2_grpc.ControlStub(channel))
+        except grpc.aio.AioRpcError as error:
+            if (stranger := handshake_refusal(error.details() or "")) is not None:
+                raise RefusedError(f"{who}: {stranger}") from error
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise TransportError(f"{who} does not answer; is `serve` running?") from error
+            raise from_status(error.code(), error.details() or "") from error
 
 
 async def read_status(stub: Any) -> RunStatus:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
+from edit.web import check_installed
 from peers.command_options import (
     AllowOption,
     DataOption,
@@ -67,7 +68,9 @@ def join(
 
     identity = redeem(invitation_text(invitation, sys.stdin), home, time.time())
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
-    if identity.role == "region":
+    if identity.role in ("observer", "operator"):
+        typer.echo(f"next: edit-peer web --home {home}")
+    elif identity.role == "region":
         typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")
     else:
         typer.echo(f"next: edit-peer run --home {home} --data PATH")
@@ -121,6 +124,28 @@ def region(
 
     log_lines()
     in_hours(hours, lambda: run_region(home, below, max_mbit, frozenset(allow or ())))
+
+
+@app.command()
+def web(
+    home: HomeOption = Path("edit-peer"),
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
+    certificate: Annotated[
+        Path | None, typer.Option(help="Elsewhere than on loopback, which needs it, show this certificate (PEM).")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+) -> None:
+    """Show the run as a page in the browser, with the certificate of an observer or any other member.
+
+    On loopback it prints a link that opens the page once; elsewhere a browser needs a member's certificate.
+    Needs: pip install 'edit-localsgd[web]'
+
+    Example: edit-peer web --home observer
+    """
+    check_installed()
+    from peers.page import serve_members_page
+
+    serve_members_page(home, listen=listen, certificate=certificate, key=key, say=typer.echo)
 
 
 @app.command()

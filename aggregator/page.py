@@ -1,0 +1,47 @@
+"""What the page of a run asks of its coordinator: statuses as they come, and the operator's orders."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from pathlib import Path
+
+from aggregator.operator_client import ask_every, connect, drain_run, evict_peer, pause_run, resume_run
+from aggregator.security.members import OPERATOR_ID
+from aggregator.storage.state_folder import StateFolder
+from edit.web.serve import Tls, serve_page
+from editpb import control_pb2_grpc
+from editpb.identity import Identity
+from editpb.run_status import RunStatus
+from editpb.transport.watch import watch
+
+__all__ = ["give_order", "serve_operators_page", "statuses"]
+
+_ORDERS = {"pause": pause_run, "resume": resume_run, "drain": drain_run}
+_EVICTED = "evicted by the operator"
+
+
+def serve_operators_page(
+    folder: StateFolder, *, listen: str, certificate: Path | None, key: Path | None, say: Callable[[str], None]
+) -> None:
+    """Serve the page of this folder's run until Ctrl-C or SIGTERM, as its operator.
+
+    Args:
+        certificate, key: what the page's server shows to others than this machine, in PEM; None: the coordinator's own.
+    """
+    tls = Tls(certificate or folder.path / "server.pem", key or folder.path / "server.key", folder.path / "ca.pem")
+    identity = Identity(folder.run_id, "operator", OPERATOR_ID)
+    serve_page(partial(statuses, folder), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say)
+
+
+async def statuses(folder: StateFolder) -> AsyncGenerator[RunStatus, None]:
+    """Yield how the run stands, as `editpb.transport.watch.watch` does."""
+    async with connect(folder) as channel:
+        async for status in watch(control_pb2_grpc.ControlStub(channel), f"{folder.path}: the coordinator"):
+            yield status
+
+
+async def give_order(folder: StateFolder, order: str, peer_id: str) -> None:
+    """Carry out one of `edit.web.app.ORDERS` at every aggregator of the run. Raises as `operator_client.ask_every`."""
+    call = _ORDERS.get(order) or evict_peer(peer_id, _EVICTED)
+    (await ask_every(folder, call)).check()

@@ -1,0 +1,256 @@
+"""The process of the page: its address, TLS and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from cryptography import x509
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edit.errors import ConfigError, RefusedError
+from edit.web.access import Access, Certified, Guard, LocalAccess, MemberAccess
+from edit.web.app import GiveOrder, make_app
+from edit.web.feed import Feed, Source
+from editpb.identity import Identity, from_uri
+
+__all__ = ["PageServer", "Tls", "serve_page"]
+
+MOST_CONNECTIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM: what the page's server shows, and the authority whose members may open it."""
+
+    certificate: Path  # names the hosts and addresses by which browsers reach the page
+    key: Path
+    authority: Path
+
+
+def serve_page(
+    source: Source,
+    identity: Identity,
+    *,
+    listen: str = "127.0.0.1:0",
+    tls: Tls | None = None,
+    give_order: GiveOrder | None = None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve the page until Ctrl-C or SIGTERM.
+
+    Args:
+        source: the run's statuses.
+        identity: whom the certificate of this process names.
+        listen: HOST:PORT. On loopback a printed link opens the page; elsewhere a member's certificate does, with `tls`.
+        give_order: carries out an order of whoever opened the printed link; None: there are none.
+        say: prints a line.
+
+    Raises ConfigError for an address or a certificate that cannot be used, and what the source raises.
+    """
+
+    async def run() -> None:
+        local = _is_loopback(_host_port(listen)[0])
+        server = PageServer(source, identity, listen=listen, tls=None if local else tls, give_order=give_order, say=say)
+        await server.run()
+
+    asyncio.run(run())
+
+
+class PageServer:
+    """The page of one run at one address, which is known once it was made. As `serve_page`; with `tls` no link opens it."""
+
+    def __init__(
+        self,
+        source: Source,
+        identity: Identity,
+        *,
+        listen: str,
+        tls: Tls | None = None,
+        give_order: GiveOrder | None = None,
+        say: Callable[[str], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        host, port = _host_port(listen)
+        if tls is None and not _is_loopback(host):
+            raise ConfigError(
+                f"--listen {listen}: on an address that others reach, the page needs TLS: give --certificate and --key"
+            )
+        context = _ssl_context(tls) if tls is not None else None
+        names = ("localhost", "127.0.0.1", "[::1]") if tls is None else _names_in(tls.certificate)
+        self._socket = _bind(host, port, listen)
+        self._feed = Feed(source)
+        port = self._socket.getsockname()[1]
+        scheme = "https" if tls else "http"
+        self.address = f"{scheme}://{_bracketed(host) if tls is None else names[0]}:{port}"
+        access: Access
+        if tls is None:
+            access = LocalAccess(
+                identity.peer_id,
+                identity.role,
+                orders=give_order is not None,
+                announce=lambda token: say(f"{self.address}/?token={token}"),
+                monotonic=monotonic,
+                cookie=f"edit-{port}",
+            )
+        else:
+            access = MemberAccess(identity.run_id, self._is_evicted, time.time)
+            say(f"{self.address}  (with a certificate of a member of {identity.run_id})")
+        hosts = {f"{name.lower()}:{port}" for name in names} | (
+            {name.lower() for name in names} if port in (80, 443) else set()
+        )
+        app = make_app(self._feed, give_order if tls is None else None, monotonic=monotonic)
+        self._server = _Server(_config(Guard(app, access, hosts, scheme), context), self._feed)
+
+    def _is_evicted(self, peer_id: str) -> bool:
+        status = self._feed.status
+        return status is None or any(row.peer_id == peer_id and row.state == "evicted" for row in status.members)
+
+    async def run(self) -> None:
+        """Serve until a signal, or until the source fails for good; then raise what it raised."""
+        following = asyncio.create_task(self._feed.follow())
+        following.add_done_callback(lambda task: self.stop() if not task.cancelled() and task.exception() else None)
+        try:
+            await self._server.serve([self._socket])
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+
+    def stop(self) -> None:
+        """End `run` soon."""
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of those who watch before it waits for its connections, and takes signals as requests to stop."""
+
+    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
+        super().__init__(config)
+        self._feed = feed
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feed.close()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        def stop() -> None:
+            self.should_exit = True
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: a test
+                loop.add_signal_handler(number, stop)
+        yield
+
+
+class _MemberProtocol(H11Protocol):
+    """Puts whom the certificate of a TLS connection names into the scope of its requests."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        certificate = transport.get_extra_info("peercert")
+        if certificate:
+            self.app = _Named(self.app, _certified(certificate))
+
+
+class _Named:
+    def __init__(self, app: Any, certified: Certified | None) -> None:
+        self._app, self._certified = app, certified
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["edit.certified"] = self._certified
+        await self._app(scope, receive, send)
+
+
+def _certified(certificate: dict[str, Any]) -> Certified | None:
+    """Return what a verified certificate says; None: it names no member, or several."""
+    uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
+    try:
+        return Certified(from_uri(uris[0]), ssl.cert_time_to_seconds(certificate["notAfter"])) if len(uris) == 1 else None
+    except RefusedError:
+        return None
+
+
+def _config(app: ASGIApp, context: ssl.SSLContext | None) -> uvicorn.Config:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # broken requests of strangers are not worth a line each
+    config = uvicorn.Config(
+        app,
+        http=_MemberProtocol,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=16_384,
+        timeout_graceful_shutdown=2,
+    )
+    config.load()
+    config.ssl = context
+    return config
+
+
+def _ssl_context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+        context.load_verify_locations(tls.authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{tls.certificate}: cannot be used with {tls.key} and {tls.authority} ({error})") from error
+    return context
+
+
+def _names_in(certificate: Path) -> tuple[str, ...]:
+    """Return the hosts and addresses that a certificate is for. Raises ConfigError when there are none."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"{certificate}: no certificate with the names of a host ({error})") from error
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    if not hosts:
+        raise ConfigError(f"{certificate}: names no host by which browsers could reach the page")
+    return tuple(_bracketed(host) for host in hosts)
+
+
+def _host_port(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"--listen {listen}: must be HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bind(host: str, port: int, listen: str) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
+    except OSError as error:
+        raise ConfigError(f"--listen {listen}: cannot be used ({error.strerror})") from error
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

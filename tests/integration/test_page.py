@@ -1,0 +1,92 @@
+"""The page beside a real coordinator: it sees the run as operator and as observer, and carries out the operator's orders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from aggregator.page import give_order, statuses
+from edit.durable_files import write_atomic
+from edit.errors import ConfigError, EvictedError
+from edit.web.feed import Feed, Source
+from editpb.identity import Identity
+from peers.identity.peer_folder import PeerFolder
+from peers.page import statuses as statuses_of_member
+from tests.support.loops import on_a_loop, until
+from tests.support.served import Served, found_run, new_folder, served
+
+
+@contextlib.asynccontextmanager
+async def following(source: Source) -> AsyncIterator[tuple[Feed, asyncio.Task[None]]]:
+    feed = Feed(source)
+    task = asyncio.create_task(feed.follow())
+    try:
+        yield feed, task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def home_of(at: Served, name: str, role: str, path: Path) -> PeerFolder:
+    """A folder as an invitation leaves it."""
+    key, certificate = at.certificate(name, role)
+    path.mkdir()
+    write_atomic(path / "peer.key", key, mode=0o600)
+    own, ca = (x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER) for pem in (certificate, at.ca))
+    folder = PeerFolder(path)
+    folder.store(Identity(at.folder.run_id, role, name), [at.coordinator.listen], own, ca)
+    return folder
+
+
+def test_the_operators_page_sees_the_run_gives_orders_and_outlives_the_coordinator(tmp_path: Path) -> None:
+    @on_a_loop
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with contextlib.AsyncExitStack() as coordinator:
+            at = await coordinator.enter_async_context(served(folder))
+            peer = await coordinator.enter_async_context(at.peer("a"))
+            async with following(partial(statuses, folder)) as (feed, task):
+                await found_run(peer)
+                await until(lambda: feed.status is not None and feed.status.parameters)
+                assert feed.status is not None and [row.peer_id for row in feed.status.members if row.role == "peer"] == ["a"]
+                for order, phase in (("pause", "paused"), ("resume", "collecting")):
+                    await give_order(folder, order, "")
+                    await until(lambda wanted=phase: feed.status is not None and feed.status.phase == wanted)
+                await give_order(folder, "evict", "a")
+                await until(lambda: feed.status is not None and any(row.state == "evicted" for row in feed.status.members))
+                await coordinator.aclose()
+                await until(lambda: feed.problem)
+                assert "does not answer" in feed.problem
+                assert feed.status is not None and not task.done()  # it shows what it saw last, and goes on asking
+
+    scenario()
+
+
+@pytest.mark.parametrize("role", ["observer", "peer"])
+def test_any_member_sees_the_run(tmp_path: Path, role: str) -> None:
+    @on_a_loop
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at:
+            home = home_of(at, "eve", role, tmp_path / "home")
+            async with following(partial(statuses_of_member, home, itertools.count())) as (feed, task):
+                await until(lambda: feed.status is not None)
+                assert feed.status is not None and feed.status.run_id == at.folder.run_id
+                at.coordinator.run.evict("eve", "looked too long")
+                with pytest.raises(EvictedError, match="looked too long"):
+                    await asyncio.wait_for(asyncio.shield(task), 30)
+
+    scenario()
+
+
+@on_a_loop
+async def test_a_coordinator_that_was_never_started_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no coordinator was started here"):
+        await Feed(partial(statuses, new_folder(tmp_path / "run"))).follow()
