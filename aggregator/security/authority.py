@@ -37,7 +37,7 @@ from aggregator.security.certificates import (
 from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StaleError, StorageError
-from editpb.identity import ROLES, Identity
+from editpb.identity import ROLES, Identity, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity
 
@@ -143,16 +143,18 @@ class Authority:
         """Return a new certificate in DER for a member's identity and key; `certificate` is its present one.
 
         The caller has authorized the member by it. Who asks again gets the same, so that each certificate is renewed once.
-        Raises StaleError when it is not due, or when no later end is possible, StorageError.
+        One that another authority signed is always due. Raises StaleError when it is not due, or when no later end is
+        possible, StorageError.
         """
         last = self._renewed.get(identity.peer_id)
         record, validity = self.members.get(identity.peer_id), Validity.of(certificate)
         if last is None or record is None or record.serial != f"{last.serial_number:x}" or Validity.of(last).renewal_due(now):
-            if not validity.renewal_due(now):
+            of_another = not is_signed_by(certificate, self.issuer.certificate)
+            if not of_another and not validity.renewal_due(now):
                 raise StaleError(f"the certificate of {identity.peer_id} is not due for renewal: it {validity.text(now)}")
             public_key = certificate.public_key()
             assert isinstance(public_key, ec.EllipticCurvePublicKey)  # this authority signs no other
-            if validity.ends >= self._latest:
+            if not of_another and validity.ends >= self._latest:
                 raise StaleError(f"the run's authority {self.validity.text(now)}; no certificate outlives it: make a new run")
             last = self._renewed[identity.peer_id] = self._issue(identity, public_key, now)
         return last.public_bytes(serialization.Encoding.DER)

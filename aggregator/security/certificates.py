@@ -84,12 +84,12 @@ def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def make_ca(run_id: str, now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def make_ca(run_id: str, now: float, what: str = "CA") -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """Return the key and the self-signed certificate of a run's authority. It may sign members but no further authorities.
 
-    now: unix seconds.
+    what: tells its name from that of another authority of the run. now: unix seconds.
     """
-    key, name = new_key(), _name(f"{run_id[:60]} CA")
+    key, name = new_key(), _name(f"{run_id[: 63 - len(what)]} {what}")
     certificate = (
         _dated(x509.CertificateBuilder(), now, CA_LIFETIME_S)
         .subject_name(name)

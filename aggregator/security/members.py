@@ -55,6 +55,7 @@ class Members:
     def __init__(self, path: Path, *, new: bool = False, enrols: bool = True) -> None:
         self._path, self._enrols = path, enrols
         self._keys: Mapping[str, str] = {}  # see `pin`
+        self._closed = False  # likewise
         if new and not path.exists():
             self._save({})
         try:
@@ -94,6 +95,8 @@ class Members:
             return record.evicted
         if record.role != identity.role:
             return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
+        if identity.role == "peer" and self.unenrolled(identity.peer_id):
+            return f"{identity.peer_id} is not enrolled, whoever signed its certificate"
         if certificate is not None and (not _is_for(record, certificate) or self.superseded(identity.peer_id, certificate)):
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
         return None
@@ -105,7 +108,8 @@ class Members:
         issued later replaces an earlier one. Elsewhere only the key and the end of the newest one may be missing.
         """
         record, issued = self._records.get(identity.peer_id), certificate.not_valid_before_utc.timestamp()
-        if (record is not None and record.evicted is not None) or self.superseded(identity.peer_id, certificate):
+        shut_out = (record is not None and record.evicted is not None) or self.superseded(identity.peer_id, certificate)
+        if shut_out or (identity.role == "peer" and self.unenrolled(identity.peer_id)):
             return
         if self._enrols:
             if record is not None and not record.key and _is_for(record, certificate):
@@ -117,9 +121,16 @@ class Members:
         ):
             self.add(identity, certificate, issued)
 
-    def pin(self, keys: Mapping[str, str]) -> None:
-        """Say for which key (`public_hash`) each name was enrolled last, where members agree on that: no other counts."""
-        self._keys = keys
+    def pin(self, keys: Mapping[str, str], *, closed: bool = False) -> None:
+        """Say for which key (`public_hash`) each name was enrolled last, where members agree on that: no other counts.
+
+        closed: everybody was enrolled who is a peer, and a certificate alone makes nobody one.
+        """
+        self._keys, self._closed = keys, closed
+
+    def unenrolled(self, peer_id: str) -> bool:
+        """Return whether this is the name of nobody who was enrolled, where members agree on who was."""
+        return self._closed and peer_id not in self._keys
 
     def superseded(self, peer_id: str, certificate: x509.Certificate) -> bool:
         """Return whether the name was enrolled again since, for another key than this certificate's."""

@@ -20,6 +20,7 @@ _VERBS = (
         "resume",
         "drain",
         "share-authority",
+        "new-authority",
         "leave",
         "recover",
         "rejoin",

@@ -5,6 +5,7 @@ its only port; then the new member asks any host for the run's settings, and the
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,9 @@ from typing import Any, Protocol
 
 import grpc
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from aggregator.security.authority import Authority, load_key, made_at
 from aggregator.security.certificates import public_der, public_key_of
@@ -31,7 +34,7 @@ from aggregator.swarm.host_folder import (
 )
 from aggregator.swarm.member_folder import MemberFolder
 from edit.council.events import Claim
-from edit.council.record import Enrolled, Record
+from edit.council.record import Enrolled, Record, Root
 from edit.durable_files import write_atomic, write_json
 from edit.errors import (
     ConfigError,
@@ -46,7 +49,7 @@ from edit.errors import (
 from editpb import council_pb2 as pb
 from editpb import enrolment_pb2 as epb
 from editpb.council_messages import SwarmDescription, description_from_pb
-from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault, invited_by
+from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault, invited_by, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, guest_key, is_endpoint
 from editpb.limits import one_line
 from editpb.transport.abort_on_error import abort_on_error
@@ -60,12 +63,14 @@ __all__ = [
     "OwnCertificate",
     "SwarmEnrolment",
     "SwarmRenewal",
+    "Trust",
     "Waiting",
     "addresses_of",
     "certificate_of",
     "invite",
     "keep_authority",
     "open_authority",
+    "root_of",
     "take_settings",
 ]
 
@@ -74,6 +79,7 @@ AGAIN_S = 2.0
 SAY_S = 10.0  # between two lines that say what is waited for
 JOIN_S = 120.0  # after which a member that was never let in gives up
 MOST_WHAT = 600  # characters of such a line
+_ENDORSES = b"edit: this authority takes the place of the one that signs, 1\n"  # its key signs certificates, too
 _log = logging.getLogger(__name__)
 
 
@@ -82,6 +88,72 @@ def addresses_of(record: Record | None) -> dict[str, tuple[str, ...]]:
     members = record.members.items() if record is not None else ()
     found = {peer_id: tuple(filter(is_endpoint, each.addresses)) for peer_id, each in members if each.reachable}
     return {peer_id: addresses for peer_id, addresses in found.items() if addresses}
+
+
+def root_of(certificate: x509.Certificate, before: ec.EllipticCurvePrivateKey | None = None) -> Root:
+    """Return how the record names an authority. before: the key of the one that it takes the place of."""
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    endorsement = before.sign(_ENDORSES + der, ec.ECDSA(hashes.SHA256())) if before is not None else b""
+    return Root(base64.b64encode(der).decode(), base64.b64encode(endorsement).decode())
+
+
+class Trust:
+    """The authorities of the run that a member trusts, in its folder's ca.pem: the present one first.
+
+    Those before it stay while other members have certificates of them. Another one is trusted when the present one has endorsed
+    it, whoever says that it is agreed on. Raises ConfigError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / "ca.pem"
+        try:
+            self._roots = x509.load_pem_x509_certificates(self._file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._file}: cannot be read ({error})") from error
+
+    @property
+    def present(self) -> x509.Certificate:
+        """The certificate of the authority that gives orders and lets others in."""
+        return self._roots[0]
+
+    @property
+    def pem(self) -> bytes:
+        """All of them, in PEM."""
+        return b"".join(each.public_bytes(serialization.Encoding.PEM) for each in self._roots)
+
+    def check(self, root: Root) -> x509.Certificate:
+        """Return the certificate of an authority that is to take the place of the present one, or is trusted already.
+
+        Raises RefusedError unless the present one has endorsed it.
+        """
+        return self._checked(root, self._roots)
+
+    @staticmethod
+    def _checked(root: Root, trusted: Sequence[x509.Certificate]) -> x509.Certificate:
+        try:
+            der, endorsement = base64.b64decode(root.certificate), base64.b64decode(root.endorsement)
+            certificate = x509.load_der_x509_certificate(der)
+            if certificate not in trusted:
+                key = trusted[0].public_key()
+                assert isinstance(key, ec.EllipticCurvePublicKey)
+                key.verify(endorsement, _ENDORSES + der, ec.ECDSA(hashes.SHA256()))
+        except (ValueError, TypeError, InvalidSignature) as error:
+            raise RefusedError("the present authority has not endorsed the one that is to take its place") from error
+        if not isinstance(certificate.public_key(), ec.EllipticCurvePublicKey):
+            raise RefusedError("the key of the new authority is not P-256")
+        return certificate
+
+    def follow(self, roots: Sequence[Root]) -> bool:
+        """Trust what a committed record says, and no more; return whether that is new. Raises RefusedError, StorageError."""
+        trusted, found = self._roots, list[x509.Certificate]()
+        for root in roots:
+            found.insert(0, self._checked(root, trusted))
+            trusted = [found[0], *(each for each in trusted if each != found[0])]
+        if not found or found == self._roots:
+            return False
+        self._roots = found
+        write_atomic(self._file, self.pem)
+        return True
 
 
 def open_authority(path: Path) -> Authority | None:
@@ -98,7 +170,7 @@ def keep_authority(path: Path, run_id: str, key: bytes) -> Authority:
     """
     folder, certificate = authority_folder(path), path / "ca.pem"
     try:
-        trusted = x509.load_pem_x509_certificate(certificate.read_bytes())
+        trusted = x509.load_pem_x509_certificate(certificate.read_bytes())  # the present one
         private = serialization.load_pem_private_key(key, None)
     except OSError as error:
         raise ConfigError(f"{certificate}: cannot be read ({error.strerror})") from error
@@ -111,7 +183,9 @@ def keep_authority(path: Path, run_id: str, key: bytes) -> Authority:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made ({error.strerror})") from error
     write_json(folder / "run.json", {"run_id": run_id}, version=AUTHORITY_FORMAT)
-    write_atomic(folder / "ca.pem", certificate.read_bytes())
+    if not (folder / "ca.pem").exists() or x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes()) != trusted:
+        (folder / "ca.key").unlink(missing_ok=True)  # of an authority that was replaced
+        write_atomic(folder / "ca.pem", trusted.public_bytes(serialization.Encoding.PEM))
     Members(folder / "members.json", new=True)
     write_atomic(folder / "ca.key", key, mode=0o600)  # last: its presence means that all is there
     return Authority.load(folder, run_id)
@@ -123,6 +197,8 @@ def invite(path: Path, peer_id: str, *, hours: float, now: float) -> Invitation:
     Raises ConfigError, RefusedError, StorageError.
     """
     authority = Authority.load(authority_folder(path), run_of(path))
+    if authority.issuer.certificate != Trust(path).present:
+        raise RefusedError(f"{path}: the authority was replaced, and this copy of its key lets nobody in any more")
     folder, member, own = HostFolder.load(path), MemberFolder(path), identity_of(path).peer_id
     saved = member.saved()
     record = saved.record if saved is not None else None
@@ -204,6 +280,8 @@ class SwarmEnrolment:
             raise RefusedError(f"the invitation is for {identity.uri}, not for a peer of {gate.run_id}")
         if not TOKEN.fullmatch(request.token) or guest_key(request.token).public_key() != guest.public_key():
             raise RefusedError("the token is not that of the invitation whose certificate was shown")
+        if not is_signed_by(guest, gate.authority.issuer.certificate):
+            raise RefusedError("this invitation is of an authority that was replaced; ask for a new one")
         if now >= Validity.of(guest).ends:
             raise RefusedError("this invitation has expired; ask for a new one")
         key, number = public_key_of(request.csr_der), f"{guest.serial_number:032x}"
@@ -260,8 +338,21 @@ class OwnCertificate:
         self._trouble = ""  # why the last attempt failed
         self._said: object = None
 
+    def is_of(self, authority: x509.Certificate) -> bool:
+        """Return whether this authority signed it."""
+        return is_signed_by(self.present, authority)
+
+    @property
+    def pem(self) -> bytes:
+        """In PEM."""
+        return self.present.public_bytes(serialization.Encoding.PEM)
+
     async def look(
-        self, sources: Callable[[], Iterable[Callable[[], Awaitable[bytes]]]], warn: Callable[[str], None] = lambda text: None
+        self,
+        sources: Callable[[], Iterable[Callable[[], Awaitable[bytes]]]],
+        warn: Callable[[str], None] = lambda text: None,
+        *,
+        replaced: bool = False,
     ) -> bool:
         """Renew the certificate if it is due; return whether there is another one now. Log what is new of its end.
 
@@ -269,9 +360,10 @@ class OwnCertificate:
             sources: ask somebody for a certificate in DER, in turn, until one gives one that is right; each may raise
                 EditError.
             warn: is told, too, when it ends soon nevertheless.
+            replaced: it is due, since another authority than signed it is the run's.
         """
         before, self._trouble = self.present, ""
-        if Validity.of(self.present).renewal_due(self._unix()):
+        if replaced or Validity.of(self.present).renewal_due(self._unix()):
             self._trouble = "nobody with the authority's key is known"
             for ask in sources():
                 try:
@@ -305,10 +397,10 @@ class OwnCertificate:
         except ValueError as error:
             raise RemoteProtocolError("a damaged certificate was sent") from error
         key = load_key(self._path / "peer.key")
-        authority = x509.load_pem_x509_certificate((self._path / "ca.pem").read_bytes())
-        if (fault := certificate_fault(certificate, authority, self._identity, key)) is not None:
+        authority = x509.load_pem_x509_certificate((self._path / "ca.pem").read_bytes())  # the present one
+        if (fault := certificate_fault(certificate, [authority], self._identity, key)) is not None:
             raise RemoteProtocolError(f"the new certificate does not fit: {fault}")
-        if Validity.of(certificate).ends <= Validity.of(self.present).ends:
+        if self.is_of(authority) and Validity.of(certificate).ends <= Validity.of(self.present).ends:
             raise RemoteProtocolError("the new certificate ends no later than the present one")
         write_atomic(self._path / "peer.pem", certificate.public_bytes(serialization.Encoding.PEM))
         self.present = certificate

@@ -111,8 +111,14 @@ def share_authority(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The peer_id of the member.")],
 ) -> None:
-    """Give a member a copy of the authority's key, so that it lets others in and gives orders, too. It cannot be taken back."""
+    """Give a member a copy of the authority's key, so that it lets others in and gives orders, too."""
     typer.echo(operate.share_authority(folder, name))
+
+
+@app.command()
+def new_authority(folder: Folder) -> None:
+    """Replace the run's authority: who has only the key of the one before can do nothing with it any more."""
+    typer.echo(operate.new_authority(folder))
 
 
 @app.command()

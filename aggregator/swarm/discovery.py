@@ -183,11 +183,11 @@ class Discovery:
         if (before.addresses, before.maddrs) != (known.addresses, known.maddrs):
             self._set(self._news)
 
-    def renew(self, certificate: bytes) -> None:
-        """Sign what this member says with a new certificate (PEM) from now on."""
-        self._credentials = self._credentials[0], certificate, self._credentials[2]
+    def renew(self, certificate: bytes, authority: bytes) -> None:
+        """Sign what this member says with a new certificate from now on, and trust these authorities (PEM)."""
+        self._credentials = self._credentials[0], certificate, authority
         if self._records is not None:
-            self._records.renew(certificate)
+            self._records.renew(certificate, authority)
 
     async def close(self) -> None:
         """End p2pd and the thread. Waits at most CLOSE_S; then the thread is left behind."""

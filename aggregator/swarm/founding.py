@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from aggregator.security.authority import Authority, load_key
+from aggregator.security.certificates import public_hash
 from aggregator.storage.state_folder import lock_folder
+from aggregator.swarm.admission import root_of
 from aggregator.swarm.host import found_swarm
 from aggregator.swarm.host_folder import AUTHORITY_FORMAT, Settings, authority_folder, run_of
 from aggregator.swarm.member_folder import MemberFolder
@@ -74,6 +76,8 @@ def _found(path: Path, peer_id: str, theta: Path, now: float) -> str:
             incarnation=int(now * 1000),
             config_hash=settings.config_hash,
             lease_s=settings.swarm(config).lease_s,
+            root=root_of(authority.issuer.certificate),
+            key=public_hash(x509.load_pem_x509_certificate((path / "peer.pem").read_bytes())),
         )
     theta.unlink(missing_ok=True)
     return authority.run_id

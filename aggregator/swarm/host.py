@@ -12,6 +12,7 @@ gets them as all others, and what there is no use for is not sent. At most one o
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import math
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
-from cryptography.hazmat.primitives import serialization
 
 from aggregator.control.status import run_status
 from aggregator.resources import Clock
@@ -38,10 +38,12 @@ from aggregator.swarm.admission import (
     OwnCertificate,
     SwarmEnrolment,
     SwarmRenewal,
+    Trust,
     Waiting,
     addresses_of,
     certificate_of,
     keep_authority,
+    root_of,
 )
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
@@ -65,7 +67,20 @@ from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.machine import Council, Role, Timing
-from edit.council.record import MOST_ENROLLED, MOST_TEXT, Member, Part, Phase, Record, Saved, Update, name_of, peer_of
+from edit.council.record import (
+    MOST_ENROLLED,
+    MOST_TEXT,
+    Enrolled,
+    Member,
+    Part,
+    Phase,
+    Record,
+    Root,
+    Saved,
+    Update,
+    name_of,
+    peer_of,
+)
 from edit.errors import (
     BusyError,
     ConfigError,
@@ -84,7 +99,7 @@ from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
-from editpb.identity import Identity, admitted, from_auth_context
+from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS
 from editpb.limits import check_digest, check_id, one_line
 from editpb.transport.abort_on_error import abort_on_error
@@ -109,7 +124,7 @@ _T = TypeVar("_T")
 MOST_UNTAKEN = 256  # messages that wait for the council
 MOST_STATES = 2  # states that others read here at a time: each is a copy. Others wait, no longer than they like
 MOST_KEPT = 8  # updates that others read from the journals here at a time, likewise
-Order = ev.Evict | ev.SetPhase | ev.Entrust
+Order = ev.Evict | ev.SetPhase | ev.Entrust | ev.Supersede
 ORDERS = ("Evict", "Pause", "Resume", "Drain")  # calls of control.proto
 MOST_ORDERS = 16  # of operators that wait to be agreed on
 ORDER_S = 10.0  # an order that is not agreed on for so long is answered; it may be later
@@ -119,6 +134,7 @@ MISSED_S = 60.0  # between two lines of one that hears no leader
 CERTIFICATE_LOOK_S = 3600.0
 CERTIFICATE_AGAIN_S = 60.0  # while it is due, and cannot be renewed
 CERTIFICATE_ANSWER_S = 15.0
+REPLACED_S = 15.0  # after another authority is trusted here; by then the peers beside all hosts trust it, too
 LEAVE_S = 3.0  # how long a member that leaves waits to be voted out
 _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
@@ -200,7 +216,10 @@ class Host:
         self._seeds: Addresses = seeds or {}
         self._discovery, self._limit = discovery, limit
         self._found: Addresses = {}  # by it
-        self._settings, self.authority, self._certificate = settings, authority, certificate
+        self._settings, self._authority, self._certificate = settings, authority, certificate
+        self._trust = Trust(folder.path) if certificate is not None else None
+        self._roots: tuple[Root, ...] = ()  # of the record, when they were looked at
+        self._replaced_at = -math.inf  # when another authority was trusted
         self._renewers: tuple[str, ...] = ()  # who was known to renew certificates when it was looked at
         self._look = asyncio.Event()  # at the certificate, at once
         self._claims = 0  # that wait to be agreed on
@@ -246,7 +265,10 @@ class Host:
         port = self._bind()
         saved = await self._begun()
         addresses = (f"{self._place.advertise}:{port}",) if self._place.advertise else ()
-        member = self._member = Member(incarnation=saved.incarnation, addresses=addresses, reachable=bool(addresses))
+        reachable, authority = bool(addresses), self._certified_by()
+        member = self._member = Member(
+            incarnation=saved.incarnation, addresses=addresses, reachable=reachable, authority=authority
+        )
         states = [part.replica.state for part in self.parts]
         if not any(state.digest for state in states):
             states = []
@@ -472,6 +494,16 @@ class Host:
         )
 
     @property
+    def authority(self) -> Authority | None:
+        """The run's, if this member has a copy of its key; one that was replaced does not count."""
+        own = self._authority
+        return own if own is not None and (self._trust is None or own.issuer.certificate == self._trust.present) else None
+
+    @authority.setter
+    def authority(self, authority: Authority) -> None:
+        self._authority = authority
+
+    @property
     def started(self) -> bool:
         """Whether it takes part."""
         return self._council is not None
@@ -643,7 +675,8 @@ class Host:
                 self._members.evict(peer_id, reason)
                 for engine in engines:
                     engine.run.evict(peer_id, reason)
-        self._members.pin({peer_id: enrolled.key for peer_id, enrolled in record.enrolled.items()})
+        self._members.pin({peer_id: enrolled.key for peer_id, enrolled in record.enrolled.items()}, closed=bool(record.roots))
+        self._follow_roots(record)
         for peer_id in _shut_out(record):
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
         if self.peer_id in record.evicted and name_of(self.peer_id, self.incarnation) not in record.voters:
@@ -653,6 +686,27 @@ class Host:
         for order, told in self._orders:
             if _is_done(order, record) and not told.done():
                 told.set_result(None)
+
+    def _follow_roots(self, record: Record) -> None:
+        """Trust the authorities of the record. The peer beside this host, and all others, do so before certificates change."""
+        if self._trust is None or self._certificate is None or not record.roots or record.roots == self._roots:
+            return
+        before, self._roots = self._trust.present, record.roots
+        try:
+            if not self._trust.follow(record.roots):
+                return
+        except RefusedError as error:
+            self._note(str(error))
+            return
+        self.links.renew(self._certificate.credentials())
+        if self._discovery is not None:
+            self._discovery.renew(self._certificate.pem, self._trust.pem)
+        if self._trust.present != before:
+            text = "another authority takes the place of the one before: who has only the key of that lets nobody in"
+            _log.warning("%s", text)
+            self._note(text)
+            self._replaced_at = self._clock.monotonic()
+            asyncio.get_running_loop().call_later(REPLACED_S, self._look.set)
 
     def _refused(self, event: ev.Event, reason: str) -> None:
         match event:
@@ -822,16 +876,26 @@ class Host:
 
     async def _keep_certificate(self, own: OwnCertificate) -> None:
         """Look at it now and then, and take a renewed one: connections that are open stay."""
+        assert self._trust is not None
         while True:
             self._look.clear()
-            if await own.look(self._certifiers, self._note):
+            replaced = not own.is_of(self._trust.present) and self._clock.monotonic() >= self._replaced_at + REPLACED_S
+            if await own.look(self._certifiers, self._note, replaced=replaced):
                 self.links.renew(own.credentials())
                 self._members.add_caller(Identity(self.run_id, "peer", self.peer_id), own.present)
                 if self._discovery is not None:
-                    self._discovery.renew(own.present.public_bytes(serialization.Encoding.PEM))
+                    self._discovery.renew(own.pem, self._trust.pem)
+                self._member = replace(self._member, authority=self._certified_by())
+                self.tell(ev.Here(self._member))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CERTIFICATE_AGAIN_S if own.failing else CERTIFICATE_LOOK_S):
                     await self._look.wait()
+
+    def _certified_by(self) -> str:
+        """Return whose certificate this member has, as the record names it; '': it is not said."""
+        if self._trust is None or self._certificate is None:
+            return ""
+        return root_of(self._trust.present).name if self._certificate.is_of(self._trust.present) else ""
 
     def _certifiers(self) -> Iterator[Callable[[], Awaitable[bytes]]]:
         """Yield what asks for a renewed certificate: this member itself if it can, then the others that can."""
@@ -861,6 +925,7 @@ class Host:
         identity = admitted(context.auth_context(), self.run_id, ("peer",))
         certificate = certificate_of(context)
         self.check_evicted(identity.peer_id)
+        self._check_enrolled(identity.peer_id)
         if self._members.superseded(identity.peer_id, certificate):
             raise RefusedError(f"{identity.peer_id} was enrolled again, with another key: it is on another machine now")
         self._members.add_caller(identity, certificate)  # of a renewed one, what trains beside it has an older one for a while
@@ -877,10 +942,18 @@ class Host:
         if record is not None and peer_id in _shut_out(record):
             raise EvictedError(record.evicted[peer_id])
 
+    def _check_enrolled(self, peer_id: str) -> None:
+        """Raise StaleError for a name that nobody was enrolled with, by what is known here: it may be known in a moment."""
+        record = self.council.record
+        if record is not None and not record.may_enter(peer_id):
+            raise StaleError(f"{peer_id} is not enrolled, whoever signed its certificate")
+
     def check_authority(self, context: Context, *roles: str) -> None:
         """Check that somebody calls whom the run's authority made its operator, or an observer. Raises RefusedError."""
-        identity = admitted(context.auth_context(), self.run_id, roles)
-        validity = Validity.of(certificate_of(context))
+        identity, certificate = admitted(context.auth_context(), self.run_id, roles), certificate_of(context)
+        if self._trust is not None and not is_signed_by(certificate, self._trust.present):
+            raise RefusedError("the authority was replaced, and this copy of its key gives no orders any more")
+        validity = Validity.of(certificate)
         if validity.notice(now := self._clock.unix()) in (Notice.EXPIRED, Notice.NOT_YET):
             raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}")
 
@@ -893,6 +966,7 @@ class Host:
         identity = admitted(context.auth_context(), self.run_id, ("operator", "observer", "peer"))
         if identity.role == "peer":
             self.check_evicted(identity.peer_id)
+            self._check_enrolled(identity.peer_id)
         else:
             self.check_authority(context, identity.role)
 
@@ -973,6 +1047,17 @@ class Host:
             raise StaleError(f"{self.peer_id} has not heard yet that it is to have the authority's key")
         self.authority = await self._background.in_worker(keep_authority, self._folder.path, self.run_id, key)
         _log.info("%s has a copy of the authority's key, and lets others in", self.peer_id)
+
+    async def replace_authority(self, context: Context, request: pb.ReplaceAuthorityRequest) -> None:
+        """Have all agree on another authority. Raises RefusedError unless the present one has endorsed it."""
+        self.check_authority(context, "operator")
+        try:
+            root = Root(*(base64.b64encode(each).decode() for each in (request.certificate, request.endorsement)))
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
+        if self._trust is not None:
+            self._trust.check(root)
+        await self.give(context, ev.Supersede(root, check_id("peer_id", request.peer_id)))
 
     def member(self, context: Context) -> str:
         """Return which member calls. Raises RefusedError, EvictedError."""
@@ -1132,6 +1217,12 @@ class _CouncilService:
             await self._host.take_authority(request.key)
         return pb.TakeAuthorityReply()
 
+    async def ReplaceAuthority(self, request: pb.ReplaceAuthorityRequest, context: Context) -> pb.ReplaceAuthorityReply:
+        """See the service."""
+        async with abort_on_error(context):
+            await self._host.replace_authority(context, request)
+        return pb.ReplaceAuthorityReply()
+
     async def LeaveSwarm(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """See the service."""
         async with abort_on_error(context):
@@ -1205,6 +1296,8 @@ def _is_done(order: ev.Event, record: Record) -> bool:
             return peer_id in record.evicted
         case ev.Entrust(peer_id):
             return peer_id in record.holders
+        case ev.Supersede(root):
+            return root in record.roots
         case ev.SetPhase(phase):
             return record.phase is phase or (phase is Phase.DRAINING and record.phase is Phase.FINISHED)
     return False
@@ -1216,6 +1309,8 @@ def _order_words(order: Order) -> str:
             return f"evict {peer_id}: {reason}"
         case ev.Entrust(peer_id):
             return f"give {peer_id} the authority's key"
+        case ev.Supersede(_, peer_id):
+            return f"put another authority in the place of the present one; {peer_id} has its key"
         case ev.SetPhase(phase):
             return f"be {phase.value}"
 
@@ -1248,10 +1343,15 @@ def found_swarm(
     incarnation: int,
     config_hash: str = "",
     lease_s: float = 1.0,
+    root: Root | None = None,
+    key: str = "",
 ) -> None:
     """Write the folder of a swarm's first member: it has all parts, and the only vote. Raises StorageError.
 
-    states: the first of each part.
+    Args:
+        states: the first of each part.
+        root: the run's authority; None: nobody asks for it.
+        key: of the member's certificate (`public_hash`), which counts as enrolled then.
     """
     digests = []
     for number, outer in enumerate(states):
@@ -1270,5 +1370,7 @@ def found_swarm(
         config_hash=config_hash,
         lease_s=lease_s,
         holders=(peer_id,),
+        roots=(root,) if root is not None else (),
+        enrolled={peer_id: Enrolled("0" * 32, key)} if root is not None else {},
     )
     folder.save(Saved.founded(record))

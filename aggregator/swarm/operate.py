@@ -8,31 +8,35 @@ member itself.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import secrets
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from aggregator.operator_client import drain_run, evict_peer, pause_run, resume_run
 from aggregator.security.authority import COORDINATOR_ID, load_issuer
-from aggregator.security.certificates import key_pem, new_key
+from aggregator.security.certificates import key_pem, make_ca, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.storage.store import Store
-from aggregator.swarm.admission import addresses_of
+from aggregator.swarm.admission import addresses_of, root_of
 from aggregator.swarm.host_folder import HostFolder, authority_folder, check_dht, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
-from edit.council.record import Record, Saved
-from edit.durable_files import read_private, rename
+from edit.council.record import Record, Root, Saved
+from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
 from edit.errors import BusyError, ConfigError, EditError, RefusedError, StaleError, TransportError
 from editpb import control_pb2_grpc
 from editpb import council_pb2 as pb
@@ -47,6 +51,7 @@ __all__ = [
     "drain",
     "evict",
     "leave",
+    "new_authority",
     "operator_credentials",
     "pause",
     "recover",
@@ -61,6 +66,7 @@ ANSWER_S = 5.0  # for how long a host is waited for
 ORDER_S = 30.0  # for how long an order is tried, while leaders change
 MOST_ASKED = 16  # hosts at a time
 OPERATOR_LIFETIME_S = 600.0
+NEXT_FORMAT = 1  # of authority/next/root.json
 SEEK_S = 30.0  # for how long a coordinator is looked for
 
 
@@ -97,16 +103,26 @@ class _Folder:
         return operator_credentials(self.path, self.identity.run_id)
 
 
-def operator_credentials(path: Path, run_id: str, lifetime_s: float = OPERATOR_LIFETIME_S) -> grpc.ChannelCredentials:
-    """Return credentials of an operator, made with the authority's key in a member's folder. Raises ConfigError without it."""
-    authority = authority_folder(path)
+def operator_credentials(
+    path: Path, run_id: str, lifetime_s: float = OPERATOR_LIFETIME_S, *, authority: Path | None = None
+) -> grpc.ChannelCredentials:
+    """Return credentials of an operator, made with the authority's key in a member's folder.
+
+    authority: the folder with the key, where it is the next one's. Raises ConfigError without it, RefusedError for one that was
+    replaced.
+    """
+    given, authority = authority, authority or authority_folder(path)
     if not (authority / "ca.key").exists():
         raise ConfigError(f"{authority / 'ca.key'}: is missing; only who has the authority's key gives orders to the swarm")
     issuer, key = load_issuer(authority), new_key()
     identity = Identity(run_id, "operator", OPERATOR_ID)
     certificate = issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=time.time())
     pem = serialization.Encoding.PEM
-    return grpc.ssl_channel_credentials(issuer.certificate.public_bytes(pem), key_pem(key), certificate.public_bytes(pem))
+    roots = path / "ca.pem"  # while the authority is replaced, members have certificates of both
+    if given is None and roots.exists() and issuer.certificate != x509.load_pem_x509_certificate(roots.read_bytes()):
+        raise RefusedError("the authority was replaced, and this copy of its key gives no orders any more")
+    trusted = roots.read_bytes() if roots.exists() else issuer.certificate.public_bytes(pem)
+    return grpc.ssl_channel_credentials(trusted, key_pem(key), certificate.public_bytes(pem))
 
 
 @asynccontextmanager
@@ -320,6 +336,63 @@ async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: st
             if time.monotonic() >= until:
                 raise TransportError(f"{peer_id} does not take the authority's key: {error}; say it again") from error
         await asyncio.sleep(0.2)
+
+
+def new_authority(path: Path) -> str:
+    """Put another authority in the place of the present one: who has only the key of that can do nothing from then on.
+
+    All agree first; then this member's host has the new key. It can be repeated, and goes on where it was. Raises as
+    `share_authority`.
+    """
+    return asyncio.run(_replace_authority(_Folder(path)))
+
+
+def _next_authority(folder: _Folder) -> tuple[Path, Root]:
+    """Return where the key of the next authority is kept until it is the run's, and how the record names it."""
+    present, kept = load_issuer(authority_folder(folder.path)), authority_folder(folder.path) / "next"
+    if not (kept / "root.json").exists():
+        kept.mkdir(mode=0o700, exist_ok=True)
+        key, certificate = make_ca(folder.identity.run_id, time.time(), f"CA {secrets.token_hex(4)}")
+        write_atomic(kept / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
+        write_atomic(kept / "ca.key", key_pem(key), mode=0o600)
+        write_json(kept / "root.json", asdict(root_of(certificate, present.key)), version=NEXT_FORMAT)  # last
+    try:
+        return kept, Root(
+            **{key: value for key, value in read_json(kept / "root.json", version=NEXT_FORMAT).items() if key != "format"}
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{kept}: is damaged; remove it, and say it again ({error})") from error
+
+
+async def _replace_authority(folder: _Folder) -> str:
+    (kept, root), me, until = _next_authority(folder), folder.identity.peer_id, time.monotonic() + ORDER_S
+    own = folder.own_address()
+    if not own:
+        raise ConfigError(f"{folder.path}: no host was started here")
+    said = await _ask(folder, me, own, folder.client)
+    if said.record is None or root not in said.record.roots:
+        certificate, endorsement = (base64.b64decode(each) for each in (root.certificate, root.endorsement))
+        request = pb.ReplaceAuthorityRequest(peer_id=me, certificate=certificate, endorsement=endorsement)
+
+        async def order(channel: grpc.aio.Channel) -> None:
+            await council_stub(channel).ReplaceAuthority(request, timeout=ORDER_S)
+
+        await _order_leader(folder, folder.operator(), order)
+    operator = operator_credentials(folder.path, folder.identity.run_id, authority=kept)
+    key = read_private(kept / "ca.key")
+    while True:
+        try:
+            async with _connected(folder, me, own, operator) as channel:
+                await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(key=key), timeout=ANSWER_S)
+            break
+        except (StaleError, TransportError, RefusedError) as error:  # it has not heard yet
+            if time.monotonic() >= until:
+                raise TransportError(f"{me} does not take the new authority's key: {error}; say it again") from error
+        await asyncio.sleep(0.2)
+    shutil.rmtree(kept)
+    return (
+        f"the authority is replaced; {me} alone has the new key: say share-authority for others, and invite who is to join anew"
+    )
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------------

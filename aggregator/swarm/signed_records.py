@@ -120,23 +120,26 @@ class SignedRecords:
     ) -> None:
         self._role = role
         self._run_id, self._key, self._evicted, self._unix = run_id, key, evicted, unix
-        self.renew(certificate)
+        self.renew(certificate, authority)
         try:
             own = serialization.load_pem_private_key(private_key, None)
-            self._authorities = x509.load_pem_x509_certificates(authority)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"peer.key, peer.pem or ca.pem is damaged ({error})") from error
         if not isinstance(own, ec.EllipticCurvePrivateKey):
             raise ConfigError("peer.key is not a P-256 key")
         self._private_key = own
-        self._member = lru_cache(1024)(self._member_of)  # of certificates of this run only: others raise
 
-    def renew(self, certificate: bytes) -> None:
-        """Sign with this certificate (PEM) from now on. It is for the same key. Raises ConfigError."""
+    def renew(self, certificate: bytes, authority: bytes) -> None:
+        """Sign with this certificate (PEM) from now on, which is for the same key, and trust these authorities.
+
+        Raises ConfigError.
+        """
         try:
             self._certificate = x509.load_pem_x509_certificate(certificate).public_bytes(serialization.Encoding.DER)
+            self._authorities = x509.load_pem_x509_certificates(authority)
         except ValueError as error:
-            raise ConfigError(f"peer.pem is damaged ({error})") from error
+            raise ConfigError(f"peer.key, peer.pem or ca.pem is damaged ({error})") from error
+        self._member = lru_cache(1024)(self._member_of)  # of certificates of this run only: others raise
 
     # -- hivemind's RecordValidatorBase ------------------------------------------------------------------------------------
 

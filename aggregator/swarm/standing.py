@@ -248,9 +248,12 @@ def _holder_notes(record: Record, standings: Mapping[str, Standing]) -> list[str
     notes = []
     for peer_id in record.holders:
         if peer_id in record.evicted:
-            notes.append(f"{peer_id} was evicted, and was given the authority's key: with it it can let others in")
+            notes.append(f"{peer_id} was evicted, and was given the authority's key, which counts until new-authority is said")
         elif (said := standings.get(peer_id)) is not None and not said.authority:
             notes.append(f"{peer_id} has no copy of the authority's key yet: say share-authority {peer_id} again")
+    if len(record.roots) > 1:
+        late = [peer_id for peer_id, each in sorted(record.members.items()) if each.authority != record.roots[-1].name]
+        notes.append(f"the authority is being replaced: {', '.join(late) or 'nobody'} has no certificate of the new one yet")
     more = [each.peer_id for each in standings.values() if each.authority and each.peer_id not in record.holders]
     return notes + [f"{peer_id} has a copy of the authority's key that is not agreed on" for peer_id in more]
 

@@ -16,6 +16,7 @@ from edit.council.record import (
     PartState,
     Phase,
     Record,
+    Root,
     Saved,
     Stamp,
     Update,
@@ -62,6 +63,7 @@ __all__ = [
     "SendOffer",
     "Serve",
     "SetPhase",
+    "Supersede",
     "Tick",
     "Vote",
 ]
@@ -72,10 +74,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Here I am; let me in, or tell me what I missed. Said until a leader is heard whose record has this member in this life.
-
-    The shell that receives it puts the serial of the sender's certificate in.
-    """
+    """Here I am; let me in, or tell me what I missed. Said until a leader's record has this member in this life."""
 
     stamp: Stamp  # of the sender's record
     member: Member
@@ -295,6 +294,14 @@ class Entrust:
 
 
 @dataclass(frozen=True, slots=True)
+class Supersede:
+    """An operator puts another authority in the place of the present one, whose key one member has: this one."""
+
+    root: Root
+    peer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetPhase:
     """An operator pauses, resumes or drains the run."""
 
@@ -331,6 +338,7 @@ Event = (
     | Disputed
     | Claim
     | Entrust
+    | Supersede
     | Evict
     | SetPhase
     | Here

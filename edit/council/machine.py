@@ -72,6 +72,9 @@ Who comes in
 16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
     record has for which key the name was enrolled last, and with which invitation. The first claim of an invitation counts, and
     of two invitations for one name the later. So whoever has the key may redeem any, at the same time, and each is used once.
+    Only who is enrolled is let in.
+17. Supersede puts another authority in the place of the present one. Its key has one member, the only holder then. The one
+    before stays in the record until all members say that they have a certificate of the new one.
 
 role       event                       condition                                  effects                           next
 ---------  --------------------------  -----------------------------------------  --------------------------------  ---------
@@ -96,7 +99,7 @@ any        Hello                       member with an older stamp               
 any        Here                                                                   Hello                             same
 LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14, 16                 a part of the next version        LEADER
            SetPhase, Release, Ended,
-           Entrust, Claim
+           Entrust, Supersede, Claim
 any        Claim (of this member)                                                 Claim to the leader               same
 any        Offered                     rule 12                                    Hold, else Refused                same
 any        Held                                                                   Accepted to the leader            same
@@ -152,6 +155,7 @@ from edit.council.events import (
     Save,
     Send,
     SetPhase,
+    Supersede,
     Tick,
     Vote,
 )
@@ -162,6 +166,7 @@ from edit.council.record import (
     MOST_HOLDERS,
     MOST_LEASE_S,
     MOST_MEMBERS,
+    MOST_ROOTS,
     MOST_VOTERS,
     Member,
     Part,
@@ -400,7 +405,7 @@ class Council:
                 self._parts.dispute(Release(part, grant, reason, away=True))
             case Claim():
                 self._tell_leader(event)
-            case Evict() | SetPhase() | Entrust():
+            case Evict() | SetPhase() | Entrust() | Supersede():
                 self._order(event)
             case Here(member):
                 self._member = member
@@ -737,7 +742,7 @@ class Council:
         if changed is record:
             steady = {p for p in live if self._now - self._heard_of(p).since > STEADY_LEASES * self._lease_s}
             changed = record.balanced([able & steady for able in fit])
-        changed = self._with_lease(self._with_voters(changed))
+        changed = _with_roots(self._with_lease(self._with_voters(changed)))
         if self._ended and self._ended == {i: part.grant for i, part in enumerate(changed.parts)}:
             self._ended, changed = {}, replace(changed, phase=Phase.FINISHED)
         return changed
@@ -823,6 +828,8 @@ class Council:
         record, peer_id = self._draft or self.record, peer_of(sender)
         if record is None or peer_id in record.evicted or hello.member.incarnation != incarnation_of(sender):
             return
+        if not record.may_enter(peer_id):
+            return
         if hello.stamp.lineage > record.lineage:
             self._notice_recovery(peer_id, hello.stamp.lineage)
             return
@@ -844,7 +851,7 @@ class Council:
         elif hello.member != known and (known is not None or len(record.members) < MOST_MEMBERS):
             self._draft = replace(record, members={**record.members, peer_id: hello.member})
 
-    def _order(self, order: Evict | SetPhase | Entrust) -> None:
+    def _order(self, order: Evict | SetPhase | Entrust | Supersede) -> None:
         record = self._draft or self.record
         if self.role is not Role.LEADER or record is None:
             self._effects.append(Refused(f"ask the leader, {self.leader}" if self.leader else "there is no leader now"))
@@ -860,6 +867,15 @@ class Council:
             pass  # for the first reason
         elif order.peer_id not in record.members:
             self._effects.append(Refused(f"{order.peer_id} is not a member"))
+        elif isinstance(order, Supersede):
+            if not record.roots:
+                self._effects.append(Refused("the record does not say which authority there is"))
+            elif order.root == record.roots[-1]:
+                pass
+            elif len(record.roots) == MOST_ROOTS:
+                self._effects.append(Refused(f"members have certificates of {MOST_ROOTS} authorities already: wait, or evict"))
+            else:
+                self._draft = replace(record, roots=(*record.roots, order.root), holders=(order.peer_id,))
         elif isinstance(order, Entrust):
             if len({*record.holders, order.peer_id}) > MOST_HOLDERS:
                 self._effects.append(Refused(f"{MOST_HOLDERS} members have the authority's key already"))
@@ -972,6 +988,13 @@ class Council:
         """Return a number from 0 to 1 that differs between members and from call to call, and is the same in each replay."""
         self._draws += 1
         return int.from_bytes(blake3(f"{self._me} {self.term} {self._draws}".encode()).digest(4)) / 2**32
+
+
+def _with_roots(record: Record) -> Record:
+    """Rule 17."""
+    if len(record.roots) < 2 or any(member.authority != record.roots[-1].name for member in record.members.values()):
+        return record
+    return replace(record, roots=record.roots[-1:])
 
 
 def _without(members: Mapping[str, Member], peer_id: str) -> Mapping[str, Member]:

@@ -30,6 +30,7 @@ __all__ = [
     "MOST_LEASE_S",
     "MOST_MEMBERS",
     "MOST_PARTS",
+    "MOST_ROOTS",
     "MOST_TEXT",
     "MOST_VOTERS",
     "Enrolled",
@@ -38,6 +39,7 @@ __all__ = [
     "PartState",
     "Phase",
     "Record",
+    "Root",
     "Saved",
     "Stamp",
     "Update",
@@ -54,7 +56,7 @@ __all__ = [
     "update_id",
 ]
 
-FORMAT = 2  # of the bytes of `Saved`
+FORMAT = 3  # of the bytes of `Saved`
 MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of tokens
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
@@ -63,12 +65,15 @@ MOST_ENROLLED = 4096
 MOST_HOLDERS = 16
 MOST_PARTS = 1024
 MOST_ADDRESSES = 16
-MOST_TEXT = 256  # characters of an address, a serial, a reason
+MOST_ROOTS = 4
+MOST_ROOT = 4096  # characters of a certificate
+MOST_TEXT = 256  # characters of an address, a reason
 MOST_LEASE_S = 60.0
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}#[0-9]{1,19}")
 _INVITATION = re.compile(r"[0-9a-f]{32}")
+_BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -101,13 +106,13 @@ class Member:
     addresses: tuple[str, ...] = ()  # host:port
     maddr: str = ""  # of its libp2p node
     reachable: bool = True  # whether it accepts connections; one that does not is neither leader nor owner
-    serial: str = ""  # of its certificate
+    authority: str = ""  # whose certificate it has: `Root.name`
 
     def __post_init__(self) -> None:
         check_count("incarnation", self.incarnation)
         _check(isinstance(self.addresses, tuple) and len(self.addresses) <= MOST_ADDRESSES, f"addresses {self.addresses!r:.80}")
         _check(isinstance(self.reachable, bool), f"reachable = {self.reachable!r:.40}")
-        for text in (*self.addresses, self.maddr, self.serial):
+        for text in (*self.addresses, self.maddr, self.authority):
             check_text(text)
 
 
@@ -122,6 +127,27 @@ class Enrolled:
         right = isinstance(self.invitation, str) and _INVITATION.fullmatch(self.invitation) is not None
         _check(right, f"no invitation: {self.invitation!r:.80}")
         check_digest(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The certificate of an authority of the run, and the word of the one before it that it takes its place. Both in base64.
+
+    The shell reads them: a leader that lies makes nobody trust an authority that the one before has not endorsed.
+    """
+
+    certificate: str  # DER
+    endorsement: str = ""  # a signature of the certificate; "": the run was founded with it
+
+    def __post_init__(self) -> None:
+        for text in (self.certificate, self.endorsement):
+            right = isinstance(text, str) and len(text) <= MOST_ROOT and _BASE64.fullmatch(text) is not None
+            _check(right, f"no certificate: {text!r:.80}")
+
+    @property
+    def name(self) -> str:
+        """By which members say whose certificate they have."""
+        return blake3(self.certificate.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +236,8 @@ class Record:
     lease_s: float = 1.0
     verify: int = 0  # how many hosts beside its owner compute each update
     holders: tuple[str, ...] = ()  # peer_ids of those that were given the key of the run's authority, in order
-    enrolled: Mapping[str, Enrolled] = field(default_factory=dict)  # by peer_id; the founder needed no invitation
+    enrolled: Mapping[str, Enrolled] = field(default_factory=dict)  # by peer_id
+    roots: tuple[Root, ...] = ()  # the run's authority last, and those before it, while members have certificates of them
 
     def __post_init__(self) -> None:
         for count in ("lineage", "term", "version"):
@@ -234,6 +261,8 @@ class Record:
         _check(right, f"holders {self.holders!r:.80}")
         _check(len(self.enrolled) <= MOST_ENROLLED, f"{len(self.enrolled)} enrolled members")
         _check(1 <= len(self.parts) <= MOST_PARTS, f"{len(self.parts)} parts")
+        right = isinstance(self.roots, tuple) and len(self.roots) <= MOST_ROOTS
+        _check(right, f"{len(self.roots)} authorities")
         check_count("verify", self.verify)
         _check(self.verify < MOST_VOTERS, f"verify = {self.verify}")
         check_seconds("lease_s", self.lease_s, MOST_LEASE_S)
@@ -261,6 +290,10 @@ class Record:
         """Return whether this is a member in its present life, or a voter; nobody who was evicted, unless still a voter."""
         member = self.members.get(peer_of(name))
         return (member is not None and member.incarnation == incarnation_of(name)) or name in self.electors
+
+    def may_enter(self, peer_id: str) -> bool:
+        """Return whether this is the name of somebody who was enrolled. A certificate alone lets nobody in."""
+        return not self.roots or peer_id in self.enrolled
 
     def leads(self, name: str) -> bool:
         """Return whether this voter may lead and own parts: it accepts connections, or no voter does."""
@@ -312,6 +345,7 @@ class Record:
         found["enrolled"] = {
             peer_id: Enrolled(**_strict(Enrolled, each)) for peer_id, each in _mapping(found["enrolled"]).items()
         }
+        found["roots"] = tuple(Root(**_strict(Root, each)) for each in found["roots"])
         found["evicted"] = dict(_mapping(found["evicted"]))
         found["phase"] = Phase(found["phase"])
         return cls(**found)

@@ -189,5 +189,5 @@ def _check_reply(
         certificate = x509.load_der_x509_certificate(reply.certificate_der)
     except ValueError as error:
         raise RemoteProtocolError("the coordinator sent a damaged certificate") from error
-    if (fault := certificate_fault(certificate, authority, identity, key)) is not None:
+    if (fault := certificate_fault(certificate, [authority], identity, key)) is not None:
         raise RemoteProtocolError(f"the coordinator's answer does not fit: {fault}")

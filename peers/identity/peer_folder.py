@@ -38,6 +38,7 @@ class Enrolment:
     credentials: grpc.ChannelCredentials  # mutual TLS
     serving: grpc.ServerCredentials | None  # for serving other members; None when its certificate does not allow that
     certificate: bytes  # PEM
+    authority: bytes  # PEM; in a swarm, while it is replaced, more than one
     validity: Validity
 
     @property
@@ -74,10 +75,10 @@ class PeerFolder:
         key, ca, certificate = self._read_key(), _read(self._ca), _read(self._certificate)
         repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
         try:
-            own, authority = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificate(ca)
+            own, authorities = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificates(ca)
         except ValueError as error:
             raise ConfigError(f"{self._certificate} or {self._ca} is damaged; {repair}") from error
-        fault = certificate_fault(own, authority, identity, _load_key(self._key, key))
+        fault = certificate_fault(own, authorities, identity, _load_key(self._key, key))
         if fault is not None:
             raise ConfigError(f"{self._certificate}: {fault}; {repair}")
         validity = Validity.of(own)
@@ -86,7 +87,7 @@ class PeerFolder:
             raise ConfigError(f"{self._certificate}: {validity.text(now)}; {mend}")
         serving = ServerCertificate(self._key, self._certificate, self._ca).credentials() if _may_serve(own) else None
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-        return Enrolment(identity, endpoints, credentials, serving, certificate, validity)
+        return Enrolment(identity, endpoints, credentials, serving, certificate, ca, validity)
 
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
@@ -122,11 +123,11 @@ class PeerFolder:
             raise RemoteProtocolError(f"the coordinator sent a certificate of {len(certificate_der)} bytes")
         try:
             certificate = x509.load_der_x509_certificate(certificate_der)
-            authority = x509.load_pem_x509_certificate(_read(self._ca))
+            authorities = x509.load_pem_x509_certificates(_read(self._ca))
         except ValueError as error:
             raise RemoteProtocolError("the coordinator sent a damaged certificate") from error
         key = _load_key(self._key, self._read_key())
-        if (fault := certificate_fault(certificate, authority, present.identity, key)) is not None:
+        if (fault := certificate_fault(certificate, authorities, present.identity, key)) is not None:
             raise RemoteProtocolError(f"the coordinator's answer does not fit: {fault}")
         if Validity.of(certificate).ends <= present.validity.ends:
             raise RemoteProtocolError("the coordinator sent a certificate that ends no later than the present one")

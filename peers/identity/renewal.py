@@ -24,6 +24,7 @@ from peers.identity.peer_folder import Enrolment, PeerFolder
 __all__ = ["Renewal"]
 
 LOOK_S = 3600.0
+STORED_S = 5.0  # between two looks for what another process has stored
 ANSWER_S = 15.0
 _log = logging.getLogger("peers")
 
@@ -55,10 +56,10 @@ class Renewal:
         self._said: object = None
 
     async def keep(self) -> None:
-        """Look at once, and then every hour."""
+        """Look at once, and then every hour; more often where another process renews it, or replaces the run's authority."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_S if self._asks else STORED_S)
 
     async def look(self) -> None:
         """Take a certificate that another process has stored, or renew a due one; warn of one that ends soon nevertheless."""
@@ -74,9 +75,10 @@ class Renewal:
 
     async def _take_stored(self) -> None:
         stored = await asyncio.to_thread(self._folder.load, swarm=not self._enrolled.endpoints)
-        if stored.certificate != self._enrolled.certificate:
-            self._enrolled = stored
+        before, self._enrolled = self._enrolled, stored
+        if (stored.certificate, stored.authority) != (before.certificate, before.authority):
             self._channels.renew(stored.credentials)
+        if stored.certificate != before.certificate:
             _log.info("%s: the certificate is renewed and %s", self._folder.path, stored.validity.text(self._unix()))
 
     async def _ask(self) -> bytes:

@@ -263,13 +263,25 @@ def share_authority(
     name: Annotated[str, typer.Argument(help="The name of the member.")],
     home: HomeOption = Path("edit-peer"),
 ) -> None:
-    """Give a member a copy of the authority's key: it can let others in, and give orders, too. It cannot be taken back.
+    """Give a member a copy of the authority's key: it can let others in, and give orders, too.
 
-    Needs a copy in --home. `status` shows who has one.
+    Needs a copy in --home. `status` shows who has one. It is taken back from all by `new-authority`.
 
     Example: edit-peer swarm share-authority university-b --home a
     """
     _operate("share-authority", home, name)
+
+
+@app.command()
+def new_authority(home: HomeOption = Path("edit-peer")) -> None:
+    """Replace the authority's key: this member has the new one, and all copies of the one before are of no use any more.
+
+    Members get certificates of the new one by themselves; who is away meanwhile is invited again. Needs a copy in --home,
+    and its host must run.
+
+    Example: edit-peer swarm new-authority --home a
+    """
+    _operate("new-authority", home)
 
 
 @app.command()

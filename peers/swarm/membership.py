@@ -131,9 +131,10 @@ def found(home: Path, founding: Founding) -> None:
 
 
 def _renews(home: Path, invited: Invitation) -> bool:
-    """Return whether an invitation is of use to this member: its certificate ends soon, or has."""
-    now = time.time()
-    return now < invited.expires and PeerFolder(home).load(swarm=True).validity.renewal_due(now)
+    """Return whether an invitation is of use to this member: its certificate ends soon, or is of an earlier authority."""
+    now, enrolled = time.time(), PeerFolder(home).load(swarm=True)
+    present = x509.load_pem_x509_certificate(enrolled.authority).public_bytes(serialization.Encoding.DER)
+    return now < invited.expires and (enrolled.validity.renewal_due(now) or invited.ca != present)
 
 
 def enter(home: Path, invitation: str | None) -> list[tuple[str, str]]:

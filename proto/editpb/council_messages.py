@@ -125,7 +125,7 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
                 addresses=member.addresses,
                 maddr=member.maddr,
                 reachable=member.reachable,
-                serial=member.serial,
+                authority=member.authority,
             )
             return kinds(hello=kinds.Hello(stamp=_stamp(stamp), member=there))
         case News(record):
@@ -310,7 +310,7 @@ def _hello(message: pb.CouncilMessage) -> Hello:
         addresses=tuple(there.addresses),
         maddr=there.maddr,
         reachable=there.reachable,
-        serial=there.serial,
+        authority=there.authority,
     )
     return Hello(_stamp_from(hello.stamp), member)
 

@@ -58,18 +58,18 @@ class Introduction(_message.Message):
 class CouncilMessage(_message.Message):
     __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim")
     class Member(_message.Message):
-        __slots__ = ("incarnation", "addresses", "maddr", "reachable", "serial")
+        __slots__ = ("incarnation", "addresses", "maddr", "reachable", "authority")
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
         ADDRESSES_FIELD_NUMBER: _ClassVar[int]
         MADDR_FIELD_NUMBER: _ClassVar[int]
         REACHABLE_FIELD_NUMBER: _ClassVar[int]
-        SERIAL_FIELD_NUMBER: _ClassVar[int]
+        AUTHORITY_FIELD_NUMBER: _ClassVar[int]
         incarnation: int
         addresses: _containers.RepeatedScalarFieldContainer[str]
         maddr: str
         reachable: bool
-        serial: str
-        def __init__(self, incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., maddr: _Optional[str] = ..., reachable: bool = ..., serial: _Optional[str] = ...) -> None: ...
+        authority: str
+        def __init__(self, incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., maddr: _Optional[str] = ..., reachable: bool = ..., authority: _Optional[str] = ...) -> None: ...
     class Hello(_message.Message):
         __slots__ = ("stamp", "member")
         STAMP_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,20 @@ class TakeAuthorityRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ...) -> None: ...
 
 class TakeAuthorityReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReplaceAuthorityRequest(_message.Message):
+    __slots__ = ("peer_id", "certificate", "endorsement")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    ENDORSEMENT_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    certificate: bytes
+    endorsement: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., certificate: _Optional[bytes] = ..., endorsement: _Optional[bytes] = ...) -> None: ...
+
+class ReplaceAuthorityReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -76,6 +76,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.TakeAuthorityRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.TakeAuthorityReply.FromString,
                 _registered_method=True)
+        self.ReplaceAuthority = channel.unary_unary(
+                '/editpb.Council/ReplaceAuthority',
+                request_serializer=editpb_dot_council__pb2.ReplaceAuthorityRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.ReplaceAuthorityReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/editpb.Council/Describe',
                 request_serializer=editpb_dot_council__pb2.DescribeRequest.SerializeToString,
@@ -142,6 +147,13 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReplaceAuthority(self, request, context):
+        """For the run's operator, at the leader: put another authority in the place of the present one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """For every peer of the run.
         """
@@ -191,6 +203,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.TakeAuthority,
                     request_deserializer=editpb_dot_council__pb2.TakeAuthorityRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.TakeAuthorityReply.SerializeToString,
+            ),
+            'ReplaceAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplaceAuthority,
+                    request_deserializer=editpb_dot_council__pb2.ReplaceAuthorityRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.ReplaceAuthorityReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -416,6 +433,33 @@ class Council(object):
             '/editpb.Council/TakeAuthority',
             editpb_dot_council__pb2.TakeAuthorityRequest.SerializeToString,
             editpb_dot_council__pb2.TakeAuthorityReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplaceAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/ReplaceAuthority',
+            editpb_dot_council__pb2.ReplaceAuthorityRequest.SerializeToString,
+            editpb_dot_council__pb2.ReplaceAuthorityReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,7 @@ __all__ = [
     "from_certificate",
     "from_uri",
     "invited_by",
+    "is_signed_by",
 ]
 
 MAX_CERTIFICATE_BYTES = 16_384
@@ -104,14 +105,15 @@ def from_certificate(certificate: x509.Certificate) -> Identity:
 
 
 def certificate_fault(
-    certificate: x509.Certificate, authority: x509.Certificate, identity: Identity, key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate, authorities: Iterable[x509.Certificate], identity: Identity, key: ec.EllipticCurvePrivateKey
 ) -> str | None:
-    """Return what is wrong with a member's certificate, or None if `authority` signed it for `identity` and `key`."""
-    try:
-        certificate.verify_directly_issued_by(authority)
-        named, public = from_certificate(certificate), certificate.public_key()
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+    """Return what is wrong with a member's certificate, or None if one of `authorities` signed it for `identity` and `key`."""
+    if not any(is_signed_by(certificate, each) for each in authorities):
         return "the certificate is not signed by the run's authority"
+    try:
+        named, public = from_certificate(certificate), certificate.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return "the certificate cannot be read"
     except RefusedError as error:
         return str(error)
     if named != identity:
@@ -119,6 +121,15 @@ def certificate_fault(
     if public != key.public_key():
         return "the certificate is for another key than peer.key"
     return None
+
+
+def is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Return whether this authority signed a certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return True
 
 
 def invited_by(certificate: x509.Certificate) -> Identity:

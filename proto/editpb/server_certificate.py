@@ -17,7 +17,7 @@ from edit.errors import ConfigError
 __all__ = ["ServerCertificate"]
 
 _log = logging.getLogger(__name__)
-_Files = tuple[bytes, bytes]
+_Files = tuple[bytes, bytes, bytes | None]
 
 
 class ServerCertificate:
@@ -36,10 +36,7 @@ class ServerCertificate:
 
     def __init__(self, key: Path, certificate: Path, authority: Path | None) -> None:
         self._key, self._certificate, self._complaint = key, certificate, ""
-        try:
-            self._authority = authority.read_bytes() if authority is not None else None
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror}); restore it from a copy") from error
+        self._authority = authority
         self._files = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -50,7 +47,7 @@ class ServerCertificate:
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the new certificate, or None when it is the same as before."""
         try:
-            files = self._key.read_bytes(), self._certificate.read_bytes()
+            files = self._key.read_bytes(), self._certificate.read_bytes(), self._authorities()
             if files == self._files:
                 return None
             files = self._read()
@@ -64,11 +61,11 @@ class ServerCertificate:
         return self._configuration()
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([self._files], self._authority)
+        return grpc.ssl_server_certificate_configuration([self._files[:2]], self._files[2])
 
     def _read(self) -> _Files:
         try:
-            key, certificate = read_private(self._key), self._certificate.read_bytes()
+            key, certificate, authorities = read_private(self._key), self._certificate.read_bytes(), self._authorities()
             private, own = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
@@ -76,4 +73,7 @@ class ServerCertificate:
             raise ConfigError(f"{self._key} or {self._certificate.name} is damaged ({error})") from error
         if private.public_key() != own.public_key():
             raise ConfigError(f"{self._certificate}: is for another key than {self._key.name}")
-        return key, certificate
+        return key, certificate, authorities
+
+    def _authorities(self) -> bytes | None:
+        return self._authority.read_bytes() if self._authority is not None else None

@@ -198,7 +198,7 @@ def test_who_may_not_be_given_the_key_or_give_it(tmp_path: Path) -> None:
         await in_thread(operate.evict, swarm.path / "a", "b", "it lies")
         told = await in_thread(operate.status, swarm.path / "a")
         assert told.holders == ("a", "b"), "who was evicted has it nonetheless"
-        assert "b was evicted, and was given the authority's key: with it it can let others in" in told.notes
+        assert "b was evicted, and was given the authority's key, which counts until new-authority is said" in told.notes
 
     scenario(tmp_path, body)
 

@@ -8,7 +8,18 @@ import pytest
 
 from edit.council import events as ev
 from edit.council.machine import FAR
-from edit.council.record import MOST_COUNT, MOST_HOLDERS, Enrolled, Member, PartState, Phase, Record, Stamp
+from edit.council.record import (
+    MOST_COUNT,
+    MOST_HOLDERS,
+    MOST_ROOTS,
+    Enrolled,
+    Member,
+    PartState,
+    Phase,
+    Record,
+    Root,
+    Stamp,
+)
 from tests.support.council.table import LEASE_S, Table, start_digest
 
 
@@ -494,6 +505,44 @@ def test_a_member_that_accepts_no_connections_or_is_one_too_many_is_given_no_key
     table.run(LEASE_S)
     (refused,) = [one.reason for one in table.handle("a", ev.Entrust("b")) if isinstance(one, ev.Refused)]
     assert refused == "b accepts no connections, and could let nobody in"
+
+
+def test_another_authority_takes_the_place_of_one_until_all_members_have_its_certificates() -> None:
+    old, new = Root("b2xk"), Root("bmV3", "c2lnbmVk")
+    table = Table("abc", holders=("a", "b"), roots=(old,), enrolled={p: claim(1).enrolled for p in "abc"})
+    table.elect("a")
+    table.run(LEASE_S)
+    table.handle("a", ev.Supersede(new, "b"))
+    table.run(LEASE_S)
+    assert table.record.roots == (old, new) and table.record.holders == ("b",)
+    assert not table.handle("a", ev.Supersede(new, "b")) or table.record.roots == (old, new), "once"
+    for peer_id in "abc":
+        assert table.record.roots == (old, new), f"{peer_id} has no certificate of it"
+        table.handle(peer_id, ev.Here(Member(incarnation=1, authority=new.name)))
+        table.run(LEASE_S)
+    assert table.record.roots == (new,)
+
+
+def test_no_authority_is_replaced_where_none_is_known_or_too_many_are() -> None:
+    for roots, why in (
+        ((), "the record does not say"),
+        (tuple(Root(f"{i}A==") for i in range(MOST_ROOTS)), "4 authorities already"),
+    ):
+        table = Table("abc", roots=roots, enrolled={p: claim(1).enrolled for p in "abc"})
+        table.elect("a")
+        table.run(LEASE_S)
+        (refused,) = [one.reason for one in table.handle("a", ev.Supersede(Root("bmV3"), "a")) if isinstance(one, ev.Refused)]
+        assert why in refused and table.record.roots == roots
+
+
+def test_who_was_not_enrolled_is_no_member_where_the_record_says_who_was() -> None:
+    for roots, members in (((), {*"abz"}), ((Root("b2xk"),), {*"ab"})):
+        table = Table("ab", roots=roots, enrolled={p: claim(1).enrolled for p in "ab"})
+        table.elect("a")
+        table.run(LEASE_S)
+        table.say("z#1", "a", ev.Hello(Stamp(0, 0, 0), Member(incarnation=1)))
+        table.run(LEASE_S)
+        assert {*table.record.members} == members
 
 
 # -- whether this member is needed any more --------------------------------------------------------------------------------

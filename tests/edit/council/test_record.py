@@ -14,12 +14,14 @@ from edit.council.record import (
     MOST_COUNT,
     MOST_ENROLLED,
     MOST_HOLDERS,
+    MOST_ROOTS,
     Enrolled,
     Member,
     Part,
     PartState,
     Phase,
     Record,
+    Root,
     Saved,
     Stamp,
     Update,
@@ -70,8 +72,16 @@ def test_a_name_is_a_peer_in_one_of_its_lives() -> None:
 
 
 def test_json_and_back() -> None:
-    enrolled = {"b": Enrolled("0" * 32, "ab" * 32)}
-    full = record(evicted={"z": "lied"}, phase=Phase.DRAINING, before=("a#1",), verify=1, holders=("a", "b"), enrolled=enrolled)
+    enrolled, roots = {"b": Enrolled("0" * 32, "ab" * 32)}, (Root("b2xk"), Root("bmV3", "c2lnbmVk"))
+    full = record(
+        evicted={"z": "lied"},
+        phase=Phase.DRAINING,
+        before=("a#1",),
+        verify=1,
+        holders=("a", "b"),
+        enrolled=enrolled,
+        roots=roots,
+    )
     assert Record.from_json(json.loads(json.dumps(full.as_json()))) == full
 
 
@@ -98,6 +108,7 @@ def test_json_and_back() -> None:
         {"holders": ("a", "a")},
         {"holders": ("../x",)},
         {"holders": tuple(f"m{i}" for i in range(MOST_HOLDERS + 1))},
+        {"roots": (Root("b2xk"),) * (MOST_ROOTS + 1)},
         {"enrolled": {"../x": Enrolled("0" * 32, "ab" * 32)}},
         {"enrolled": {f"m{i}": Enrolled("0" * 32, "ab" * 32) for i in range(MOST_ENROLLED + 1)}},
     ],
@@ -119,7 +130,7 @@ def test_a_record_with_unknown_fields_is_refused(path: tuple[Any, ...]) -> None:
         Record.from_json(values)
 
 
-@pytest.mark.parametrize("key", ["members", "parts", "voters", "phase", "evicted", "holders", "enrolled"])
+@pytest.mark.parametrize("key", ["members", "parts", "voters", "phase", "evicted", "holders", "enrolled", "roots"])
 @pytest.mark.parametrize("value", [None, 7, "text", [1], {"a": 1}])
 def test_a_record_with_other_kinds_of_values_is_refused(key: str, value: object) -> None:
     values = json.loads(json.dumps(record().as_json()))

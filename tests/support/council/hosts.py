@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from torch import Tensor
 
 from aggregator.resources import Clock
 from aggregator.security.authority import Authority
-from aggregator.security.certificates import key_pem, new_key
+from aggregator.security.certificates import key_pem, new_key, public_hash
 from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
-from aggregator.swarm.admission import OwnCertificate, open_authority
+from aggregator.swarm.admission import OwnCertificate, open_authority, root_of
 from aggregator.swarm.host import Host, Place, found_swarm
 from aggregator.swarm.host_folder import credentials
 from aggregator.swarm.member_folder import MemberFolder
@@ -69,6 +70,7 @@ class Hosts:
     limits: dict[str, SendLimit] = field(default_factory=dict)  # of what members send, from their next start on
     unix: Callable[[], float] = time.time  # of all members
     renews: bool = False  # whether members have their certificates in their folders, and renew them
+    closed: bool = False  # whether only who is enrolled is a member, as in every real swarm
     keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # of members, as their folders keep them
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
 
@@ -109,7 +111,9 @@ class Hosts:
     def found(self, peer_id: str = "a") -> None:
         """Make the folder of the first member."""
         states = [self.first_state(part) for part in range(self.parts)]
-        found_swarm(self.run_id, peer_id, self.config, self.folder(peer_id), states, incarnation=1)
+        key = public_hash(x509.load_pem_x509_certificate(self.own(peer_id)[1])) if self.closed else ""
+        root = root_of(self.authority.issuer.certificate) if self.closed else None
+        found_swarm(self.run_id, peer_id, self.config, self.folder(peer_id), states, incarnation=1, root=root, key=key)
 
     async def start(
         self,
