@@ -13,6 +13,7 @@ _VERBS = (
     *(
         "found",
         "seek",
+        "seek-members",
         "invite",
         "status",
         "evict",

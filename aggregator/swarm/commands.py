@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from aggregator.swarm import operate
 from aggregator.swarm.standing import Report
 from edit.command_line import SHORT_HELP
 from edit.plain_text import json_text, printable
+from editpb.invitation import MAX_TEXT_CHARS
 
 __all__ = ["app", "print_report"]
 
@@ -49,6 +51,17 @@ def seek(
     """Print HOST:PORT at which the coordinator of the peer's run says to be, a line each."""
     for address in operate.seek_coordinator(folder, tuple(dht_peers)):
         typer.echo(address)
+
+
+@app.command()
+def seek_members(
+    folder: Annotated[Path, typer.Argument(help="A folder for the files of the search.")],
+    dht_peers: Annotated[list[str], typer.Option("--dht-peers", help="A libp2p node of the DHT to begin with. Repeatable.")],
+) -> None:
+    """Print NAME=HOST:PORT of members of the swarm that the invitation on stdin is to, a line each."""
+    for peer_id, addresses in operate.seek_members(folder, sys.stdin.readline(MAX_TEXT_CHARS + 1), tuple(dht_peers)).items():
+        for address in addresses:
+            typer.echo(f"{peer_id}={address}")
 
 
 @app.command()

@@ -34,15 +34,18 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from aggregator.security.authority import COORDINATOR_ID
+from aggregator.security.certificates import key_pem
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement, SignedRecords, key_of
 from edit.council.record import MOST_MEMBERS, Record, Stamp
 from edit.durable_files import read_private, write_atomic, write_atomic_with
 from edit.errors import ConfigError
 from editpb.identity import Identity
-from editpb.invitation import is_maddr
+from editpb.invitation import Invitation, guest_key, is_maddr
 
 __all__ = ["REFRESH_S", "TTL_S", "Discovery", "Found", "NodePlace"]
 
@@ -160,6 +163,23 @@ class Discovery:
         (path / "dht").mkdir(mode=0o700, exist_ok=True)
         place = NodePlace(path / "dht", "127.0.0.1", "", 0, seeds)
         return cls(identity.run_id, identity.peer_id, place, _credentials(path, "peer"), "coordinator")
+
+    @classmethod
+    def of_guest(cls, invited: Invitation, path: Path, seeds: tuple[str, ...]) -> Discovery:
+        """Return the DHT in which who was invited to a swarm looks for its members. path: where its node keeps its files.
+
+        Raises ConfigError.
+        """
+        assert invited.swarm is not None
+        try:
+            authority, guest = map(x509.load_der_x509_certificate, (invited.ca, invited.swarm.certificate))
+        except ValueError as error:
+            raise ConfigError("the invitation is damaged; copy the whole line again") from error
+        pem, key = serialization.Encoding.PEM, key_pem(guest_key(invited.token))
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = NodePlace(path, "127.0.0.1", "", 0, seeds)
+        credentials = key, guest.public_bytes(pem), authority.public_bytes(pem)
+        return cls(invited.identity.run_id, invited.identity.peer_id, place, credentials)
 
     # -- on the host's loop ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from cryptography import x509
@@ -42,9 +42,13 @@ from editpb import control_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity
+from editpb.invitation import Invitation
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, handshake_refusal
+
+if TYPE_CHECKING:
+    from aggregator.swarm.discovery import Discovery, Found
 
 __all__ = [
     "Recovery",
@@ -57,6 +61,8 @@ __all__ = [
     "recover",
     "rejoin",
     "resume",
+    "seek_coordinator",
+    "seek_members",
     "share_authority",
     "status",
 ]
@@ -505,23 +511,50 @@ def seek_coordinator(path: Path, dht_peers: tuple[str, ...], *, within_s: float 
     Who answers there shows by its certificate that it is the run's. Raises ConfigError, TransportError when nothing is found.
     """
     check_dht("--dht-peers")
-    from aggregator.swarm.discovery import Discovery, Found  # needs what is not installed everywhere
+    from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
 
-    async def seek() -> tuple[str, ...]:
-        said: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+    discovery = Discovery.of_seeker(identity_of(path), path, dht_peers)
+    found = asyncio.run(_sought(discovery, lambda those: COORDINATOR_ID in those, within_s))
+    if found is None:
+        raise TransportError(f"the DHT does not know of the coordinator within {within_s:g} s")
+    return found[COORDINATOR_ID].addresses
 
-        def found(those: Found) -> None:
-            if COORDINATOR_ID in those and not said.done():
-                said.set_result(those[COORDINATOR_ID].addresses)
 
-        discovery = Discovery.of_seeker(identity_of(path), path, dht_peers)
-        discovery.start(found, lambda maddr: None)
-        try:
-            async with asyncio.timeout(within_s):
-                return await said
-        except TimeoutError:
-            raise TransportError(f"the DHT does not know of the coordinator within {within_s:g} s") from None
-        finally:
-            await discovery.close()
+def seek_members(
+    path: Path, invitation: str, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S
+) -> Mapping[str, tuple[str, ...]]:
+    """Return where the members of a swarm say to be that an invitation is to.
 
-    return asyncio.run(seek())
+    path: where the search keeps the files of its node. Who answers there shows by its certificate which member it is. Raises
+    ConfigError, TransportError when nobody is found.
+    """
+    check_dht("--dht-peers")
+    from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
+
+    invited = Invitation.decode(invitation)
+    if invited.swarm is None:
+        raise ConfigError("this is an invitation to a run with a coordinator")
+    me = invited.identity.peer_id  # what a machine before said under this name is no use
+    discovery = Discovery.of_guest(invited, path, dht_peers)
+    found = asyncio.run(_sought(discovery, lambda those: bool(those.keys() - {me}), within_s))
+    if found is None:
+        raise TransportError(f"the DHT does not know of any member of {invited.identity.run_id} within {within_s:g} s")
+    return {peer_id: said.addresses for peer_id, said in sorted(found.items()) if peer_id != me}
+
+
+async def _sought(discovery: Discovery, enough: Callable[[Found], bool], within_s: float) -> Found | None:
+    """Return what the DHT knows once that is enough; None: it is not, in that time."""
+    said: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+
+    def found(those: Found) -> None:
+        if enough(those) and not said.done():
+            said.set_result(those)
+
+    discovery.start(found, lambda maddr: None)
+    try:
+        async with asyncio.timeout(within_s):
+            return await said
+    except TimeoutError:
+        return None
+    finally:
+        await discovery.close()

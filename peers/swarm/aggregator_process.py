@@ -29,9 +29,9 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "aggregator.swarm", *map(str, arguments)]
 
 
-def ask(*arguments: object) -> list[str]:
-    """Run a command, and return the lines that it prints. Raises the EditError that it ended with."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+def ask(*arguments: object, told: str = "") -> list[str]:
+    """Run a command, and return the lines that it prints. told: its standard input. Raises the EditError that it ended with."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, input=told, check=False)
     if done.returncode == 0:
         return done.stdout.splitlines()
     last = (done.stderr.splitlines() or [f"it ended with {done.returncode}"])[-1]

@@ -154,7 +154,7 @@ def join(
 
     place = _place(options, listen, advertise, dht_peers)
     text = _text_of(invitation)
-    run_member(options, lambda: place.arguments(options.home, enter(options.home, text)))
+    run_member(options, lambda: place.arguments(options.home, enter(options.home, text, place.dht_peers)))
 
 
 @app.command()
@@ -182,7 +182,7 @@ def host(
     nodes = tuple(dht_peers or ())
     allowed = frozenset(allow or ())
     place = Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=max_mbit, hours=hours, allowed=allowed)
-    arguments = place.arguments(home, enter(home, text))
+    arguments = place.arguments(home, enter(home, text, nodes))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
     os.dup2(nothing, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cryptography import x509
@@ -21,11 +21,11 @@ from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
-from edit.errors import ConfigError, RefusedError
+from edit.errors import ConfigError, RefusedError, TransportError
 from edit.replica.replica import Replica
 from editpb.hours import Hours
 from editpb.identity import from_certificate
-from editpb.invitation import Invitation, is_loopback
+from editpb.invitation import Invitation, SwarmAccess, is_loopback
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
 from peers.models.registry import build
@@ -137,8 +137,33 @@ def _renews(home: Path, invited: Invitation) -> bool:
     return now < invited.expires and (enrolled.validity.renewal_due(now) or invited.ca != present)
 
 
-def enter(home: Path, invitation: str | None) -> list[tuple[str, str]]:
+def _redeem(invitation: str, home: Path, dht_peers: Sequence[str]) -> Invitation:
+    """Redeem an invitation; where nobody that it names answers, look for members in the DHT. Return it, with their addresses.
+
+    Raises as `enter`.
+    """
+    invited = Invitation.decode(invitation)
+    try:
+        join(invitation, home, time.time(), swarm=True)
+    except TransportError as silence:
+        if not dht_peers or invited.swarm is None:
+            raise
+        _log.info("%s; members are looked for in the DHT", silence)
+        found: dict[str, tuple[str, ...]] = {}
+        nodes = [f"--dht-peers={maddr}" for maddr in dht_peers]
+        for line in ask("seek-members", home / "seeking", *nodes, told=f"{invitation.strip()}\n"):
+            peer_id, _, address = line.partition("=")
+            found[peer_id] = (*found.get(peer_id, ()), address)
+        _log.info("the DHT knows of %s", ", ".join(found))
+        invited = replace(invited, swarm=SwarmAccess(found, invited.swarm.certificate))
+        join(invited.encode(), home, time.time(), swarm=True)
+    return invited
+
+
+def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Redeem an invitation into `home`, unless it was; return (peer_id, HOST:PORT) of the members that it names.
+
+    dht_peers: nodes of a DHT to look for members in, where nobody that it names answers.
 
     Raises ConfigError, RefusedError, TransportError, RemoteProtocolError, StorageError.
     """
@@ -146,9 +171,9 @@ def enter(home: Path, invitation: str | None) -> list[tuple[str, str]]:
     if not is_member(home) or (invited is not None and _renews(home, invited)):
         if invitation is None:
             raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {home}")
-        identity = join(invitation, home, time.time(), swarm=True)
+        invited = _redeem(invitation, home, dht_peers)
         home.chmod(0o700)
-        _log.info("%s is a member of run %s", identity.peer_id, identity.run_id)
+        _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)
     elif invited is not None and invited.identity != PeerFolder(home).identity():
         raise RefusedError(f"{home}: is of another member than the invitation; choose another --home")
     if invited is None or invited.swarm is None:

@@ -27,11 +27,11 @@ if find_spec("hivemind") is None:  # not imported here: that changes the process
     pytest.skip("hivemind is not installed", allow_module_level=True)
 import msgpack
 
-from aggregator.swarm import discovery
+from aggregator.swarm import discovery, operate
 from aggregator.swarm.discovery import Discovery, Found, NodePlace
 from aggregator.swarm.signed_records import MOST_BYTES, key_of
 from edit.council import events as ev
-from edit.errors import ConfigError
+from edit.errors import ConfigError, TransportError
 from tests.support.council.announced import Run, record_with, said, signed
 from tests.support.council.hosts import hosts
 from tests.support.daemons import p2pds
@@ -290,6 +290,33 @@ def test_a_host_that_knows_a_node_of_the_dht_joins_and_who_is_evicted_is_not_dia
         assert not p2pds(tmp_path)
 
     run_held(body())
+
+
+@on_a_loop
+async def test_who_was_invited_finds_members_whose_addresses_it_was_not_told(tmp_path: Path) -> None:
+    """With nothing but the invitation: by the key and the certificate in it, and the authority that it trusts."""
+    async with members(tmp_path) as swarm:
+        a, b = await swarm.start("a"), await swarm.start("b", seeds="a")
+        await until(lambda: a.found == swarm.addresses("b"))
+        for run, peer_id, expected in (
+            (swarm.run, "c", swarm.addresses("ab")),
+            (swarm.run, "b", swarm.addresses("a")),
+            (Run(tmp_path / "other", swarm.run.run_id), "c", None),
+        ):
+            gone = {"a": ("127.0.0.1:1",)}
+            text = run.authority.invite_to_swarm(peer_id, hosts=gone, lifetime_s=60.0, now=time.time()).encode()
+            seeking = asyncio.to_thread(
+                operate.seek_members,
+                tmp_path / "new" / "seeking",
+                text,
+                (a.maddr, b.maddr),
+                within_s=WAIT_S if expected else 2.0,
+            )
+            if expected:
+                assert (found := await seeking).items() <= expected.items() and found
+            else:
+                with pytest.raises(TransportError, match="does not know of any member of run-0 within 2 s"):
+                    await seeking
 
 
 @on_a_loop

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from aggregator.security.authority import Authority
 from aggregator.swarm.admission import invite
 from aggregator.swarm.founding import found as found_parts
 from aggregator.swarm.host_folder import HostFolder, Settings
 from aggregator.swarm.member_folder import MemberFolder
 from edit import durable_files
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, RefusedError
+from edit.errors import ConfigError, RefusedError, TransportError
 from editpb.invitation import Invitation, guest_key
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
@@ -181,3 +182,34 @@ def test_what_a_host_is_told_beside_its_place(tmp_path: Path) -> None:
     assert [word for word in words if word.startswith("--dht")] == [f"--dht-peers={each}" for each in place.dht_peers]
     with pytest.raises(ConfigError, match="--hours"):
         Place(hours="night").arguments(tmp_path)
+
+
+def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.create(tmp_path, "run", now=time.time())
+    text = authority.invite_to_swarm("b", hosts={"a": ("127.0.0.1:1",)}, lifetime_s=60.0, now=time.time()).encode()
+    tried, asked = list[object](), list[object]()
+
+    def redeem(invitation: str, home: Path, now: float, *, swarm: bool) -> None:
+        access = Invitation.decode(invitation).swarm
+        assert access is not None
+        tried.append(access.hosts)
+        if access.hosts["a"] == ("127.0.0.1:1",):
+            raise TransportError("no answer")
+
+    def ask(*words: object, told: str) -> list[str]:
+        asked.append((*words, told))
+        return ["a=127.0.0.1:7", "a=[::1]:7", "c=h:8"]
+
+    monkeypatch.setattr(membership, "join", redeem)
+    monkeypatch.setattr(membership, "ask", ask)
+    home = tmp_path / "home"
+    home.mkdir()
+    with pytest.raises(TransportError, match="no answer"):
+        membership.enter(home, text)
+    assert not asked
+    seeds = membership.enter(home, f"{text}\n", ("/maddr",))
+    found = {"a": ("127.0.0.1:7", "[::1]:7"), "c": ("h:8",)}
+    assert seeds == [("a", "127.0.0.1:7"), ("a", "[::1]:7"), ("c", "h:8")] and tried[1:] == [{"a": ("127.0.0.1:1",)}, found]
+    assert asked == [("seek-members", home / "seeking", "--dht-peers=/maddr", f"{text}\n")]
