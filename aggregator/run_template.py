@@ -132,6 +132,7 @@ ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 listen = "127.0.0.1:7700"       # HOST:PORT for members: control and data, mutual TLS.
 enrol_listen = "127.0.0.1:7701" # HOST:PORT where invitations are redeemed.
 advertise = ["127.0.0.1", "localhost"]  # The names or addresses that peers connect to; the certificate names them.
+#metrics_listen = ""            # HOST:PORT of /metrics, /healthz and /readyz, plain HTTP without a password; "": none.
 """
 
 

@@ -49,6 +49,7 @@ from editpb.transport.chunk_frames import add_data_servicer
 from editpb.validity import Notice
 
 if TYPE_CHECKING:
+    from aggregator.services.metrics_page import MetricsPage
     from aggregator.swarm.discovery import Discovery
     from edit.config.run import RunConfig
 
@@ -82,6 +83,7 @@ class Coordinator:
     _threads: tuple[ThreadPoolExecutor, ...]
     _silent: SilentConnections
     _connections: tuple[int, int]  # that members and strangers may have
+    metrics_page: MetricsPage | None = None
     _expiry: ExpiryWatch = field(default_factory=ExpiryWatch)
     listen: str = ""  # HOST:PORT of control and data, once bound
     enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
@@ -151,6 +153,12 @@ class Coordinator:
 
     async def start(self) -> None:
         """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
+        if self.config.server.metrics_listen and self.authority is not None:
+            from aggregator.services.metrics_page import MetricsPage  # needs what only this needs
+
+            self.metrics_page = MetricsPage(self.run, self.config.server.metrics_listen)
+            await self.metrics_page.start()
+            _log.info("metrics on http://%s/metrics", self.metrics_page.listen)
         await self.run.start()
         key, certificate, authority = (self.folder.path / name for name in ("server.key", "server.pem", "ca.pem"))
         mutual = ServerCertificate(key, certificate, authority).credentials()
@@ -165,6 +173,8 @@ class Coordinator:
         await self._main.start()
         addresses = {"listen": self.listen, "enrol_listen": self.enrol_listen}
         write_atomic(self.folder.addresses, json.dumps(addresses).encode())
+        if self.metrics_page is not None:
+            self.metrics_page.ready = True
         self.look_after_certificates()
         self.background.spawn(self._keep_certificates())
         self.background.spawn(self._cut_silent_connections())
@@ -221,6 +231,8 @@ class Coordinator:
     async def close(self, *, checkpoint: bool = True) -> None:
         """Stop listening, checkpoint, end the worker. checkpoint: False ends the run as a kill would (for tests)."""
         self.run.attendances.end()
+        if self.metrics_page is not None:
+            await self.metrics_page.close()
         await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in (self._main, self._enrol) if server is not None))
         await self.run.close(checkpoint=checkpoint)
         for thread in self._threads:

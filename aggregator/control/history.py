@@ -106,6 +106,7 @@ class History:
         self._verdicts: dict[str, PeerRound] = {}
         self._paced: deque[tuple[float, int, int]] = deque(maxlen=_PACED + 1)  # t, outer step, tokens of the last commits
         self._bytes = [0, 0]  # in, out
+        self.committed = self.aborted = 0  # rounds
 
     def on_event(self, event: RunEvent, unix: float) -> None:
         """Take an event of the run's feed."""
@@ -144,6 +145,8 @@ class History:
 
     def _round(self, report: RoundReport, unix: float) -> None:
         """Take a closed round."""
+        self.committed += report.committed
+        self.aborted += not report.committed
         if not report.committed:
             if self._lines.line(report, unix) is not None:
                 self._note(unix, "round", "", f"round {report.number} aborted: {report.reason}", "info")
@@ -177,6 +180,11 @@ class History:
         shares[_SHARES[phase]] = shares.get(_SHARES[phase], 0.0) + unix - since
 
     # ---- what a status shows --------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of committed rounds: received by the aggregator, and sent to one peer."""
+        return self._bytes[0], self._bytes[1]
 
     def shares(self, peer_id: str) -> Mapping[str, float]:
         """Return which share of its time a peer was computing, exchanging, waiting; empty: not known."""

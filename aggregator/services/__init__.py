@@ -9,5 +9,6 @@ In reading order:
     control        Control: one stream per rank, and the operator's calls
     watching       the status again and again, for those who watch
     data           Data: contributions up; updates, snapshots and the founder's parameters
+    metrics_page   /metrics, /healthz and /readyz, over HTTP
     enrolment      Enrolment: an invitation in, a certificate out; the one service without client certificates
 """

@@ -65,6 +65,10 @@ def _is_address(text: str) -> bool:
     return bool(host) and port.isdigit() and int(port) < 65536
 
 
+def _is_address_if_any(text: str) -> bool:
+    return not text or _is_address(text)
+
+
 def _names_a_run(text: str) -> bool:
     return 0 < len(text) <= 55 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in text)
 
@@ -180,6 +184,9 @@ class ServerConfig:
     enrol_listen: Annotated[str, Matches(_is_address, "must be HOST:PORT")] = "127.0.0.1:7701"
     # Host names or addresses under which peers reach it; the server's certificate names them.
     advertise: Annotated[tuple[str, ...], Matches(bool, "must name at least one host")] = ("127.0.0.1", "localhost")
+    # HOST:PORT of /metrics (for Prometheus), /healthz and /readyz, as plain HTTP that asks nobody who they are; empty: none.
+    # Losses are among them only with membership.share_losses.
+    metrics_listen: Annotated[str, Matches(_is_address_if_any, "must be HOST:PORT, or empty")] = ""
 
     def __post_init__(self) -> None:
         check_bounds("server.", self)
