@@ -23,6 +23,7 @@ from aggregator.run_feed import (
 )
 from edit.records import Verdict
 from edit.rounds.deadlines import PeerPhase
+from edit.view.state import Steps
 from editpb.limits import one_line
 from editpb.run_status import KEPT_EVENTS, Curve, Event, PeerRound
 
@@ -71,19 +72,6 @@ class Line:
         return Curve(kind=kind, peer_id=peer_id, x=x, t=t, y=y)
 
 
-class _Total:
-    """The sum over all of a peer's processes of a count that begins at 0 in each."""
-
-    def __init__(self) -> None:
-        self._before = self._last = 0
-
-    def update(self, count: int) -> int:
-        if count < self._last:
-            self._before += self._last
-        self._last = count
-        return self._before + count
-
-
 class History:
     """Remembers what was published. Subscribe `on_event`.
 
@@ -98,7 +86,7 @@ class History:
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._numbered = 0
         self._curves: dict[tuple[str, str], Line] = {}  # by kind and peer_id
-        self._steps: dict[str, _Total] = {}
+        self._steps: dict[str, Steps] = {}
         self._trained: dict[str, int] = {}  # inner steps of the last point of each peer's loss
         self._away: set[str] = set()
         self._seen: dict[str, float] = {}  # when each peer reported last
@@ -113,7 +101,7 @@ class History:
         match event:
             case PeerReported(peer_id, heartbeat):
                 self._share(peer_id, unix)
-                steps = self._steps.setdefault(peer_id, _Total()).update(heartbeat.inner_steps)
+                steps = self._steps.setdefault(peer_id, Steps()).update(heartbeat.inner_steps)
                 if steps > self._trained.get(peer_id, 0):
                     self._trained[peer_id] = steps
                     self._line("loss", peer_id).add(steps, unix, heartbeat.loss)

@@ -126,7 +126,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def line_chart(series: Sequence[Series], marks: Sequence[Mark], x_max: float, x_label: str, height: int = 320) -> str:
-    """Return lines with their names at their ends. Values above 1.8 times the lowest (the steep beginning) are clipped."""
+    """Return lines with their names at their ends, without what is above 1.8 times the lowest value (the steep beginning)."""
     drawn = [one for one in series if one.points]
     values = [value for one in drawn for _, value in one.points]
     if not values:
@@ -134,12 +134,10 @@ def line_chart(series: Sequence[Series], marks: Sequence[Mark], x_max: float, x_
     low, high = min(values), min(max(values), 1.8 * min(values))
     margin = 0.06 * (high - low) or 0.1
     axes = _Axes(x_max, low - margin, high + margin, height)
-    width, inner = _WIDTH - _LEFT - _RIGHT, height - _TOP - _BOTTOM
     body = [
         _grid(axes, x_label),
         *_flags([axes.x(mark.x) for mark in marks], marks, height - _BOTTOM),
-        f'<clipPath id="c{height}"><rect x="{_LEFT}" y="{_TOP}" width="{width}" height="{inner}"/></clipPath>',
-        *(_line(axes, one, f"c{height}") for one in drawn),
+        *(_line(axes, one) for one in drawn),
         *_end_labels(axes, drawn),
     ]
     return _svg(height, "\n".join(body))
@@ -165,10 +163,11 @@ def _grid(axes: _Axes, x_label: str) -> str:
 
 def _flags(places: Sequence[float], marks: Sequence[Mark], bottom: float) -> list[str]:
     """Return a numbered badge and a vertical line for each mark. Badges that overlap are moved apart, lines are not."""
-    drawn, free = [], 0.0
+    drawn, order = [], sorted(range(len(places)), key=lambda place: places[place])
+    moved = _apart([places[place] for place in order], _BADGE_GAP, 10.0, _WIDTH - 10.0)
+    badges = dict(zip(order, moved, strict=True))
     for number, (x, mark) in enumerate(zip(places, marks, strict=True), 1):
-        badge = max(x, free)
-        free = badge + _BADGE_GAP
+        badge = badges[number - 1]
         drawn.append(
             f'<g class="mark {mark.tone}"><title>{escape(mark.text)}</title>'
             f'<path d="M{badge:.1f},{_TOP - 17} L{x:.1f},{_TOP - 4} V{bottom}"/>'
@@ -178,32 +177,73 @@ def _flags(places: Sequence[float], marks: Sequence[Mark], bottom: float) -> lis
     return drawn
 
 
-def _line(axes: _Axes, series: Series, clip: str) -> str:
-    path = " ".join(f"{'ML'[place > 0]}{axes.x(x):.1f},{axes.y(y):.1f}" for place, (x, y) in enumerate(series.points))
-    line = f'<path class="line {series.style}" clip-path="url(#{clip})" d="{path}"><title>{escape(series.name)}</title></path>'
+def _line(axes: _Axes, series: Series) -> str:
+    """Return a line as far as it lies in the plot, and its points, where they are few."""
+    path = " ".join(
+        f"{'ML'[place > 0]}{axes.x(x):.1f},{axes.y(y):.1f}"
+        for part in _below(series.points, axes.y_max)
+        for place, (x, y) in enumerate(part)
+    )
+    line = f'<path class="line {series.style}" d="{path}"><title>{escape(series.name)}</title></path>'
     if len(series.points) > 60:
         return line
     dots = "".join(
-        f'<circle class="dot {series.style}" clip-path="url(#{clip})" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3">'
+        f'<circle class="dot {series.style}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3">'
         f"<title>{escape(series.name)}: {y:.3f} at step {x:g}</title></circle>"
         for x, y in series.points
+        if y <= axes.y_max
     )
     return line + dots
 
 
+def _below(points: Sequence[tuple[float, float]], top: float) -> list[list[tuple[float, float]]]:
+    """Return the parts of a line that are not above `top`: each begins and ends there, or where the line does."""
+    parts: list[list[tuple[float, float]]] = []
+    before: tuple[float, float] | None = None
+    for x, y in points:
+        inside = y <= top
+        if before is not None and inside != (before[1] <= top):
+            crossing = before[0] + (x - before[0]) * (top - before[1]) / (y - before[1])
+            if inside:
+                parts.append([(crossing, top)])
+            else:
+                parts[-1].append((crossing, top))
+        elif inside and before is None:
+            parts.append([])
+        if inside:
+            parts[-1].append((x, y))
+        before = x, y
+    return parts
+
+
+def _apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return places, which ascend, moved so that each is at least `gap` after the one before, between `low` and `high`.
+
+    Where there is no room for that, the gap is smaller.
+    """
+    gap = min(gap, (high - low) / max(1, len(places) - 1))
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + gap if moved else low))
+    limit = high
+    for index in range(len(moved) - 1, -1, -1):
+        moved[index] = min(moved[index], limit)
+        limit = moved[index] - gap
+    return moved
+
+
 def _end_labels(axes: _Axes, series: Sequence[Series]) -> list[str]:
-    """Return the names at the right, in the order of the last values, moved apart so that none covers another."""
+    """Return the names at the right, each behind its colour, in the order of the last values; none over another or a tick."""
     ends = sorted((axes.y(min(one.points[-1][1], axes.y_max)), place) for place, one in enumerate(series))
-    labels, free = [], float(_TOP)
-    overflow = max(0.0, len(ends) * _LABEL_GAP + ends[0][0] - axes.height)
-    for y, place in ends:
+    heights = _apart([y for y, _ in ends], _LABEL_GAP, _TOP, axes.height - _BOTTOM - 4)
+    labels, left = [], _WIDTH - _RIGHT + 10
+    for y, (_, place) in zip(heights, ends, strict=True):
         one = series[place]
-        free = max(free, y - overflow)
         labels.append(
-            f'<text class="label {one.style}" x="{_WIDTH - _RIGHT + 10}" y="{free + 4:.1f}">{escape(one.name)}'
+            f'<path class="line {one.style} key" d="M{left},{y:.1f} h16"/>'
+            f'<text class="label {one.style}" x="{left + 22}" y="{y + 4:.1f}">{escape(one.name)}'
             f' <tspan class="quiet">{one.points[-1][1]:.3f}</tspan></text>'
         )
-        free += _LABEL_GAP
     return labels
 
 
@@ -240,7 +280,7 @@ def _power_text(power: int) -> str:
 
 def tile_grid(rows: Sequence[str], columns: int, tiles: Sequence[Tile], marks: Sequence[Mark]) -> str:
     """Return a row of tiles per name and a column per round, with numbered marks above the columns."""
-    left, pitch_y = 76, 24
+    left, pitch_y = max(76, 18 + math.ceil(_LABEL_CHAR * max(map(len, rows), default=0))), 24
     pitch_x = min(36.0, (_WIDTH - left - 10) / max(1, columns))
     height = _TOP + pitch_y * len(rows) + 28
     parts = []
@@ -255,7 +295,7 @@ def tile_grid(rows: Sequence[str], columns: int, tiles: Sequence[Tile], marks: S
             f' fill-opacity="{opacity:.2f}"><title>{escape(tile.title)}</title></rect>'
         )
     bottom = _TOP + pitch_y * len(rows)
-    for value in ticks(1, max(2, columns)):
+    for value in (each for each in ticks(1, max(2, columns)) if each == int(each)):
         x = left + (value - 0.5) * pitch_x
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
     parts += _flags([left + mark.x * pitch_x for mark in marks], marks, bottom)

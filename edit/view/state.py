@@ -38,6 +38,29 @@ class Total:
         return self._before + self._last
 
 
+class Steps:
+    """The inner steps of a peer over all of its processes.
+
+    A process that begins counts from 0, or from its checkpoint, which is a little before where the last one was killed; which
+    of the two, its count does not say. So what it counts first is taken as where the peer was.
+    """
+
+    def __init__(self) -> None:
+        self._offset, self._last = 0, 0
+
+    def update(self, count: int) -> int:
+        """Take what the present process counts; return the steps in all."""
+        if count < self._last:
+            self._offset += self._last - count
+        self._last = count
+        return self.value
+
+    @property
+    def value(self) -> int:
+        """The steps in all, which never fall."""
+        return self._offset + self._last
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One message."""
@@ -91,9 +114,9 @@ class PeerRow:
     verdict: str = ""  # on its last contribution, in words
     sent_rate: float = 0.0
     received_rate: float = 0.0
-    steps: Total = field(default_factory=Total)
+    steps: Steps = field(default_factory=Steps)
     curve: list[Point] = field(default_factory=list)
-    _logged: Total = field(default_factory=Total)
+    _logged: Steps = field(default_factory=Steps)
     _sent: dict[int, Total] = field(default_factory=dict)  # by part, each of which has a connection of its own
     _received: dict[int, Total] = field(default_factory=dict)
     _reported: dict[int, float] = field(default_factory=dict)  # when

@@ -24,6 +24,7 @@ from aggregator.swarm.host_folder import Settings, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
+from edit.fragments.gpt import gpt_schema
 from edit.fragments.schema import Schema
 from edit.lab.demo.corpus import plan_corpus, standard_library, write_corpus
 from edit.lab.demo.daemons import DemoDaemons, SwarmDaemons
@@ -265,6 +266,7 @@ class Demo:
             losses=self._losses,
             restart=self._fault_runner.restart,
             sample=self._sample,
+            parameters=self._parameters(),
             takeovers=self._fault_runner.takeovers,
             agreement=self._agreement,
         )
@@ -275,6 +277,13 @@ class Demo:
         except OSError as error:
             raise ConfigError(f"{self._folder.path}: cannot be written ({error.strerror})") from error
         return results
+
+    def _parameters(self) -> int:
+        """Return the elements of the model that run.toml asks for; 0 before it is written."""
+        if not self._folder.run_toml.exists():
+            return 0
+        model = RunConfig.from_toml(self._folder.run_toml).model
+        return gpt_schema(layers=model.layers, width=model.width, vocabulary=model.vocabulary).numel
 
     def _run_id(self) -> str:
         folder = self._folder.home(self._options.peer_ids[0]) if self._options.swarm else self._folder.state

@@ -168,12 +168,16 @@ def collect(
     losses: Losses | None,
     restart: Restart | None,
     sample: str,
+    parameters: int = 0,
     takeovers: Sequence[Takeover] = (),
     agreement: Agreement | None = None,
 ) -> Results:
-    """Return the results so far; they are complete when the last outer step is committed."""
+    """Return the results so far; they are complete when the last outer step is committed.
+
+    parameters: of the model, for a run that was interrupted before it said so.
+    """
     committed = [row for row in state.rounds if row.committed]
-    parameters = state.status.parameters if state.status else 0
+    parameters = (state.status.parameters if state.status else 0) or parameters
     steps = state.outer_step * state.sync_every
     return Results(
         run_id=run_id,

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -150,8 +151,20 @@ def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):
     assert no_process_left(tmp_path / "demo")
     assert f"partial results are in {tmp_path / 'demo'}" in output.getvalue()
     assert json.loads((tmp_path / "demo/results.json").read_text())["complete"] is False
-    assert "Stopped after outer step" in (tmp_path / "demo/report.html").read_text()
+    page = (tmp_path / "demo/report.html").read_text()
+    assert "Stopped after outer step" in page and "GPT of 0 parameters" not in page
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_report_of_a_demo_that_was_ended_before_the_run_began_says_how_large_the_model_is(tmp_path):
+    def interrupt():
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], dependencies(pause=interrupt))
+    assert no_process_left(tmp_path / "demo")
+    assert json.loads((tmp_path / "demo/results.json").read_text())["parameters"] > 100_000
+    assert re.search(r"GPT of \d{3},\d{3} parameters", (tmp_path / "demo/report.html").read_text())
 
 
 def test_a_peer_that_dies_unasked_is_named_with_its_last_words(tmp_path):

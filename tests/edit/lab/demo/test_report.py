@@ -139,6 +139,42 @@ def test_a_falling_curve_falls_on_the_picture():
     assert re.search(rf'class="mark fault".* L{points[1][0]:.1f},', chart)  # the mark stands where the curve is at step 50
 
 
+def test_a_steep_beginning_enters_the_plot_at_its_edge_and_no_line_leaves_it():
+    points = [(0, 9.0), (10, 5.0), (20, 2.0), (30, 6.0), (40, 2.2), (100, 2.1)]
+    chart = line_chart([Series("a", "s0", points)], [], 100, "steps", height=300)
+    drawn = coordinates(chart, "s0")
+    assert min(y for _, y in drawn) == pytest.approx(40, abs=0.1) == drawn[0][1]
+    assert max(y for _, y in drawn) < 300 - 38 and all(46 <= x <= 750 for x, _ in drawn)
+    assert drawn[0][0] > 46, "it comes in where it crosses the edge"
+    assert [x for x, _ in drawn] == sorted(x for x, _ in drawn)
+    assert re.search(r'd="M[^M]+M', chart), "what is above is left out in the middle, too"
+    dots = [float(y) for y in re.findall(r'class="dot s0" cx="[\d.]+" cy="([-\d.]+)"', chart)]
+    assert len(dots) == 3 and min(dots) >= 40
+
+
+def test_each_line_has_its_colour_beside_its_name_and_no_name_reaches_the_ticks():
+    series = [Series(f"line {place}", f"s{place}", [(0, 3.0), (1500, 2.0 + place / 1000)]) for place in range(8)]
+    chart = line_chart(series, [], 1500, "steps", height=200)
+    for place in range(8):
+        (y,) = re.findall(rf'class="label s{place}" x="[\d.]+" y="([\d.]+)"', chart)
+        assert f'<path class="line s{place} key" d="M760,{float(y) - 4:.1f} h16"/>' in chart
+        assert float(y) <= 200 - 38, "the plot's lower edge; the ticks stand below it"
+
+
+def test_badges_of_late_events_stay_on_the_page():
+    marks = [Mark(100, f"fault {number}", "fault") for number in range(20)]
+    chart = line_chart([Series("a", "s0", [(0, 3.0), (100, 2.0)])], marks, 100, "steps")
+    places = sorted(float(x) for x in re.findall(r'<circle cx="([\d.]+)"', chart))
+    assert len(places) == 20 and places[-1] <= 912 and min(b - a for a, b in pairwise(places)) >= 17.9
+
+
+def test_a_grid_has_room_for_long_names_and_counts_rounds_in_whole_numbers():
+    chart = tile_grid(["university-of-somewhere"], 14, [Tile(0, 0, "ok", 0.5, "t")], [])
+    assert float(re.search(r'<rect[^>]* x="([\d.]+)"', chart)[1]) > 23 * 6.5
+    numbers = re.findall(r'class="tick"[^>]*>([^<]+)<', chart)
+    assert len(numbers) >= 2 and all(each.isdecimal() for each in numbers)
+
+
 def test_names_at_the_ends_of_lines_do_not_cover_one_another():
     series = [Series(f"line {place}", f"s{place}", [(0, 3.0), (10, 2.0 + place / 1000)]) for place in range(8)]
     chart = line_chart(series, [], 10, "steps", height=200)

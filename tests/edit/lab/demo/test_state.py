@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from edit.view.state import RunState, Total
+from edit.view.state import RunState, Steps, Total
 
 
 def peer_line(t: float, **fields: object) -> dict[str, object]:
@@ -31,6 +31,11 @@ def test_a_counter_goes_on_after_its_process_started_again():
     assert seen == [5, 9, 11, 11, 16, 16]
 
 
+def test_a_killed_peers_steps_go_on_where_they_were_whether_from_a_checkpoint_or_from_none():
+    steps = Steps()
+    assert [steps.update(count) for count in (50, 95, 91, 92, 100, 1, 11)] == [50, 95, 95, 96, 104, 104, 114]
+
+
 def test_a_peers_line_gives_its_row_rates_and_curve(state):
     state.apply(peer_line(10.0, bytes_sent=1000))
     state.apply(peer_line(12.0, bytes_sent=5000, bytes_received=600, inner_steps=14, loss=2.5))
@@ -44,7 +49,7 @@ def test_a_restarted_peer_keeps_its_bytes_and_its_steps_and_has_no_negative_rate
     state.apply(peer_line(10.0, bytes_sent=1000, inner_steps=50))
     state.apply(peer_line(15.0, bytes_sent=0, inner_steps=1, loss=None))
     row = state.peers["peer-0"]
-    assert (row.sent, row.steps.value, row.sent_rate) == (1000, 51, 0.0)
+    assert (row.sent, row.steps.value, row.sent_rate) == (1000, 50, 0.0)
     assert row.loss == 3.0
 
 
@@ -54,7 +59,7 @@ def test_a_peers_own_file_gives_its_curve_and_the_digest_of_every_outer_step(sta
         state.apply({"kind": "step", "t": t, "peer_id": "peer-1", "step": step, "loss": loss, "outer_step": 1})
     state.apply({"kind": "outer", "t": 5.0, "peer_id": "peer-1", "outer_step": 2, "digest": "d2", "reason": "all in"})
     state.apply({"kind": "outer", "t": 5.0, "peer_id": "stranger", "outer_step": 2, "digest": "d2", "reason": "all in"})
-    assert [(point.step, point.loss) for point in state.peers["peer-1"].curve] == [(10, 3.0), (20, 2.5), (40, 2.0)]
+    assert [(point.step, point.loss) for point in state.peers["peer-1"].curve] == [(10, 3.0), (20, 2.5), (30, 2.0)]
     assert state.digest_reports == {("peer-1", 0, 2, "d2")}
 
 
