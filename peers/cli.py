@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import sys
 import time
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
+from edit.plain_text import json_text
 from edit.web import check_installed
 from peers.command_options import (
     AllowOption,
@@ -69,7 +73,8 @@ def join(
     identity = redeem(invitation_text(invitation, sys.stdin), home, time.time())
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
     if identity.role in ("observer", "operator"):
-        typer.echo(f"next: edit-peer web --home {home}")
+        typer.echo(f"next: edit-peer watch --home {home}")
+        typer.echo(f"or, as a page in the browser: edit-peer web --home {home}")
     elif identity.role == "region":
         typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")
     else:
@@ -146,6 +151,43 @@ def web(
     from peers.page import serve_members_page
 
     serve_members_page(home, listen=listen, certificate=certificate, key=key, say=typer.echo)
+
+
+@app.command()
+def status(
+    home: HomeOption = Path("edit-peer"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    rounds: Annotated[int, typer.Option(help="Show so many of the last rounds.", min=0, max=200)] = 8,
+) -> None:
+    """Show the run, from anywhere, with the certificate of an observer, an operator or any other member.
+
+    Example: edit-peer status --home observer
+    """
+    from edit.view.status import print_status
+    from peers.identity.peer_folder import PeerFolder
+    from peers.watching import read_status
+
+    run = asyncio.run(read_status(PeerFolder(home)))
+    if as_json:
+        typer.echo(json_text(run.as_json(), indent=2))
+    else:
+        print_status(Console(), run, rounds)
+
+
+@app.command()
+def watch(home: HomeOption = Path("edit-peer")) -> None:
+    """Show the run as it goes on, from anywhere, as `edit-coordinator watch` does, with the certificate of any member.
+
+    Ending it does nothing to the run.
+
+    Example: edit-peer watch --home observer
+    """
+    from edit.view.live import show
+    from peers.identity.peer_folder import PeerFolder
+    from peers.watching import statuses
+
+    folder, turn = PeerFolder(home), itertools.count()
+    asyncio.run(show(lambda: statuses(folder, turn), Console(), time.time))
 
 
 @app.command()

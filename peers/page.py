@@ -1,23 +1,18 @@
-"""What the page of a run asks of its coordinator, with a member's certificate: statuses as they come."""
+"""`edit-peer web`: the page of a run, with a member's certificate."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import grpc
-
 from edit.web.serve import Tls, serve_page
-from editpb import control_pb2_grpc
-from editpb.run_status import RunStatus
-from editpb.transport.channel_options import channel_options
-from editpb.transport.watch import watch
 from peers.identity.peer_folder import PeerFolder
+from peers.watching import statuses
 
-__all__ = ["serve_members_page", "statuses"]
+__all__ = ["serve_members_page"]
 
 
 def serve_members_page(
@@ -34,12 +29,3 @@ def serve_members_page(
     identity = folder.load(time.time()).identity
     tls = Tls(certificate, key, home / "ca.pem") if certificate is not None and key is not None else None
     serve_page(partial(statuses, folder, itertools.count()), identity, listen=listen, tls=tls, say=say)
-
-
-async def statuses(folder: PeerFolder, turn: Iterator[int]) -> AsyncGenerator[RunStatus, None]:
-    """Yield how the run stands, as `editpb.transport.watch.watch` does. turn: which of the coordinator's addresses is next."""
-    enrolled = folder.load(time.time())
-    endpoint = enrolled.endpoints[next(turn) % len(enrolled.endpoints)]
-    async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=channel_options(endpoint)) as channel:
-        async for status in watch(control_pb2_grpc.ControlStub(channel), f"the coordinator at {endpoint}"):
-            yield status

@@ -21,6 +21,7 @@ from aggregator.security.authority import Authority
 from aggregator.server import Coordinator
 from aggregator.storage.state_folder import MAX_STARTS, ROUNDS_PER_START, StateFolder
 from edit.errors import ConfigError, EditError
+from edit.view.status import print_members
 from editpb.limits import MAX_COUNT
 from editpb.run_status import MemberStatus
 from peers.identity.peer_folder import PeerFolder
@@ -241,7 +242,7 @@ def test_the_table_of_members_says_how_long_each_certificate_lasts() -> None:
         return MemberStatus(peer_id=peer_id, role="peer", state="training", reason="", expires=expires)
 
     console = Console(record=True, width=200, file=io.StringIO())
-    cli._print_members(console, [member("a", 200.5), member("b", 6.5), member("c", -1.0), member("d", 0)])
+    print_members(console, [member("a", 200.5), member("b", 6.5), member("c", -1.0), member("d", 0)])
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert lines[0].endswith("certificate")
     assert [line.split()[0] + line[lines[0].index("certificate") :] for line in lines[1:]] == [

@@ -5,7 +5,7 @@ import time
 import pytest
 from rich.console import Console
 
-from aggregator.cli import _print_members
+from edit.view.status import print_members
 from editpb.run_status import MemberStatus
 
 DAY_S = 86400.0
@@ -39,7 +39,7 @@ def printed(width: int) -> list[str]:
     )
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        _print_members(console, [busy, lost])
+        print_members(console, [busy, lost])
     return capture.get().splitlines()
 
 
@@ -59,6 +59,6 @@ def test_no_word_is_broken_and_what_is_wrong_is_said_at_every_width(width: int) 
 def test_a_column_that_says_nothing_of_anybody_takes_no_room() -> None:
     console = Console(width=200, color_system=None)
     with console.capture() as capture:
-        _print_members(console, [MemberStatus(peer_id="a", role="peer", state="invited", reason="")])
+        print_members(console, [MemberStatus(peer_id="a", role="peer", state="invited", reason="")])
     header = capture.get().splitlines()[0].split()
     assert header == ["member", "role", "state", "outer", "steps", "loss", "tok/s", "in", "out", "absent"]

@@ -19,7 +19,7 @@ from edit.errors import ConfigError, EvictedError
 from edit.web.feed import Feed, Source
 from editpb.identity import Identity
 from peers.identity.peer_folder import PeerFolder
-from peers.page import statuses as statuses_of_member
+from peers.watching import statuses as statuses_of_member
 from tests.support.loops import on_a_loop, until
 from tests.support.served import Served, found_run, new_folder, served
 

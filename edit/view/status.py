@@ -1,0 +1,121 @@
+"""`status` and `members`: how a run stands, as tables for terminals of any width."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from edit.plain_text import printable
+from editpb.run_status import MemberStatus, RunStatus
+from editpb.validity import SOON_S, VERY_SOON_S, duration
+
+__all__ = ["print_members", "print_status"]
+
+
+def print_status(console: Console, run: RunStatus, rounds: int) -> None:
+    """Print how the run stands, with its members and so many of its last rounds."""
+    _print_headline(console, _words(run.run_id, "bold"), run)
+    for one in run.aggregators:
+        _print_headline(console, Text(f"aggregator {one.aggregator}"), one)
+    print_members(console, run.members)
+    table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
+    for report in run.rounds[-rounds:] if rounds else ():
+        table.add_row(
+            str(report.round_id),
+            str(report.outer_step),
+            Text("committed", "green") if report.committed else Text("aborted", "yellow"),
+            _words(report.reason),
+            f"{report.seconds:.1f}",
+            f"{report.bytes_in / 1e6:.2f}",
+            f"{report.bytes_out / 1e6:.2f}",
+        )
+    console.print(table)
+
+
+def _words(text: str, style: str = "") -> Text:
+    """Return what a member or a coordinator wrote, as it stands: no markup, nothing that a terminal would obey."""
+    return Text(printable(text), style)
+
+
+def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
+    facts = (
+        f"  {run.phase}  outer step {run.outer_step} of {run.outer_steps}  "
+        f"{run.parameters:,} parameters  digest {run.digest[:12]}"
+        f"{'  draining' if run.draining and run.phase != 'finished' else ''}"
+    )
+    console.print(who + _words(facts))
+    if run.waiting_for:
+        console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
+    for line in (run.reason, *run.warnings):
+        if line:
+            console.print(_words(line, "yellow"), soft_wrap=True)
+
+
+# The columns of `members`: header, what its cell says, and how early a terminal that is too narrow leaves it out (0: never).
+_COLUMNS: tuple[tuple[str, Callable[[MemberStatus], Text], int], ...] = (
+    ("member", lambda row: _words(row.peer_id), 0),
+    ("role", lambda row: _words(row.role), 6),
+    ("state", lambda row: _words(row.state), 0),
+    ("reason", lambda row: _words(row.reason), 5),
+    ("phase", lambda row: _words(_phase(row)), 1),
+    ("uploaded", lambda row: Text(_uploaded(row)), 4),
+    ("outer", lambda row: Text(str(row.outer_step)), 1),
+    ("steps", lambda row: Text(str(row.inner_steps)), 8),
+    ("loss", lambda row: Text(f"{row.loss:.3g}" if math.isfinite(row.loss) else ""), 2),
+    ("tok/s", lambda row: Text(f"{row.tokens_per_s:.3g}"), 7),
+    ("in", lambda row: Text(str(row.contributions)), 2),
+    ("out", lambda row: Text(str(row.rejections)), 2),
+    ("absent", lambda row: Text(str(row.absences)), 3),
+    ("certificate", lambda row: _certificate(row.expires, time.time()), 9),
+)
+
+
+def print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
+    """Print a line for each member with as many columns as fit, and what else is wrong with any of them."""
+    cells = {header: [cell(row) for row in rows] for header, cell, _ in _COLUMNS}
+    width = {header: max((text.cell_len for text in column), default=0) for header, column in cells.items()}
+    shown = [column for column in _COLUMNS if width[column[0]]]  # what says nothing of anybody needs no room
+    gap = 2
+    while sum(max(width[header], len(header)) + gap for header, _, _ in shown) - gap > console.width and any(
+        c[2] for c in shown
+    ):
+        shown.remove(max(shown, key=lambda column: column[2]))
+    headers = [header for header, _, _ in shown]
+    table = Table(*headers, box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
+    for i in range(len(rows)):
+        table.add_row(*(cells[header][i] for header in headers))
+    console.print(table)
+    hidden = [header for header, _, _ in _COLUMNS if width[header] and header not in headers]
+    for row in rows:
+        if "reason" in hidden and row.state in ("lost", "left", "evicted"):
+            console.print(_words(f"{row.peer_id} is {row.state}: {row.reason}"), soft_wrap=True)
+        if "certificate" in hidden and row.expires and row.expires - time.time() < SOON_S:
+            console.print(_words(f"{row.peer_id}'s certificate: ") + _certificate(row.expires, time.time()), soft_wrap=True)
+    if hidden:
+        console.print(Text(f"not shown for want of width: {', '.join(hidden)} (--json has all)", "dim"), soft_wrap=True)
+
+
+def _phase(row: MemberStatus) -> str:
+    """Return the phase, and whether rounds wait for this member."""
+    if row.quarantined_s > 0:
+        return f"quarantined for {row.quarantined_s:.0f} s"
+    return f"{row.phase}, optional" if row.optional else row.phase
+
+
+def _certificate(expires: float, now: float) -> Text:
+    """Return how long a member's certificate is still valid; empty where that is not known."""
+    if not expires:
+        return Text("")
+    left = expires - now
+    style = "" if left > SOON_S else "yellow" if left > VERY_SOON_S else "red"
+    return Text(duration(left) if left > 0 else "expired", style)
+
+
+def _uploaded(row: MemberStatus) -> str:
+    """Return `3.1 of 12.0 MB` for a contribution that is being uploaded, else nothing."""
+    return f"{row.upload_bytes / 1e6:.1f} of {row.upload_total_bytes / 1e6:.1f} MB" if row.upload_total_bytes else ""

@@ -1,0 +1,90 @@
+"""`edit-peer status` and `watch`: what `join` tells each role to run works for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import ConfigError, EditError, EvictedError, TransportError
+from editpb.run_status import RunStatus
+from peers.cli import app
+from tests.integration.test_readme import run
+from tests.support.loops import on_a_loop
+from tests.support.served import found_run, new_folder, served
+
+Source = Callable[[], AsyncGenerator[RunStatus, None]]
+
+
+async def joined(folder: StateFolder, home: Path, role: str) -> list[str]:
+    """Invite and join; return the command that `join` says is next."""
+    invitation = await asyncio.to_thread(
+        run, ["edit-coordinator", "invite", home.name, "--role", role, "--state", str(folder.path)]
+    )
+    said = await asyncio.to_thread(run, ["edit-peer", "join", invitation.splitlines()[0], "--home", str(home)])
+    return shlex.split(next(line for line in said.splitlines() if line.startswith("next: ")).removeprefix("next: "))
+
+
+async def status(home: Path, *options: str) -> str:
+    """Run `edit-peer status`; raise what it raises."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--home", str(home), *options])
+    if isinstance(result.exception, EditError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("role", ["observer", "operator", "peer"])
+def test_a_member_that_has_no_folder_of_the_run_sees_how_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    async def first(source: Source, console: Console, _: Callable[[], float]) -> None:
+        async with aclosing(source()) as told:
+            console.print(f"watched {(await anext(told)).run_id}")
+
+    monkeypatch.setattr("edit.view.live.show", first)
+
+    @on_a_loop
+    async def scenario() -> None:
+        folder, home = new_folder(tmp_path / "run"), tmp_path / "someone"
+        async with served(folder) as at, at.peer("a") as a:
+            await found_run(a)
+            told = await joined(folder, home, role)
+            assert told[:2] == ["edit-peer", "run" if role == "peer" else "watch"]
+            watch = ["edit-peer", "watch", "--home", str(home)]
+            assert role == "peer" or told == watch
+            assert f"watched {folder.run_id}" in await asyncio.to_thread(run, watch)
+            assert "outer step 0 of 100" in await status(home)
+            shown = json.loads(await status(home, "--json"))
+            assert shown["run_id"] == folder.run_id and shown["members"][0]["peer_id"] == "a"
+            at.coordinator.run.evict("someone", "talks")
+            with pytest.raises(EvictedError, match="talks"):
+                await status(home)
+
+    scenario()
+
+
+@on_a_loop
+async def test_all_addresses_of_the_coordinator_are_asked(tmp_path: Path) -> None:
+    folder, home = new_folder(tmp_path / "run"), tmp_path / "eve"
+    async with served(folder):
+        await joined(folder, home, "observer")
+        identity = json.loads((home / "identity.json").read_text())
+        unreachable = "127.0.0.1:1"
+        identity["endpoints"] = [unreachable, *identity["endpoints"]]
+        (home / "identity.json").write_text(json.dumps(identity))
+        assert folder.run_id in await status(home)
+    with pytest.raises(TransportError, match=rf"the coordinator at {unreachable} does not answer; the coordinator at"):
+        await status(home)
+    identity["endpoints"] = []
+    (home / "identity.json").write_text(json.dumps(identity))
+    with pytest.raises(ConfigError, match="its run has no coordinator"):
+        await status(home)
