@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -76,12 +75,6 @@ def test_the_next_start_is_by_the_wall_clock_also_when_that_changes(hours: str, 
     assert found is not None and found.timestamp() == datetime.fromisoformat(start).timestamp()
 
 
-def scripted(*moments: str) -> Callable[[], float]:
-    """A clock that is looked at; the last of these stays."""
-    left = [unix(f"2026-11-22T{moment}") for moment in moments]
-    return lambda: left.pop(0) if len(left) > 1 else left[0]
-
-
 def utc(moment: float) -> datetime:
     return datetime.fromtimestamp(moment, ZoneInfo("UTC"))
 
@@ -140,15 +133,19 @@ def test_hours_that_end_before_the_work_has_begun_are_over_without_it(monkeypatc
 def test_work_that_takes_no_signal_yet_is_ended_too() -> None:
     """For example while the model is built."""
     done: list[str] = []
+    begun, never = threading.Event(), threading.Event()
 
     def work() -> None:
         try:
-            while True:
-                signal.pause()
+            begun.set()
+            while True:  # a signal that comes just before a wait without a bound would not end it
+                never.wait(0.01)
         finally:
             done.append("cleaned up")
 
-    clock = scripted("05:59:00", "06:00:00")
+    def clock() -> float:
+        return unix(f"2026-11-22T{'06:00:00' if begun.is_set() else '05:59:59'}")
+
     keep_hours(Hours.parse("22:00-06:00"), work, unix=clock, local=utc, restart=lambda: done.append("anew"), look_s=0.001)
     assert done == ["cleaned up", "anew"]
 
@@ -170,13 +167,13 @@ def test_work_that_ends_by_itself_or_fails_is_not_begun_anew() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_waits_for_its_hours_ends_at_a_signal_without_work(number: int) -> None:
-    clock, looks = scripted("12:00:00"), [0]
+    looks = [0]
 
     def look() -> float:
         looks[0] += 1
         if looks[0] == 5:
             os.kill(os.getpid(), number)
-        return clock()
+        return unix("2026-11-22T12:00:00")
 
     keep_hours(Hours.parse("22:00-06:00"), lambda: pytest.fail("it worked"), unix=look, local=utc, look_s=0.001)
 
