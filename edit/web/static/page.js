@@ -78,7 +78,7 @@
     for (const { target, contentRect } of entries) {
       const known = drawn.get(target.dataset.chart);
       if (known && contentRect.width > 0 && Math.abs(known.plot.width - contentRect.width) > 1) {
-        known.plot.setSize({ width: contentRect.width, height: 220 });
+        requestAnimationFrame(() => known.plot.setSize({ width: contentRect.width, height: 220 }));
       }
     }
   });

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives import serialization
 
 from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key
 from edit.errors import ConfigError, RefusedError
+from edit.web import check_installed
 from edit.web.feed import Source
 from edit.web.serve import PageServer, Tls
 from editpb.identity import Identity
@@ -194,3 +197,16 @@ def test_a_certificate_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
         tls = Tls(*pair, tmp_path / "ours" / "ca.pem")
         with pytest.raises(ConfigError, match=why):
             PageServer(source_of(busy_run(2)), OPERATOR, listen="127.0.0.1:0", tls=tls, say=lambda line: None)
+
+
+@pytest.mark.parametrize("module", ["aggregator.page", "peers.page"])
+def test_the_process_of_the_page_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["jinja2", "starlette", "uvicorn"])
+def test_without_the_extra_one_line_names_the_command_that_installs_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"^the page needs {package}: pip install 'edit-localsgd\[web\]'$"):
+        check_installed()
