@@ -257,6 +257,29 @@ def watch(state: State = Path("edit-run")) -> None:
 
 
 @app.command()
+def report(
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    state: State = Path("edit-run"),
+) -> None:
+    """Write the page of the run, as `web` shows it, to one file; also after its end, from metrics.jsonl.
+
+    Example: edit-coordinator report --state my-run --out report.html
+    """
+    from edit.web import check_installed
+
+    check_installed()
+    from aggregator.past import whole_status
+    from edit.web.page import render_page
+
+    status = whole_status(StateFolder(state))
+    try:
+        out.write_text(render_page(status), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    typer.echo(f"{out}: {status.phase}, outer step {status.outer_step} of {status.outer_steps}")
+
+
+@app.command()
 def web(
     state: State = Path("edit-run"),
     listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",

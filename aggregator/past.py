@@ -1,0 +1,137 @@
+"""How a run stands and what it has done in all of its starts: what the coordinator says, and what metrics.jsonl has kept.
+
+A coordinator that does not run says nothing; then it is how the run stood when it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aggregator.control.history import History
+from aggregator.control.status import settings_of
+from aggregator.metrics import file_names
+from aggregator.operator_client import call_operator, read_status
+from aggregator.run_feed import MemberChanged, PeerReported
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import TransportError
+from edit.plain_text import parse_json
+from editpb.messages import Heartbeat, PeerState
+from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
+
+__all__ = ["Past", "whole_status"]
+
+_LIVE = {"starting", "training", "exchanging"}
+
+
+def whole_status(folder: StateFolder) -> RunStatus:
+    """Return the run's status with its whole past. Raises ConfigError, and RefusedError when the coordinator does."""
+    past = Past()
+    for line in _lines(folder):
+        past.take(line)
+    try:
+        return past.under(call_operator(folder, read_status)) if folder.bound() else past.alone(folder)
+    except TransportError:
+        return past.alone(folder)
+
+
+def _lines(folder: StateFolder) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of metrics.jsonl and of the files before it, oldest first; without those that are damaged."""
+    for path in reversed(file_names(folder.metrics)):
+        if path.exists():
+            with path.open("rb") as file:
+                for text in file:
+                    try:
+                        line = parse_json(text)
+                    except ValueError:
+                        continue  # the last one of a process that was killed
+                    if isinstance(line, dict):
+                        yield line
+
+
+@dataclass(slots=True)
+class Past:
+    """What the lines of metrics.jsonl say."""
+
+    history: History = field(default_factory=lambda: History(lambda peer_id: None, lambda: 0))
+    rounds: list[RoundReport] = field(default_factory=list)
+    members: dict[str, MemberStatus] = field(default_factory=dict)
+    t: float = 0.0  # of the last line
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Take one line; of another kind, or without what its kind has, it is left out."""
+        try:
+            t = float(line["t"])
+            match line["kind"]:
+                case "round":
+                    report = RoundReport.from_json(line)
+                    self.history.on_event(report, t)
+                    self.rounds = [*self.rounds[-KEPT_ROUNDS + 1 :], report]
+                case "member":
+                    peer_id, state, reason = str(line["peer_id"]), str(line["state"]), str(line["reason"])
+                    self.history.on_event(MemberChanged(peer_id, state, reason, live=state in _LIVE), t)
+                    self.members[peer_id] = replace(self._member(peer_id), state=state, reason=reason)
+                case "peer":
+                    self._report(str(line["peer_id"]), line, t)
+                case _:
+                    return
+            self.t = t
+        except (KeyError, TypeError, ValueError):
+            return
+
+    def _report(self, peer_id: str, line: Mapping[str, Any], t: float) -> None:
+        member = MemberStatus.from_json({**line, "role": "peer", "reason": ""})
+        beat = Heartbeat(state=PeerState(member.state), inner_steps=member.inner_steps, loss=member.loss)
+        self.history.on_event(PeerReported(peer_id, beat), t)
+        self.members[peer_id] = replace(member, reason=self._member(peer_id).reason)
+
+    def _member(self, peer_id: str) -> MemberStatus:
+        return self.members.get(peer_id, MemberStatus(peer_id=peer_id, role="peer", state="", reason=""))
+
+    def under(self, status: RunStatus) -> RunStatus:
+        """Return the status that the coordinator says, with the past of its earlier starts too."""
+        began = min((each.t for each in status.events), default=status.t)
+        events = (*(each for each in self.history.events() if each.t < began), *status.events)[-KEPT_EVENTS:]
+        rounds = {report.round_id: report for report in (*self.rounds, *status.rounds)}
+        return replace(
+            status,
+            curves=self.history.curves() or status.curves,
+            rounds=tuple(rounds[each] for each in sorted(rounds))[-KEPT_ROUNDS:],
+            events=tuple(replace(event, number=number) for number, event in enumerate(events, 1)),
+        )
+
+    def alone(self, folder: StateFolder) -> RunStatus:
+        """Return how the run stood at the last line."""
+        config = folder.config()
+        last = next((report for report in reversed(self.rounds) if report.committed), None)
+        outer_step = last.outer_step if last is not None else 0
+        members = []
+        for peer_id, member in sorted(self.members.items()):
+            verdict = self.history.verdict(peer_id)
+            told = {"verdict": verdict.verdict, "verdict_reason": verdict.reason} if verdict is not None else {}
+            members.append(replace(member, **told))  # type: ignore[arg-type]
+        return RunStatus(
+            run_id=folder.run_id,
+            phase="finished" if outer_step >= config.sync.outer_steps else "stopped",
+            outer_step=outer_step,
+            outer_steps=config.sync.outer_steps,
+            round_id=0,
+            reason="",
+            waiting_for="the coordinator, which does not run" if outer_step < config.sync.outer_steps else "",
+            draining=False,
+            tokens=0,
+            stop_tokens=config.sync.tokens,
+            digest=last.digest if last is not None else "",
+            parameters=0,
+            peak_memory_bytes=0,
+            expected=(),
+            arrived=(),
+            deadline_in_s=None,
+            members=tuple(members),
+            rounds=tuple(self.rounds),
+            t=self.t,
+            curves=self.history.curves(),
+            events=self.history.events(),
+            settings=settings_of(config),
+        )

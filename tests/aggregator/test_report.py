@@ -1,0 +1,88 @@
+"""`edit-coordinator report`: a run as one file, while it is served and afterwards, with all of its starts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aggregator.cli import app
+from aggregator.past import Past, whole_status
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import ConfigError
+from tests.support.loops import on_a_loop, until
+from tests.support.served import TOML, Served, found_run, held_clock, new_folder, served, theta
+
+SHORT = TOML.replace("outer_steps = 100", "outer_steps = 3")
+
+
+def report(folder: StateFolder, out: Path) -> str:
+    result = CliRunner().invoke(app, ["report", "--state", str(folder.path), "--out", str(out)])
+    assert result.exit_code == 0, result.exception
+    assert str(out) in result.stdout
+    return out.read_text(encoding="utf-8")
+
+
+async def take_steps(at: Served, first: int, last: int, *, found: bool = False) -> None:
+    async with at.peer("ada") as peer:
+        if found:
+            await found_run(peer)
+        else:
+            await peer.attend()
+            view = await peer.view()
+            await peer.report(view.outer_step, view.digest)
+        for step in range(first, last):
+            view = await peer.view(lambda v, step=step: v.outer_step == step and v.round_id)
+            await peer.contribute(view.round_id, step, theta(step + 1))
+            await until(lambda step=step: (rounds := at.coordinator.run.recent_rounds) and rounds[-1].outer_step == step + 1)
+
+
+def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=SHORT)
+
+    @on_a_loop
+    async def first() -> None:
+        async with served(folder, held_clock()) as at:
+            await take_steps(at, 0, 2, found=True)
+
+    @on_a_loop
+    async def second() -> None:
+        async with served(folder, held_clock()) as at:
+            live = await asyncio.to_thread(whole_status, folder)
+            assert (live.phase, live.outer_step) == ("gathering", 2)
+            assert [each.outer_step for each in live.rounds] == [1, 2]
+            assert [each.number for each in live.events] == [*range(1, len(live.events) + 1)]
+            assert "ada" in await asyncio.to_thread(report, folder, tmp_path / "live.html")
+            await take_steps(at, 2, 3)
+
+    first()
+    stopped = whole_status(folder)
+    assert (stopped.phase, stopped.outer_step, stopped.waiting_for) == ("stopped", 2, "the coordinator, which does not run")
+    second()
+    ended = whole_status(folder)
+    assert (ended.phase, ended.outer_step, ended.eta_s) == ("finished", 3, None)
+    assert [(each.outer_step, each.number) for each in ended.rounds] == [(1, 1), (2, 2), (3, 1)]
+    (ada,) = ended.members
+    assert (ada.peer_id, ada.verdict, ada.verdict_reason) == ("ada", "ok", "merged")
+    norms = next(each for each in ended.curves if (each.kind, each.peer_id) == ("norm", "ada"))
+    assert norms.x == (1.0, 2.0, 3.0)
+    assert any("ada" in event.text for event in ended.events)
+    page = report(folder, tmp_path / "ended.html")
+    assert "ada" in page and "Finished" in page and "<script src" not in page
+
+
+def test_lines_that_are_damaged_or_of_another_kind_are_left_out() -> None:
+    past = Past()
+    for line in ({}, {"kind": "round", "t": 1.0}, {"kind": "peer", "t": "x"}, {"kind": "news", "t": 2.0}):
+        past.take(line)
+    past.take({"kind": "member", "t": 3.0, "peer_id": "a", "state": "lost", "reason": "silent"})
+    assert past.t == 3.0 and past.rounds == [] and [*past.members] == ["a"]
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+    result = CliRunner().invoke(app, ["report", "--state", str(folder.path), "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        raise result.exception or AssertionError
