@@ -67,7 +67,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 #damping = 0.0                  # That exponent with rounds.merging = "arrivals".
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
-#algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, which no command runs yet.
+#algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, in a swarm.
 optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov; or entry:NAME.
 lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
 momentum = 0.85                 # Outer momentum, for nesterov and delayed_nesterov; short runs want less, 0.6.
@@ -88,6 +88,7 @@ momentum = 0.85                 # Outer momentum, for nesterov and delayed_neste
 #mixing = 0.7                   # How fast the outer parameters of a pair approach their mean; below 2 (1 - momentum^2).
 #codec = "bf16"                 # In which a peer sends its outer parameters: bf16 or fp32.
 #settle_every = 0               # Outer steps after which all peers' outer parameters become their mean; 0: only at the end.
+#deadline_s = 60.0              # Seconds that a peer waits for its partner, or for the others where all settle.
 
 [codec]                         # fp32, bf16, fp16, int8, int4, e3m0, stat2, sign, topk, top1, sdd: docs/codecs.md; entry:NAME.
 up = "int8"                     # For contributions.

@@ -22,7 +22,7 @@ from edit.errors import LocalProtocolError, RefusedError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
-from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle
+from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle, settling
 from edit.merging.injection import Injection, check_content, check_order, check_run
 from edit.merging.merge import Measured, ShardPayload, measure
 from edit.merging.mergers import Admission, admission, screen
@@ -426,6 +426,7 @@ class LocalGossip:
         self._commits: dict[str, deque[Commit]] = {peer_id: deque(maxlen=config.kept_updates) for peer_id in peers}
         self._drawn: dict[int, dict[str, str | None]] = {}  # by outer step, as `pairs`
         self._settled = 0  # the outer step at which all settled last
+        self._common: OuterState | None = None  # the last model that was common to all; with the first state
         self._resync: set[str] = set()  # who has not taken that yet
         # Swaps of fragments that were taken together, and those that were not although both were there.
         self.swapped = 0
@@ -465,6 +466,8 @@ class LocalGossip:
         elif self._theta is None:
             self._theta = [fragment.clone() for fragment in found()]
         assert self._theta is not None
+        if self._common is None:
+            self._common = OuterState(schema, settling(self._config), [fragment.clone() for fragment in self._theta])
         others = [self._states[name] for name in sorted(self._present & self._states.keys() - {peer_id})]
         donor = max(others, key=lambda state: state.outer_step, default=None)
         state = self._states.get(peer_id)
@@ -639,10 +642,11 @@ class LocalGossip:
         steps = {state.outer_step for state in states.values()}
         if len(steps) != 1 or states.keys() != self._present or not self._waits_to_settle(next(iter(states.values()))):
             return
-        schema = next(iter(states.values())).schema
-        theta = settle(schema, self._config, {name: state.theta for name, state in states.items()})
+        assert self._common is not None
+        records = settle(self._common, {name: state.theta for name, state in states.items()})
+        self._common.commit(self._settled + 1, "settled", records)
         for state in states.values():
-            state.take(theta)
+            state.take(self._common.theta)
         self._settled, self._resync = steps.pop(), set(states)
 
 

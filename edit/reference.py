@@ -334,13 +334,18 @@ class Gossip:
             self.phi[i], self.delta[i] = phi, delta
         self.outer_step += 1
 
+    def __post_init__(self) -> None:
+        """At the beginning all peers have the same phi."""
+        self._common = next(iter(self.phi.values()))
+
     def settle(self) -> Tensor:
-        """Return one model from all: a round from the first peer's phi with the mean of phi_first - phi_i, rate 1."""
-        base, mean = self.phi[min(self.phi)], torch.zeros(())
+        """Return one model from all: a round from the last model in common with the mean of that - phi_i, rate 1."""
+        mean = torch.zeros(())
         for peer in sorted(self.phi):
-            mean = mean + (base - self.phi[peer]) * (1 / len(self.phi))
-        self.phi = dict.fromkeys(self.phi, base - mean)
-        return base - mean
+            mean = mean + (self._common - self.phi[peer]) * (1 / len(self.phi))
+        self._common = self._common - mean
+        self.phi = dict.fromkeys(self.phi, self._common)
+        return self._common
 
     def _judge(self, me: str, gradients: Mapping[str, Tensor]) -> dict[str, bool]:
         """By peer whether `me` finds its pseudo-gradient good, of itself and the one it meets; learns of them."""

@@ -108,6 +108,7 @@ class Run:
         self._advice = PaceAdvice(config)
         self._told_ahead: set[str] = set()  # members whose outer step was above the run's, as the log has said
         self._told_misfits: set[str] = set()  # members whose software is another one than this, as the log has said
+        self._held_for = ""  # why this process opens no rounds, though nobody ordered it
         self._held_up = ""  # as the views say it: counted once per change, not once per rank
         self._sequence = 0
         self.feed.subscribe(self.history.on_event)
@@ -160,7 +161,7 @@ class Run:
         self._rounds = RoundRunner(
             outer, self.config, resources, published, first_round_id=self.first_round_id, awaited=self._awaited
         )
-        if resources.orders.paused:
+        if resources.orders.paused or self._held_for:
             self._rounds.feed(events.Pause())
         if resources.orders.draining:
             self._rounds.feed(events.Drain())
@@ -192,7 +193,7 @@ class Run:
             measured_s = self._rounds.machine.deadlines.measured_step_s
             self._advice.update(self.attendances.membership.members.values(), measured_s)
         reason = self.held_up()
-        if reason and reason not in (self._held_up, _PAUSED):
+        if reason and reason not in (self._held_up, self._held_for, _PAUSED):
             self.feed.publish(Advised("", reason))
         self._held_up = reason
         self._sequence += 1
@@ -293,7 +294,7 @@ class Run:
                 return reason
             if reason := self._rounds.machine.held_back:
                 return reason
-        return _PAUSED if self._resources.orders.paused else ""
+        return _PAUSED if self._resources.orders.paused else self._held_for
 
     # ---- the operator's orders -------------------------------------------------------------------------------------------
 
@@ -310,6 +311,15 @@ class Run:
         self._resources.orders.pause()
         self._tell_rounds(events.Pause())
         self.feed.publish(OrderGiven("paused"))
+
+    def hold(self, reason: str) -> None:
+        """Open no rounds in this process for a reason, as the peers are told. Empty: open them again, unless paused."""
+        if reason == self._held_for:
+            return
+        self._held_for = reason
+        if reason or not self._resources.orders.paused:
+            self._tell_rounds(events.Pause() if reason else events.Resume())
+        self._show_change()
 
     def resume(self) -> None:
         """Open rounds again, also after `drain`. Raises StorageError; then nothing is resumed."""

@@ -32,11 +32,12 @@ class Authorizer:
     Subscribe `on_event` to the run's feed.
 
     Args:
+        only: the one member that may call; '': all.
         unix: seconds since 1970. A connection outlives the certificate that opened it, so each call looks at the certificate.
     """
 
-    def __init__(self, run_id: str, members: Members, unix: Callable[[], float]) -> None:
-        self._run_id, self._members, self._unix = run_id, members, unix
+    def __init__(self, run_id: str, members: Members, unix: Callable[[], float], only: str = "") -> None:
+        self._run_id, self._members, self._unix, self._only = run_id, members, unix, only
         self._calls: dict[str, set[OpenCall]] = {}  # under way, by peer_id
         self._parse = lru_cache(_PARSED_CERTIFICATES)(x509.load_pem_x509_certificate)
 
@@ -47,6 +48,8 @@ class Authorizer:
         expired).
         """
         identity = admitted(context.auth_context(), self._run_id, roles)
+        if self._only and identity.peer_id != self._only:
+            raise RefusedError(f"only {self._only} itself trains here")
         certificate = self.certificate(context)
         self._members.add_caller(identity, certificate)
         if (reason := self._members.why_refused(identity, certificate)) is not None:

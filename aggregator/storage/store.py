@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
@@ -35,6 +37,7 @@ from edit.records import MOST_TOKENS, Commit
 __all__ = ["Store", "load_outer"]
 
 _log = logging.getLogger(__name__)
+Restore = Callable[[Schema, RunConfig, Mapping[str, Tensor], Mapping[str, Any]], OuterState]
 
 
 class Store:
@@ -42,14 +45,22 @@ class Store:
 
     Args:
         disk: the journal's disk, or what a test has in its place.
+        restore: makes the state of a checkpoint, as `OuterState.restore`.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, run_id: str, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        run_id: str,
+        disk: Disk | None = None,
+        restore: Restore = OuterState.restore,
+    ) -> None:
         self.tokens = 0  # merged so far, as far as it is on disk
         self.update_id = ""  # in a swarm: the update that led to the state that is on disk; "": none did
         self.held: CommittedRound | None = None  # what `recover` found held in a swarm, not applied (rule 7 of the journal)
         self.injections = Injections(folder)
-        self._folder, self._config, self._run_id, self._disk = folder, config, run_id, disk
+        self._folder, self._config, self._run_id, self._disk, self._restore = folder, config, run_id, disk, restore
         self._journal: Journal | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
         self._writing: Future[None] | None = None
@@ -220,7 +231,7 @@ class Store:
 
         Raises StorageError for damage that loses a committed step, ConfigError when the folder is another run's.
         """
-        loaded = _load(self._folder, self._config, self._run_id)
+        loaded = _load(self._folder, self._config, self._run_id, restore=self._restore)
         if loaded is None:
             return None
         self.tokens, self.update_id, self.held = loaded.tokens, loaded.update_id, loaded.held
@@ -279,7 +290,9 @@ class _Loaded(NamedTuple):
     held: CommittedRound | None  # in a swarm: held only, not applied
 
 
-def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) -> _Loaded | None:
+def _load(
+    folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True, restore: Restore = OuterState.restore
+) -> _Loaded | None:
     recovered = checkpoint.recover(folder, tidy=tidy)
     if recovered is None:
         return None
@@ -289,7 +302,7 @@ def _load(folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True) ->
     if metadata.get("run_id") != run_id:
         raise ConfigError(f"{recovered.path}: belongs to run {metadata.get('run_id')}, not {run_id}")
     try:
-        outer = OuterState.restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
+        outer = restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
         tokens = int(metadata["tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error

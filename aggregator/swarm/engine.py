@@ -23,8 +23,8 @@ from aggregator.services.authorization import Authorizer
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
-from aggregator.swarm.engine_store import EngineStore
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council.record import Phase
@@ -56,6 +56,7 @@ class Engine:
         limit_of: returns what bounds the bytes that a caller is sent.
         ended: is told when the last outer step is taken.
         fail: is told of a bug, after which the host must end.
+        only: the one peer that may attend; '': all of the run.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Engine:
         grant: int,
         config: RunConfig,
         outer: OuterState,
-        store: EngineStore,
+        store: Store,
         folder: Path,
         members: Members,
         gone: Set[str],
@@ -74,6 +75,7 @@ class Engine:
         ended: Callable[[], None],
         fail: Callable[[BaseException], None],
         limit_of: Callable[[Any], SendLimit] = lambda _: UNLIMITED,
+        only: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         orders = folder / "orders.json"
@@ -97,7 +99,7 @@ class Engine:
         contributors = {verdict.peer_id for fragment in last.fragments for verdict in fragment.verdicts} if last else set()
         awaited = contributors - gone, AWAITS_S
         self.run = Run(run_id, config, resources, first_round_id=first_round_id(grant), awaited=awaited, outer=outer)
-        authorizer = Authorizer(run_id, members, clock.unix)
+        authorizer = Authorizer(run_id, members, clock.unix, only)
         feed.subscribe(authorizer.on_event)
         feed.subscribe(self._on_event)
         control = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, ControlService(self.run, authorizer))

@@ -24,7 +24,7 @@ from aggregator.security.authority import Authority, load_key
 from aggregator.security.certificates import public_hash
 from aggregator.storage.state_folder import lock_folder
 from aggregator.swarm.admission import root_of
-from aggregator.swarm.host import found_swarm
+from aggregator.swarm.host import found_swarm, merging
 from aggregator.swarm.host_folder import AUTHORITY_FORMAT, Settings, authority_folder, run_of
 from aggregator.swarm.member_folder import MemberFolder
 from edit import plugins
@@ -72,7 +72,7 @@ def _found(path: Path, peer_id: str, theta: Path, now: float) -> str:
             peer_id,
             config,
             folder,
-            [OuterState(schema, config, part) for (_, schema), part in zip(schemas, first, strict=True)],
+            [OuterState(schema, merging(config), part) for (_, schema), part in zip(schemas, first, strict=True)],
             incarnation=int(now * 1000),
             config_hash=settings.config_hash,
             lease_s=settings.swarm(config).lease_s,

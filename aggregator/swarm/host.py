@@ -47,6 +47,7 @@ from aggregator.swarm.admission import (
 )
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
+from aggregator.swarm.gossip.member import GossipMember
 from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
@@ -92,6 +93,7 @@ from edit.errors import (
     TransportError,
 )
 from edit.fragments.schema import Schema
+from edit.merging.gossip import settling
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from editpb import control_pb2 as cpb
@@ -116,7 +118,7 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-__all__ = ["Host", "Place", "found_swarm"]
+__all__ = ["Host", "Place", "found_swarm", "merging"]
 
 _log = logging.getLogger(__name__)
 _steps_log = logging.getLogger(f"{__name__}.steps")  # one line for each outer step of each part
@@ -230,10 +232,15 @@ class Host:
         self._saved = folder.saved()
         self.parts: list[_HostedPart] = []
         self._stores: list[Store] = []
+        merged_by = merging(config)
         for number, schema in enumerate(schemas):
-            self._stores.append(Store(folder.part(number), config, run_id))
-            replica = PartReplica(run_id, number, config, self._stores[-1], partial(on_commit, number))
+            self._stores.append(Store(folder.part(number), merged_by, run_id))
+            replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number))
             self.parts.append(_HostedPart(number, schema, replica))
+        self.gossip: GossipMember | None = None  # in place of the parts' engines
+        if config.outer.algorithm == "gossip":
+            self.gossip = self._gossip()
+        self._settling: asyncio.Task[None] | None = None  # while part 0 is owned
         self._events: asyncio.Queue[tuple[ev.Event, bool]] = asyncio.Queue()  # and whether it takes room
         self._room = asyncio.Semaphore(MOST_UNTAKEN)
         self._states, self._kept = _Places(MOST_STATES), _Places(MOST_KEPT)
@@ -285,9 +292,31 @@ class Host:
         self._background.spawn(self._say_who_is_missed())
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))
+        if self.gossip is not None:
+            self._background.spawn(self.gossip.run())
         if self._discovery is not None:
             self._discovery.start(self._found_others, self._found_at)
         _log.info("%s of %s listens on %s", name_of(self.peer_id, saved.incarnation), self.run_id, self.listen)
+
+    def _gossip(self) -> GossipMember:
+        self._config.check_swaps()
+        (part,) = self.parts
+        return GossipMember(
+            self.run_id,
+            self.peer_id,
+            self._config,
+            part.schema,
+            self._folder,
+            part.replica,
+            part.do,
+            lambda: self.links,
+            lambda: self.council.committed or self.council.record,
+            self._members,
+            self._files,
+            self._clock,
+            self.failed,
+            self._limit,
+        )
 
     def _bind(self) -> int:
         """Return the port. One that the system chooses is chosen once, so that the others find this host again."""
@@ -382,7 +411,7 @@ class Host:
         return any(part.owner == self.peer_id for part in record.parts)
 
     async def _until_nobody_attends(self) -> None:
-        others = [part.engine.run.attendances for part in self.parts if part.engine is not None]
+        others = [engine.run.attendances for engine in self._engines]
         while any(one.of(peer_id) for one in others for peer_id in one.members() if peer_id != self.peer_id):  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
@@ -393,6 +422,10 @@ class Host:
         for _, told in self._orders:
             told.cancel()
         await self._background.stop()
+        if self._settling is not None:
+            self._settling.cancel()
+        if self.gossip is not None:
+            await self.gossip.stop("the host ends")
         if self._discovery is not None:
             await self._discovery.close()
         for part in self.parts:
@@ -457,6 +490,7 @@ class Host:
             notices=tuple(f"{lasting(now - at)} ago: {text}" for at, text in self._notices),
             leaving=self._leaving,
             authority=self.authority is not None,
+            gossip=self.gossip.standing() if self.gossip is not None else None,
         )
 
     def _part_standing(self, part: _HostedPart, record: Record | None) -> PartStanding:
@@ -514,7 +548,7 @@ class Host:
         record = self.council.committed
         if record is None or record.phase is not Phase.FINISHED or not self.council.settled:
             return False
-        served = any(part.engine is not None and [*part.engine.run.attendances] for part in self.parts)
+        served = any([*engine.run.attendances] for engine in self._engines)
         return self._has_all(record) and not served
 
     @property
@@ -532,7 +566,12 @@ class Host:
         self._events.put_nowait((event, False))
 
     def _ranks(self, peer_id: str) -> int:
-        return sum(len(part.engine.run.attendances.of(peer_id)) for part in self.parts if part.engine is not None)
+        return sum(len(engine.run.attendances.of(peer_id)) for engine in self._engines)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        engines = [part.engine for part in self.parts] if self.gossip is None else [self.gossip.engine]
+        return [engine for engine in engines if engine is not None]
 
     # -- the council -------------------------------------------------------------------------------------------------------
 
@@ -616,6 +655,10 @@ class Host:
             case ev.SendOffer(update):
                 for peer_id in self.links.connected:
                     self.links.send(peer_id, Offering(update))
+            case ev.Serve(_, grant) if self.gossip is not None:
+                self._settle(self.gossip, grant)
+            case ev.Cease() if self.gossip is not None:
+                self._settle(self.gossip, None)
             case ev.Serve(number, grant):
                 self.parts[number].jobs.put_nowait(partial(self._serve, self.parts[number], grant))
             case ev.Cease(number, grant):
@@ -668,7 +711,7 @@ class Host:
             _log.info("%d vote, of %d members: %s", len(record.voters), len(record.members), ", ".join(record.voters))
             for peer_id in sorted(before[1] - self._voters[1] - record.evicted.keys()):
                 _log.info("%s has left", peer_id)
-        engines = [part.engine for part in self.parts if part.engine is not None and part.engine.run.founded]
+        engines = [engine for engine in self._engines if engine.run.founded]
         for peer_id, reason in record.evicted.items():
             if not self._members.evicted(peer_id):
                 _log.info("%s is evicted: %s", peer_id, reason)
@@ -775,6 +818,8 @@ class Host:
         self._say(part, answer)
         if part.own is not None and part.own[0].update.outer_step <= part.replica.state.outer_step:
             part.own = None  # the journal has it
+        if self.gossip is not None:
+            self.gossip.tell()
 
     async def _fetch(self, part: _HostedPart, effect: ev.Fetch, pulled: Offer | None) -> None:
         """Ask the source for one thing after the other. Its answers are taken in the part's thread.
@@ -796,6 +841,8 @@ class Host:
     def _say(self, part: _HostedPart, answer: ev.Held | ev.Applied | ev.Failed) -> None:
         """Tell the council, and the log, what came of an Adopt or Fetch."""
         self.tell(answer)
+        if self.gossip is not None:
+            self.gossip.tell()
         match answer:
             case ev.Applied(number, outer_step):
                 _steps_log.info("part %d is at outer step %d", number, outer_step)
@@ -871,6 +918,33 @@ class Host:
     async def _refuse(self, part: _HostedPart, update: Update, reason: str) -> None:
         part.own = None
         await part.do(part.replica.refuse, update.id, reason)
+        if self.gossip is not None:
+            self.gossip.tell()
+
+    # -- gossip ------------------------------------------------------------------------------------------------------------
+
+    def _settle(self, gossip: GossipMember, grant: int | None) -> None:
+        """Begin to settle as the owner of part 0 under this grant; None: it is no longer owned."""
+        if self._settling is not None:
+            self._settling.cancel()
+        self.parts[0].own = self._settling = None
+        if grant is not None:
+            self._settling = asyncio.get_running_loop().create_task(self._settle_under(gossip, grant))
+            self._settling.add_done_callback(self._settling_ended)
+
+    async def _settle_under(self, gossip: GossipMember, grant: int) -> None:
+        part = self.parts[0]
+
+        def propose(offer: Offer, records: tuple[MergeRecord, ...]) -> None:
+            part.own = offer, records
+            self.tell(ev.Made(offer.update))
+
+        await gossip.settle(grant, propose, lambda: part.own is not None)
+        self.tell(ev.Ended(0, grant))
+
+    def _settling_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
 
     # -- this member's certificate -----------------------------------------------------------------------------------------
 
@@ -983,6 +1057,10 @@ class Host:
         """
         if self.council.role is not Role.LEADER:
             raise StaleError(f"ask the leader, {self.council.leader}" if self.council.leader else "there is no leader now")
+        if self.gossip is not None and order == ev.SetPhase(Phase.DRAINING):
+            raise RefusedError(
+                "a run with gossip ends with a settling, which cannot be ordered yet; pause it, or evict members"
+            )
         if len(self._orders) >= MOST_ORDERS:
             raise BusyError("too many orders wait to be agreed on")
         if (record := self.council.committed) is not None and _is_done(order, record):
@@ -1070,7 +1148,8 @@ class Host:
         """Return what a peer of the run may know. Raises StaleError before this member was let in."""
         if self.council.record is None:
             raise StaleError(f"{self.peer_id} is not in the swarm yet")
-        hosts = addresses_of(self.council.record)
+        alone = self.gossip is not None and not settings  # a peer trains at its own host then
+        hosts = addresses_of(self.council.record) if not alone else {}
         told = self._settings if settings and self._settings is not None else Settings(b"")
         return SwarmDescription(len(self.parts), hosts, told.run_toml, told.schema)
 
@@ -1112,11 +1191,23 @@ class Host:
                 self.check_evicted(reader)
                 yield message
 
+    async def phi(
+        self, reader: str, gossip: GossipMember, settling: int, chunk_bytes: int = CHUNK_BYTES
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the messages that bring this member's outer parameters. Raises GoneError, BusyError."""
+        async with self._states.place(reader):
+            async for message in gossip.phi(settling, chunk_bytes):
+                self.check_evicted(reader)
+                yield message
+
     async def owners(self) -> AsyncGenerator[pb.Owners, None]:
-        """Yield who serves each part: now, whenever that changed, and each second."""
+        """Yield who serves each part: now, whenever that changed, and each second. With gossip this host serves its peer."""
         while not self._closing:
             news, record, told = self._news, self.council.committed, pb.Owners()
-            if record is not None:
+            if self.gossip is not None:
+                if first := self.gossip.first_round_id:
+                    told = owners_to_pb([PartOwner(self.peer_id, first)])
+            elif record is not None:
                 addresses = {peer_id: member.addresses for peer_id, member in record.members.items()}
                 told = owners_to_pb(
                     [PartOwner(part.owner, first_round_id(part.grant), addresses.get(part.owner, ())) for part in record.parts]
@@ -1133,6 +1224,10 @@ class Host:
         """
         number = part_of(metadata, len(self.parts))
         engine, record = self.parts[number].engine, self.council.committed
+        if self.gossip is not None:
+            engine = self.gossip.engine
+        if engine is None and self.gossip is not None:
+            raise _AnothersError(self.peer_id, "this member's outer parameters are not here yet, or all settle")
         if engine is None or not engine.run.founded:  # it is about to start
             owner = record.parts[number].owner if record is not None else ""
             another = owner not in ("", self.peer_id)
@@ -1196,6 +1291,23 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             limit = self._host.limit_of(context)
             await send(context.write, self._host.state(reader, number, limit.chunk_bytes), limit=limit)
+
+    async def Swap(self, messages: AsyncIterator[Any], context: Context) -> None:
+        """See the service."""
+        async with abort_on_error(context):
+            member, gossip = self._host.member(context), self._host.gossip
+            if gossip is None:
+                raise RefusedError("this run has no swaps")
+            await gossip.swaps.serve(member, messages, context.write)
+
+    async def FetchPhi(self, request: pb.PhiRequest, context: Context) -> None:
+        """See the service."""
+        async with abort_on_error(context):
+            reader, gossip = self._host.member(context), self._host.gossip
+            if gossip is None:
+                raise RefusedError("this run has one model for all: FetchState")
+            limit = self._host.limit_of(context)
+            await send(context.write, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit=limit)
 
     async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
         """See the service."""
@@ -1285,6 +1397,11 @@ class _ToEngines(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
 
 
+def merging(config: RunConfig) -> RunConfig:
+    """Return how the parts are merged: with gossip by settlings only."""
+    return settling(config) if config.outer.algorithm == "gossip" else config
+
+
 def _shut_out(record: Record) -> frozenset[str]:
     """Return the evicted whom nobody needs any more. A voter, also one that is being voted out, may be needed for a quorum."""
     return frozenset(record.evicted.keys() - {peer_of(name) for name in record.electors})
@@ -1355,8 +1472,8 @@ def found_swarm(
     """
     digests = []
     for number, outer in enumerate(states):
-        store = Store(folder.part(number), config, run_id)
-        PartReplica(run_id, number, config, store).found(outer)
+        store = Store(folder.part(number), merging(config), run_id)
+        PartReplica(run_id, number, merging(config), store).found(outer)
         store.close()
         digests.append(outer.digest)
     record = Record(

@@ -3,6 +3,7 @@
 council.json   `edit.council.record.Saved`: the term, the vote, the newest record; private
 part-N/        the journal and the checkpoints of part N (`aggregator.storage.store`)
 port           the port of this host, when the system chose it
+phi/           with gossip: this member's outer parameters, as a part's
 engine-N/      what an engine of part N writes beside them; nothing of it is needed again
 """
 
@@ -31,6 +32,11 @@ class MemberFolder:
     def part(self, part: int) -> Path:
         """Return the folder of a part."""
         return self._path / f"part-{part}"
+
+    @property
+    def phi(self) -> Path:
+        """The folder of this member's outer parameters, with gossip."""
+        return self._path / "phi"
 
     def engine(self, part: int) -> Path:
         """Return the folder of a part's engine."""

@@ -7,6 +7,7 @@ What others say is bounded when it is decoded, and made printable when it is sho
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -31,6 +32,7 @@ from editpb.validity import duration
 
 __all__ = [
     "EngineStanding",
+    "GossipStanding",
     "PartStanding",
     "PeerStanding",
     "Report",
@@ -67,6 +69,20 @@ class PartStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GossipStanding:
+    """With gossip: the outer steps of a host's own peer. All of it is that host's word."""
+
+    outer_step: int  # swaps and settlings
+    settlings: int  # of these
+    trains: bool
+    partner: str  # of the last swap; empty: none
+    said: str  # what came of it, in words
+    distance: float | None  # of the outer parameters of both then, as the partner sent its own; None: not known
+    together: int  # swaps of this process; of these taken with the partner
+    alone: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStanding:
     """Another member, as one host sees it."""
 
@@ -95,6 +111,7 @@ class Standing:
     notices: tuple[str, ...] = ()  # the last, newest last
     leaving: bool = False
     authority: bool = False  # whether it has a copy of the authority's key
+    gossip: GossipStanding | None = None  # None: the steps are the swarm's
 
     def encode(self) -> bytes:
         """Return it as JSON."""
@@ -111,6 +128,8 @@ class Standing:
             found["parts"] = tuple(map(_part, _list(found["parts"], MOST_PARTS)))
             found["peers"] = tuple(map(_peer, _list(found["peers"], 2 * MOST_MEMBERS)))
             found["notices"] = tuple(map(_words, _list(found["notices"], MOST_NOTICES)))
+            if found["gossip"] is not None:
+                found["gossip"] = _gossip(found["gossip"])
             Role(found["role"])
             _count(found["term"])
             _flags(found["committed"], found["leaving"], found["authority"])
@@ -127,6 +146,15 @@ def _part(values: object) -> PartStanding:
         _count(found["engine"].grant)
     _count(found["outer_step"])
     return PartStanding(**found)
+
+
+def _gossip(values: object) -> GossipStanding:
+    found = _values(GossipStanding, values)
+    _flags(found["trains"])
+    for count in ("outer_step", "settlings", "together", "alone"):
+        _count(found[count])
+    _length(found["distance"] if found["distance"] is not None else 0.0)
+    return GossipStanding(**found)
 
 
 def _peer(values: object) -> PeerStanding:
@@ -170,6 +198,11 @@ def _count(value: object) -> int:
 def _seconds(value: object) -> None:
     if type(value) not in (int, float) or not 0 <= value <= 1e12:  # type: ignore[operator]
         raise ValueError(f"no seconds: {value!r:.40}")
+
+
+def _length(value: object) -> None:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"no length: {value!r:.40}")
 
 
 def _flags(*values: object) -> None:
@@ -225,6 +258,7 @@ def report(record: Record, source: str, standings: Mapping[str, Standing], silen
     notes += _holder_notes(record, standings)
     notes += [f"{each.peer_id} is leaving" for each in standings.values() if each.leaving]
     notes += [f"{each.peer_id}: {text}" for each in standings.values() for text in each.notices[-3:]]
+    notes += _gossip_words(standings)
     return Report(
         source=source,
         run_id=record.run_id,
@@ -256,6 +290,20 @@ def _holder_notes(record: Record, standings: Mapping[str, Standing]) -> list[str
         notes.append(f"the authority is being replaced: {', '.join(late) or 'nobody'} has no certificate of the new one yet")
     more = [each.peer_id for each in standings.values() if each.authority and each.peer_id not in record.holders]
     return notes + [f"{peer_id} has a copy of the authority's key that is not agreed on" for peer_id in more]
+
+
+def _gossip_words(standings: Mapping[str, Standing]) -> list[str]:
+    """Say of each peer how far it is, and how its last swap went; and how far apart the partners were."""
+    found = {each.peer_id: each.gossip for each in standings.values() if each.gossip is not None and each.gossip.trains}
+    words = [
+        f"{peer_id}: outer step {one.outer_step}, {one.settlings} of it settlings; {one.said or 'no swap yet'}; "
+        f"since its start {one.together} swaps together, {one.alone} alone"
+        for peer_id, one in sorted(found.items())
+    ]
+    far = [one.distance for one in found.values() if one.distance is not None]
+    if far:
+        words.append(f"partners were {sum(far) / len(far):.4g} apart in the mean, by their own word")
+    return words
 
 
 def quorum_words(record: Record, present: frozenset[str] | None) -> str:
@@ -309,6 +357,8 @@ def _waits(record: Record, part: Part, engine: EngineStanding | None, owner: Sta
         return ""
     if owner is None:
         return f"{part.owner} does not answer" if part.owner in silent else f"{part.owner} was not asked"
+    if owner.gossip is not None:
+        return "the next settling"
     if engine is None or engine.grant != part.grant:
         return f"{part.owner} is about to serve it"
     reason = engine.reason if engine.phase != "paused" else ""  # which says that it is

@@ -40,7 +40,7 @@ from editpb.transport.status import from_rpc
 if TYPE_CHECKING:
     from editpb.council_pb2_grpc import CouncilStub
 
-__all__ = ["body_sizes", "fetch_offer", "fetch_state", "offer_parts", "state_parts"]
+__all__ = ["body_sizes", "fetch_offer", "fetch_phi", "fetch_state", "offer_parts", "state_parts"]
 
 STALL_S = 10.0
 MIN_BYTES_PER_S = 1 << 17  # about 1 Mbit/s
@@ -111,7 +111,16 @@ async def fetch_offer(stub: CouncilStub, part: int, outer_step: int, update_id: 
 
 async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnapshot:
     """Return a part's state of now, not checked but for its size. schema: of the part. Raises as `fetch_offer`."""
-    most = _BYTES_PER_ELEMENT * schema.numel
+    return await _state(stub.FetchState(pb.StateRequest(), metadata=metadata_of(part)), part, schema, _BYTES_PER_ELEMENT)
+
+
+async def fetch_phi(stub: CouncilStub, settling: int, schema: Schema) -> PartSnapshot:
+    """Return outer parameters of one peer (see PhiRequest), not checked but for their size. Raises as `fetch_offer`."""
+    return await _state(stub.FetchPhi(pb.PhiRequest(settling=settling)), 0, schema, 4)
+
+
+async def _state(call: Any, part: int, schema: Schema, bytes_per_element: int) -> PartSnapshot:
+    most = bytes_per_element * schema.numel
 
     def announced(first: pb.StatePart) -> tuple[StateHeader, list[int]]:
         header = state_header_from_pb(first.header)
@@ -121,7 +130,7 @@ async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnaps
             )
         return header, [header.description_bytes, *header.tensor_bytes]
 
-    header, (description, *data) = await _received(stub.FetchState(pb.StateRequest(), metadata=metadata_of(part)), announced)
+    header, (description, *data) = await _received(call, announced)
     try:
         values = parse_json(bytes(description))
         if not isinstance(values, dict) or not isinstance(values["metadata"], dict):

@@ -51,7 +51,8 @@ from edit.config.run import (
 from edit.fragments.schema import Schema
 from edit.lab.bench.results import append_lines, circumstances
 from edit.local import LocalGossip, LocalRun
-from edit.merging.gossip import settle
+from edit.merging.gossip import settle, settling
+from edit.merging.outer_state import OuterState
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import Tokens, evaluate
@@ -136,8 +137,13 @@ def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
         swaps = LocalGossip(config, names)
         train([swaps.collective(peer_id) for peer_id in names], config, shape, text, seed)
         states = swaps.states
-        schema, own = states[names[0]].schema, {peer_id: state.theta for peer_id, state in states.items()}
-        theta, outer_steps = settle(schema, config, own), states[names[0]].outer_step
+        schema, own = (
+            states[names[0]].schema,
+            {peer_id: [part.clone() for part in state.theta] for peer_id, state in states.items()},
+        )
+        common, outer_steps = OuterState(schema, settling(config), own[names[0]]), states[names[0]].outer_step
+        common.commit(1, "settled", settle(common, own))
+        theta = common.theta
         sent = statistics.fmean(swaps.sent.values()) / outer_steps / schema.numel
         measured = {
             "own_loss": statistics.fmean(loss_of(schema, each, held_out, seed) for each in own.values()),

@@ -152,7 +152,7 @@ class OuterConfig:
 
     # `mean`: all contributions become one pseudo-gradient, which moves the outer parameters that all peers share. `gossip`:
     # every peer has outer parameters of its own, and takes each outer step with one other peer; the section [gossip] has its
-    # settings, this one no others. Only for a run within one process (`edit.local.LocalGossip`) so far.
+    # settings, this one no others. For a swarm, and for a run within one process (`edit.local.LocalGossip`).
     algorithm: Annotated[str, OneOf("mean", "gossip")] = "mean"
     # The outer optimizer. delayed_nesterov is meant for rounds.merging = "arrivals".
     # `entry:NAME`: a plug-in (docs/plugins.md).
@@ -208,6 +208,8 @@ class GossipConfig:
     codec: Annotated[str, OneOf("bf16", "fp32")] = "bf16"
     # Outer steps after which all peers' outer parameters become their mean. 0: only at the end of the run.
     settle_every: Annotated[int, Between(0, 1 << 40)] = 0
+    # In a swarm: seconds that a peer waits for its partner, and then goes alone; and for the others where all settle.
+    deadline_s: Annotated[float, Between(0.1, 1e6)] = 60.0
 
     def __post_init__(self) -> None:
         check_bounds("gossip.", self)
@@ -220,7 +222,7 @@ class GossipConfig:
 class RoundsConfig:
     """The section [rounds]: when a round opens and closes."""
 
-    # Live peers that the first round waits for before it opens.
+    # Live peers that the first round waits for before it opens; with gossip in a swarm, the first swap.
     start_peers: Annotated[int, Between(1, 1 << 20)] = 1
     # The number of contributions without which a round never commits.
     quorum: Annotated[int, Between(1, 1 << 20)] = 1

@@ -280,6 +280,21 @@ class RunConfig:
             rule = "must be 0 with swarm.parts above 1: each part would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
 
+    def check_swaps(self) -> None:
+        """Raise ConfigError where hosts of a swarm cannot run these settings with outer.algorithm = "gossip"."""
+        with_gossip = 'with outer.algorithm = "gossip"'
+        rule = "needs the section [swarm]: it has no coordinator"
+        require(self.swarm is not None, "outer.algorithm", self.outer.algorithm, rule)
+        assert self.swarm is not None
+        rule = f"must be 1 {with_gossip}: a swap is of the whole model, and nobody owns a part of it"
+        require(self.swarm.parts == 1, "swarm.parts", self.swarm.parts, rule)
+        rule = f"must be 1 {with_gossip} in a swarm: a settling is an outer step of all fragments"
+        require(self.sync.groups == 1, "sync.groups", self.sync.groups, rule)
+        rule = f"must be blocking {with_gossip} in a swarm: what was computed before a settling has no use after it"
+        require(self.sync.mode == "blocking", "sync.mode", self.sync.mode, rule)
+        rule = f"must be uniform {with_gossip} in a swarm: a partner would say itself how much it weighs"
+        require(self.penalty.enabled or self.penalty.weighting == "uniform", "penalty.weighting", self.penalty.weighting, rule)
+
     @property
     def kept_updates(self) -> int:
         """The number of published updates that are kept in all: with groups, an update is of one group only."""
@@ -312,8 +327,8 @@ class RunConfig:
         """Read the bytes of a `run.toml`, with these settings in it. Raises ConfigError that begins with `name`."""
         try:
             config = cls.from_mapping(tomllib.loads(with_settings(data.decode(), settings)))
-            rule = "no command runs it yet; edit.local.LocalGossip does, within one process"
-            require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
+            if config.outer.algorithm == "gossip":
+                config.check_swaps()
             start = config.rounds.start_peers
             rule = f"must not exceed rounds.start_peers ({start}), or the first round opens and never commits"
             require(config.rounds.quorum <= start, "rounds.quorum", config.rounds.quorum, rule)
@@ -468,7 +483,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect("penalty", {"options"}, "penalty.detector", ("level", "edit")),
     NoEffect("rounds", _OF_ROUNDS, "rounds.merging", ("arrivals",)),
-    NoEffect("rounds", _OF_ROUNDS, "outer.algorithm", ("gossip",), note=": there is no round of all peers"),
+    NoEffect("rounds", _OF_ROUNDS[1:], "outer.algorithm", ("gossip",), note=": there is no round of all peers"),
     NoEffect("codec", {"up_decay"}, "codec.up", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("up"), beside=_ALL_FP32),
     NoEffect(
         "codec", {"down_decay"}, "codec.down", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("down"), beside=_ALL_FP32

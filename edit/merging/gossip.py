@@ -40,13 +40,13 @@ from edit.fragments.schema import FragmentSpec, Schema
 from edit.merging.detector import NormStatistics, by_levels
 from edit.merging.merge import Measured, MergeRule, measure
 from edit.merging.mergers import merger
-from edit.merging.norms import difference_norm, norm
-from edit.merging.outer_state import OuterState
+from edit.merging.norms import difference_norm, norm, norm_of_encoded
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.merging.penalty import judge_round
 from edit.merging.portable_math import power
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
 
-__all__ = ["GossipState", "Judged", "Offer", "Staged", "pairs", "settle"]
+__all__ = ["GossipState", "Judged", "Offer", "Staged", "pairs", "settle", "settling"]
 
 _DISTANCE = "distance"  # as a detector calls what is no peer's norm
 
@@ -176,13 +176,23 @@ class GossipState:
 
     @property
     def theta(self) -> tuple[Tensor, ...]:
-        """phi_i, one tensor per fragment; only to be read, until the next commit."""
+        """phi_i, one tensor per fragment; only to be read. They stay as they are: a commit makes others."""
         return tuple(fragment.theta for fragment in self._fragments)
 
     @property
     def digest(self) -> str:
         """`edit.fragments.digest.digest` of theta."""
-        return combine(fragment.theta_hash for fragment in self._fragments)
+        return combine(self.fragment_hashes)
+
+    @property
+    def fragment_hashes(self) -> tuple[bytes, ...]:
+        """`edit.fragments.digest.fragment_hash` of each fragment."""
+        return tuple(fragment.theta_hash for fragment in self._fragments)
+
+    @property
+    def path(self) -> tuple[float, ...]:
+        """Of each fragment, the sum of the lengths of its steps since it was equal at all peers."""
+        return tuple(fragment.path for fragment in self._fragments)
 
     def offered(self, i: int) -> EncodedTensor:
         """Return fragment i of phi as the partner of a swap gets it: `gossip.codec`, buffers fp32."""
@@ -310,8 +320,9 @@ class GossipState:
                 fragment.distances = one.distances
             if one.commit.payload is None:
                 continue
+            before, fragment.theta = fragment.theta, torch.empty_like(fragment.theta)  # others may hold what it was
             for part, step in zip(parts(fragment.theta.numel()), _pieces(one.commit.payload), strict=True):
-                fragment.theta[part].sub_(step)
+                torch.sub(before[part], step, out=fragment.theta[part])
                 if fragment.momentum.numel():
                     torch.neg(step, out=fragment.momentum[part])
             fragment.theta_hash = one.theta_hash
@@ -326,18 +337,37 @@ class GossipState:
             fragments=tuple(one.commit for one in staged),
         )
 
+    def again(
+        self, commit: FragmentCommit, statistics: Mapping[str, NormStatistics], distances: NormStatistics | None
+    ) -> Staged:
+        """Return a step that was taken from here before, as what is kept of it says. Raises RemoteProtocolError."""
+        fragment, payload = self._fragments[commit.fragment_id], commit.payload
+        if payload is None:
+            return Staged(commit, fragment.theta_hash, statistics, distances, 0.0)
+        hashed = FragmentHash()
+        for part, step in zip(parts(fragment.theta.numel()), _pieces(payload), strict=True):
+            hashed.update(fragment.theta[part] - step)
+        return Staged(commit, hashed.digest(), statistics, distances, norm_of_encoded(payload))
+
     def take(self, theta: Sequence[Tensor]) -> None:
         """Put common outer parameters in the place of this peer's own (see `settle`); its momentum stays, d_i."""
         for fragment, part in zip(self._fragments, theta, strict=True):
-            fragment.theta.copy_(part)
+            fragment.theta = part.clone()
             fragment.theta_hash, fragment.path = fragment_hash(part), 0.0
 
     def join(self, donor: GossipState) -> None:
         """Begin where another peer is: at its outer step, from its outer parameters, without momentum."""
-        self.take(donor.theta)
-        self._outer_step = donor.outer_step
-        for fragment, theirs in zip(self._fragments, donor._fragments, strict=True):
-            fragment.path = theirs.path
+        self.begin_at(donor.outer_step, donor.theta, [fragment.path for fragment in donor._fragments])
+
+    def begin_at(self, outer_step: int, theta: Sequence[Tensor], path: Sequence[float]) -> None:
+        """Begin at an outer step, from outer parameters that somebody else has, without momentum.
+
+        path: of each fragment, how far those may be from other peers': the sum of ||d|| since all were equal.
+        """
+        self.take(theta)
+        self._outer_step = outer_step
+        for fragment, far in zip(self._fragments, path, strict=True):
+            fragment.path = far
             fragment.momentum.zero_()
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -387,29 +417,31 @@ class GossipState:
         return state
 
 
-def settle(schema: Schema, config: RunConfig, theta: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-    """Return one model from all peers' phi, by peer_id: an ordinary round with uniform weights, nu 1 and mu 0.
-
-    Its contributions are base - phi_i in fp32, base being the phi of the first peer by peer_id; one that is not finite does not
-    count. All fragments, whatever the groups. Where none counts, base stays.
-    """
-    exact = replace(
+def settling(config: RunConfig) -> RunConfig:
+    """Return the settings of a settling: an ordinary round with uniform weights, nu 1 and mu 0, of all fragments, exact."""
+    return replace(
         config,
         outer=OuterConfig(optimizer="sgd", lr=1.0),
         penalty=PenaltyConfig(enabled=False),
         codec=CodecConfig(up="fp32", down="fp32"),
         sync=replace(config.sync, groups=1),
     )
-    base = theta[min(theta)]
-    state, records = OuterState(schema, exact, [part.clone() for part in base]), []
-    for i, spec in enumerate(schema.fragments):
+
+
+def settle(base: OuterState, theta: Mapping[str, Sequence[Tensor]]) -> list[MergeRecord]:
+    """Return the round that makes one model of all peers' phi, by peer_id: its commit in `base` gives their mean.
+
+    Changes nothing. base: the last model that was common to all, with the settings `settling`. The contributions are
+    base - phi_i in fp32; one that is not finite does not count. Where none counts, base stays.
+    """
+    records, common = [], base.theta
+    for i, spec in enumerate(base.schema.fragments):
         contributions = []
         for peer_id in sorted(theta):
-            payload = codec("fp32").encode(base[i] - theta[peer_id][i], spec)
+            payload = codec("fp32").encode(common[i] - theta[peer_id][i], spec)
             contributions.append(Measured(peer_id, 1, 1, measure(payload), payload))
-        records.append(state.record(state.reduce(i, contributions)))
-    state.commit(1, "settled", records)
-    return list(state.theta)
+        records.append(base.record(base.reduce(i, contributions)))
+    return records
 
 
 def _taken(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from edit.config.run import RunConfig
+from edit.config.validation import require
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
 from editpb.transport.send_limit import SendLimit, send_limit
@@ -64,6 +65,12 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
             host.close(linger=finished)
 
 
+def check_ranks(config: RunConfig, size: int) -> None:
+    """Raise ConfigError where a member of so many ranks cannot train with these settings."""
+    rule = f"needs members of one rank each, and this one has {size}: a swap is of the whole model"
+    require(size == 1 or config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
+
+
 @contextlib.contextmanager
 def _connect(
     launch: Launch,
@@ -91,6 +98,7 @@ def _connect(
             await Renewal(folder, enrolled, channels, asks=False).keep()
 
         with connect_swarm(io, hosts, swarm.parts, credentials, identity, ranks, limit, keep=keep) as connected:
+            check_ranks(connected[1], launch.size)
             yield connected
     except Interrupted:
         if host is not None and host.failure is not None:

@@ -38,6 +38,7 @@ __all__ = [
     "Offering",
     "PartOwner",
     "StateHeader",
+    "SwapBegin",
     "SwarmDescription",
     "Word",
     "description_from_pb",
@@ -50,6 +51,8 @@ __all__ = [
     "owners_to_pb",
     "state_header_from_pb",
     "state_header_to_pb",
+    "swap_begin_from_pb",
+    "swap_begin_to_pb",
 ]
 
 COUNCIL_BYTES = 8 << 20  # the largest message: a record with as many members, and as much text of each, as it may have
@@ -92,6 +95,16 @@ class StateHeader:
     tokens: int
     description_bytes: int
     tensor_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapBegin:
+    """What a side of a swap says of its offer."""
+
+    record: Stamp  # from whose members the pairs are drawn
+    outer_step: int  # swaps that it has taken
+    inner_steps: int  # behind the contribution
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +222,24 @@ def state_header_from_pb(message: pb.StateHeader) -> StateHeader:
     at_most("tensors of a state", message.tensor_bytes, MOST_TENSORS)
     tokens = within("tokens", message.tokens, 0, MOST_COUNT)
     return StateHeader(_digest_from(message.name), tokens, message.description_bytes, tuple(message.tensor_bytes))
+
+
+def swap_begin_to_pb(begin: SwapBegin) -> pb.SwapPart:
+    """Encode the first message of a swap."""
+    record, rest = _stamp(begin.record), (begin.outer_step, begin.inner_steps, begin.tokens)
+    return pb.SwapPart(begin=pb.SwapBegin(record=record, outer_step=rest[0], inner_steps=rest[1], tokens=rest[2]))
+
+
+def swap_begin_from_pb(message: pb.SwapBegin) -> SwapBegin:
+    """Decode the first message of a swap. Raises RemoteProtocolError."""
+    with _refused():
+        record = _stamp_from(message.record)
+    return SwapBegin(
+        record,
+        within("outer_step", message.outer_step, 0, MAX_COUNT),
+        within("inner_steps", message.inner_steps, 0, MAX_COUNT),
+        within("tokens", message.tokens, 0, MOST_COUNT),
+    )
 
 
 def owners_to_pb(parts: Sequence[PartOwner]) -> pb.Owners:

@@ -237,6 +237,40 @@ class StatePart(_message.Message):
     chunk: _data_pb2.FragmentChunk
     def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ...) -> None: ...
 
+class PhiRequest(_message.Message):
+    __slots__ = ("settling",)
+    SETTLING_FIELD_NUMBER: _ClassVar[int]
+    settling: int
+    def __init__(self, settling: _Optional[int] = ...) -> None: ...
+
+class SwapBegin(_message.Message):
+    __slots__ = ("record", "outer_step", "inner_steps", "tokens")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    record: Stamp
+    outer_step: int
+    inner_steps: int
+    tokens: int
+    def __init__(self, record: _Optional[_Union[Stamp, _Mapping]] = ..., outer_step: _Optional[int] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class SwapHave(_message.Message):
+    __slots__ = ("good",)
+    GOOD_FIELD_NUMBER: _ClassVar[int]
+    good: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, good: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SwapPart(_message.Message):
+    __slots__ = ("begin", "chunk", "have")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    begin: SwapBegin
+    chunk: _data_pb2.FragmentChunk
+    have: SwapHave
+    def __init__(self, begin: _Optional[_Union[SwapBegin, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ..., have: _Optional[_Union[SwapHave, _Mapping]] = ...) -> None: ...
+
 class OwnersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -51,6 +51,16 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.StateRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.StatePart.FromString,
                 _registered_method=True)
+        self.Swap = channel.stream_stream(
+                '/editpb.Council/Swap',
+                request_serializer=editpb_dot_council__pb2.SwapPart.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.SwapPart.FromString,
+                _registered_method=True)
+        self.FetchPhi = channel.unary_stream(
+                '/editpb.Council/FetchPhi',
+                request_serializer=editpb_dot_council__pb2.PhiRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.StatePart.FromString,
+                _registered_method=True)
         self.WatchOwners = channel.unary_stream(
                 '/editpb.Council/WatchOwners',
                 request_serializer=editpb_dot_council__pb2.OwnersRequest.SerializeToString,
@@ -107,6 +117,19 @@ class CouncilServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchState(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Swap(self, request_iterator, context):
+        """Gossip: two members take an outer step together, and what one of them has. Without a part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchPhi(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +200,16 @@ def add_CouncilServicer_to_server(servicer, server):
             'FetchState': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchState,
                     request_deserializer=editpb_dot_council__pb2.StateRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.StatePart.SerializeToString,
+            ),
+            'Swap': grpc.stream_stream_rpc_method_handler(
+                    servicer.Swap,
+                    request_deserializer=editpb_dot_council__pb2.SwapPart.FromString,
+                    response_serializer=editpb_dot_council__pb2.SwapPart.SerializeToString,
+            ),
+            'FetchPhi': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchPhi,
+                    request_deserializer=editpb_dot_council__pb2.PhiRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.StatePart.SerializeToString,
             ),
             'WatchOwners': grpc.unary_stream_rpc_method_handler(
@@ -297,6 +330,60 @@ class Council(object):
             target,
             '/editpb.Council/FetchState',
             editpb_dot_council__pb2.StateRequest.SerializeToString,
+            editpb_dot_council__pb2.StatePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Swap(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/editpb.Council/Swap',
+            editpb_dot_council__pb2.SwapPart.SerializeToString,
+            editpb_dot_council__pb2.SwapPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPhi(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/editpb.Council/FetchPhi',
+            editpb_dot_council__pb2.PhiRequest.SerializeToString,
             editpb_dot_council__pb2.StatePart.FromString,
             options,
             channel_credentials,

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import aggregator.swarm.commands
 import peers.cli
 from aggregator.storage.store import Store
+from aggregator.swarm.host import merging
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from edit.config.run import RunConfig
@@ -43,11 +44,14 @@ def settings(outer_steps: int, start_peers: int = 1, quorum: int = 1, exact: boo
 class Swarm:
     """Members in folders of their own, as commands."""
 
-    def __init__(self, path: Path, parts: int = 2, **run: Any) -> None:
+    def __init__(self, path: Path, parts: int = 2, gossip: Mapping[str, Any] | None = None, **run: Any) -> None:
         self.path, self.daemons = path, dict[str, Daemon]()
         tables = settings(**run)
         del tables["server"]
         tables["swarm"] = {"parts": parts, "discovery": "addresses"}
+        if gossip:
+            tables |= {"outer": {"algorithm": "gossip"}, "gossip": gossip}
+            tables["rounds"] = {"start_peers": tables["rounds"]["start_peers"]}
         (path / "run.toml").write_text(to_toml(tables))
         (path / "text.py").write_bytes(Path(json.__file__).read_bytes())
 
@@ -81,7 +85,7 @@ class Swarm:
 
     def states(self, part: int, *names: str) -> list[PartReplica]:
         """What lies in these folders of a part."""
-        config, run_id = RunConfig.from_toml(self.path / "run.toml"), self.record("a").run_id
+        config, run_id = merging(RunConfig.from_toml(self.path / "run.toml")), self.record("a").run_id
         stores = [Store(MemberFolder(self.path / name).part(part), config, run_id) for name in names]
         replicas = [PartReplica(run_id, part, config, store) for store in stores]
         for store in stores:
@@ -127,6 +131,22 @@ def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
             one, other = (replica.snapshot() for replica in members.states(part, "a", "c"))
             assert one.metadata["outer_step"] == 30 and same(one, other)
         assert any(one.metadata["digest"][:12] in line for line in a.lines)
+
+
+def test_two_members_gossip_to_the_end_and_settle_on_one_model(tmp_path: Path) -> None:
+    """Neither begins before the other trains. Each of them ends with the model of the last settling on its disk."""
+    with swarm(tmp_path, parts=1, outer_steps=8, start_peers=2, gossip={"settle_every": 3}) as members:
+        a = members.start()
+        a.until("1 of 2 peers train (rounds.start_peers)")
+        b = members.join("b")
+        assert a.finish() == 0 and b.finish() == 0
+        for one, partner in ((a, "b"), (b, "a")):
+            assert any(f": paired with {partner}" in line for line in one.lines)
+            assert "the run has finished at outer step 8" in one.last("the run has finished at")
+        settled, other = (replica.snapshot() for replica in members.states(0, "a", "b"))
+        assert settled.metadata["outer_step"] == 2 and same(settled, other)
+        assert members.record("a").phase is members.record("b").phase is Phase.FINISHED
+        assert all(settled.metadata["digest"][:12] in each.last("the run has finished at") for each in (a, b))
 
 
 def test_a_founder_that_was_killed_goes_on_with_the_same_command_and_so_do_all(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ _COUNCIL = "editpb.Council"
 # Tags of protobuf: the field's number, and whether a varint (0) or a length and so many bytes (2) follow.
 _OFFSET = 1 << 3 | 0  # Chunk.offset
 _DATA = 2 << 3 | 2  # Chunk.data
-_CHUNK = 2 << 3 | 2  # `chunk` of ContributePart, UpdatePart, FragmentChunk, OfferPart, StatePart
+_CHUNK = 2 << 3 | 2  # `chunk` of ContributePart, UpdatePart, FragmentChunk, OfferPart, StatePart, SwapPart
 _FRAGMENT_ID = 1 << 3 | 0  # FragmentChunk.fragment_id
 _LONGEST_VARINT = 9  # bytes; 63 bits
-_Part = TypeVar("_Part", pb.UpdatePart, cpb.OfferPart, cpb.StatePart)
+_Part = TypeVar("_Part", pb.UpdatePart, cpb.OfferPart, cpb.StatePart, cpb.SwapPart)
 
 
 class ReceivedChunk(NamedTuple):
@@ -69,7 +69,9 @@ def update_frames(
 ) -> Iterator[bytes]:
     """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on.
 
-    The same bytes are an OfferPart, and a StatePart. seal: is given each in turn. chunk_bytes: returns the size of the next.
+    The same bytes are an OfferPart, a StatePart, and a SwapPart.
+
+    seal: is given each in turn. chunk_bytes: returns the size of the next.
     """
     inner = bytes([_FRAGMENT_ID]) + _varint(fragment_id) if fragment_id else b""
 
@@ -192,11 +194,12 @@ def data_stub(channel: grpc.aio.Channel) -> data_pb2_grpc.DataStub:
 
 
 def council_stub(channel: grpc.aio.Channel) -> council_pb2_grpc.CouncilStub:
-    """Return a stub whose fetches give ReceivedChunk for chunks."""
+    """Return a stub whose fetches and swaps give ReceivedChunk for chunks, and whose swaps take frames beside messages."""
     stub: Any = council_pb2_grpc.CouncilStub(channel)
     fetches: tuple[Any, ...] = (
         ("FetchOffer", cpb.OfferRequest, cpb.OfferPart),
         ("FetchState", cpb.StateRequest, cpb.StatePart),
+        ("FetchPhi", cpb.PhiRequest, cpb.StatePart),
     )
     for method, request, part in fetches:
         call = channel.unary_stream(
@@ -205,16 +208,25 @@ def council_stub(channel: grpc.aio.Channel) -> council_pb2_grpc.CouncilStub:
             response_deserializer=partial(_part, kind=part),
         )
         setattr(stub, method, call)
+    stub.Swap = channel.stream_stream(
+        f"/{_COUNCIL}/Swap",
+        request_serializer=serialize,
+        response_deserializer=partial(_part, kind=cpb.SwapPart),
+    )
     return stub
 
 
 def add_council_servicer(servicer: Any, server: grpc.aio.Server) -> None:
-    """Add the Council service: what its fetches send may be frames."""
+    """Add the Council service: what its fetches and swaps send may be frames, and swaps receive ReceivedChunk for chunks."""
     handlers = handlers_of(council_pb2_grpc.add_CouncilServicer_to_server, servicer)
-    for method, request in (("FetchOffer", cpb.OfferRequest), ("FetchState", cpb.StateRequest)):
+    fetches = ("FetchOffer", cpb.OfferRequest), ("FetchState", cpb.StateRequest), ("FetchPhi", cpb.PhiRequest)
+    for method, request in fetches:
         handlers[method] = grpc.unary_stream_rpc_method_handler(
             getattr(servicer, method), request_deserializer=request.FromString, response_serializer=serialize
         )
+    handlers["Swap"] = grpc.stream_stream_rpc_method_handler(
+        servicer.Swap, request_deserializer=partial(_part, kind=cpb.SwapPart), response_serializer=serialize
+    )
     server.add_registered_method_handlers(_COUNCIL, handlers)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 import edit.config.run
 from edit.config.run import OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError
+
+ONE_PART = "[swarm]\nparts = 1\n"
 
 
 def reason(mapping: Mapping[str, Any]) -> str:
@@ -420,14 +423,32 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str, message
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
-def test_a_run_with_gossip_is_a_configuration_but_no_commands_yet(tmp_path: Path) -> None:
+def test_a_run_with_gossip_is_a_configuration_and_a_swarms_run_toml(tmp_path: Path) -> None:
     config = RunConfig.from_mapping({"outer": {"algorithm": "gossip"}, "gossip": {"mixing": 0.5, "settle_every": 4}})
     assert (config.gossip.mixing, config.gossip.momentum, config.gossip.settle_every) == (0.5, 0.5, 4)
     assert RunConfig.from_json(config.to_json()) == config
-    path = tmp_path / "run.toml"
-    path.write_text('[outer]\nalgorithm = "gossip"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"run\.toml: outer\.algorithm = 'gossip': no command runs it yet"):
-        RunConfig.from_toml(path)
+    text = '[outer]\nalgorithm = "gossip"\n[swarm]\nparts = 1\n[rounds]\nstart_peers = 2\n'
+    assert RunConfig.from_text(text.encode(), "run.toml").rounds.start_peers == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("", "outer.algorithm = 'gossip': needs the section [swarm]: it has no coordinator"),
+        ("[swarm]\n", 'swarm.parts = 4: must be 1 with outer.algorithm = "gossip": a swap is of the whole model'),
+        (ONE_PART + "[sync]\nevery = 8\ngroups = 2\n", "sync.groups = 2: must be 1 with"),
+        (ONE_PART + '[sync]\nmode = "forward"\n', "sync.mode = 'forward': must be blocking with"),
+        (
+            ONE_PART + '[penalty]\nenabled = false\nweighting = "tokens"\n',
+            "penalty.weighting = 'tokens': must be uniform with",
+        ),
+    ],
+)
+def test_what_hosts_that_swap_cannot_do_is_refused_in_one_line(written: str, message: str) -> None:
+    text = f'[outer]\nalgorithm = "gossip"\n{written}'
+    with pytest.raises(ConfigError, match=re.escape(f"run.toml: {message}")) as caught:
+        RunConfig.from_text(text.encode(), "run.toml")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:

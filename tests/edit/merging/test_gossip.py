@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from edit.config.run import OuterConfig, PenaltyConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
-from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle
+from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle, settling
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.records import EncodedTensor, Verdict
@@ -112,6 +112,15 @@ def lossy_bf16(tensor: Tensor) -> Tensor:
     return tensor.bfloat16().float()
 
 
+def common(
+    model: Schema, run_config: RunConfig, base: Sequence[Tensor], theta: Mapping[str, Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """The one model that peers settle on. base: the one before."""
+    outer = OuterState(model, settling(run_config), [part.clone() for part in base])
+    outer.commit(1, "settled", settle(outer, theta))
+    return outer.theta
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
 def test_outer_steps_and_settling_have_the_oracles_bits(codec: str, names: str) -> None:
@@ -121,6 +130,7 @@ def test_outer_steps_and_settling_have_the_oracles_bits(codec: str, names: str) 
     oracle = Gossip(
         {name: state.theta[0].clone() for name, state in ours.items()}, run_config.seed, lr=0.6, momentum=0.4, mixing=0.9
     )
+    first = [next(iter(oracle.phi.values()))]
     for t in range(6):
         deltas = {name: drawn(100 * t + i, scale=0.1) for i, name in enumerate(names)}
         local = {name: state.theta[0] - deltas[name] for name, state in ours.items()}
@@ -134,7 +144,7 @@ def test_outer_steps_and_settling_have_the_oracles_bits(codec: str, names: str) 
                 swap(ours[name], ours[partner], deltas)
         for name, state in ours.items():
             assert torch.equal(state.theta[0], oracle.phi[name]) and state.digest == digest(state.theta)
-    settled = settle(schema(NUMEL), run_config, {name: state.theta for name, state in ours.items()})
+    settled = common(schema(NUMEL), run_config, first, {name: state.theta for name, state in ours.items()})
     assert torch.equal(settled[0], oracle.settle())
 
 
@@ -361,7 +371,7 @@ def test_a_step_that_overflows_is_rolled_back() -> None:
 def test_settling_leaves_out_what_is_not_finite_and_keeps_the_mean() -> None:
     theta = {name: [drawn(i, 300)] for i, name in enumerate("abc")}
     theta["b"] = [theta["b"][0] * math.inf]
-    settled = settle(schema(300), config(), theta)
+    settled = common(schema(300), config(), theta["c"], theta)
     torch.testing.assert_close(settled[0], (theta["a"][0] + theta["c"][0]) / 2)
 
 

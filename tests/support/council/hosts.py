@@ -21,7 +21,7 @@ from aggregator.security.certificates import key_pem, new_key, public_hash
 from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm.admission import OwnCertificate, open_authority, root_of
-from aggregator.swarm.host import Host, Place, found_swarm
+from aggregator.swarm.host import Host, Place, found_swarm, merging
 from aggregator.swarm.host_folder import credentials
 from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
@@ -83,9 +83,11 @@ class Hosts:
     def first_state(self, part: int) -> OuterState:
         """What the run is founded with."""
         if self.model is None:
-            return OuterState(schema_of(part), self.config, theta(part, schema_of(part)))
+            return OuterState(schema_of(part), merging(self.config), theta(part, schema_of(part)))
         schema, first = self.model
-        return OuterState(self.schemas[part], self.config, [first[i].clone() for i in assign(schema, self.parts)[part]])
+        return OuterState(
+            self.schemas[part], merging(self.config), [first[i].clone() for i in assign(schema, self.parts)[part]]
+        )
 
     @property
     def ca(self) -> bytes:
@@ -297,13 +299,18 @@ class Hosts:
 
 @asynccontextmanager
 async def hosts(
-    path: Path, parts: int = 1, *, model: tuple[Schema, Sequence[Tensor]] | None = None, toml: str = TOML
+    path: Path,
+    parts: int = 1,
+    *,
+    model: tuple[Schema, Sequence[Tensor]] | None = None,
+    toml: str = TOML,
+    config: RunConfig | None = None,
 ) -> AsyncIterator[Hosts]:
-    """No member runs yet; at the end all are stopped."""
+    """No member runs yet; at the end all are stopped. config: in place of what `toml` says."""
     assert isinstance(asyncio.get_running_loop(), HeldLoop)
     folder = StateFolder.create(path / "run", toml.format(start=1, quorum=1))
-    config = folder.config()
-    authority = Authority.create(folder.path, folder.run_id, config.server.advertise, now=time.time())
+    config, server = config or folder.config(), folder.config().server
+    authority = Authority.create(folder.path, folder.run_id, server.advertise, now=time.time())
     swarm = Hosts(path, authority, folder.run_id, config, parts, model)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_stop_all, swarm)

@@ -1,0 +1,420 @@
+"""Hosts whose peers swap (gossip), over real connections: the oracle's bits, settlings, kills, partners that lie."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+from aggregator.storage.store import Store
+from aggregator.swarm.gossip import member
+from aggregator.swarm.gossip.phi import Calendar, Phi
+from aggregator.swarm.replication import PartSnapshot
+from edit.config.algorithm import GossipConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
+from edit.config.run import CodecConfig, ModelConfig, RunConfig, SwarmConfig
+from edit.errors import RefusedError
+from edit.merging.gossip import pairs
+from edit.reference import Gossip
+from edit.rounds import events
+from editpb import council_pb2 as pb
+from editpb.council_messages import SwapBegin, swap_begin_to_pb
+from editpb.messages import ContributionHeader, Expel
+from editpb.transport.chunk_frames import council_stub, update_frames
+from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
+from tests.support.encoded import encode
+from tests.support.loops import pass_time, run_held
+from tests.support.served import theta
+
+SCHEMA = schema_of(0)
+
+
+@pytest.fixture(autouse=True)
+def _updates_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers of these tests take no updates."""
+    monkeypatch.setattr(member, "TAKEN_S", 0.0)
+
+
+@asynccontextmanager
+async def gossips(
+    path: Path,
+    names: str,
+    *,
+    outer_steps: int = 100,
+    settle_every: int = 0,
+    codec: str = "fp32",
+    penalty: bool = False,
+    start_peers: int = 1,
+    train: str | None = None,
+) -> AsyncIterator[Hosts]:
+    """train: the members whose peers attend from the start; None: all."""
+    config = RunConfig(
+        seed=3,
+        model=ModelConfig(name="entry:mine"),
+        sync=SyncConfig(every=2, outer_steps=outer_steps),
+        penalty=PenaltyConfig(enabled=penalty),
+        rounds=RoundsConfig(start_peers=start_peers),
+        outer=OuterConfig(algorithm="gossip"),
+        gossip=GossipConfig(codec=codec, settle_every=settle_every, deadline_s=20.0),
+        codec=CodecConfig(up="fp32"),
+        swarm=SwarmConfig(parts=1),
+    )
+    async with hosts(path, config=config) as swarm:
+        await swarm.grow(*names)
+        await swarm.until(lambda: all(host.gossip.engine is not None for host in swarm.running.values()), passes=1.0)
+        async with AsyncExitStack() as stack:
+            for name in names if train is None else train:
+                peer = await stack.enter_async_context(swarm.peer(name, name))
+                await peer.attend()
+                await peer.report(0)
+            yield swarm
+
+
+def drawn(name: str, outer_step: int) -> list[Tensor]:
+    """What a peer contributes."""
+    generator = torch.Generator().manual_seed(1000 * ord(name) + outer_step)
+    return [0.1 * torch.randn(size, generator=generator) for size in SIZES]
+
+
+async def contribute(swarm: Hosts, name: str, deltas: Sequence[Tensor]) -> None:
+    """A whole contribution to the own host's open round, as if it had come in by the network."""
+    gossip = swarm.running[name].gossip
+    await swarm.until(lambda: gossip.engine is not None and gossip.engine.run.founded, passes=1.0)
+    rounds = gossip.engine.run.rounds
+    rounds.feed(events.MemberReady(name, rounds.outer.outer_step, 0.0))
+    await swarm.until(lambda: rounds.machine.round_id > 0 and rounds.machine.outer_step == rounds.outer.outer_step)
+    for i, delta in enumerate(deltas):
+        data = bytes(encode("fp32", delta).data)
+        header = ContributionHeader(
+            run_id=swarm.run_id,
+            round_id=rounds.machine.round_id,
+            outer_step=rounds.machine.outer_step,
+            peer_id=name,
+            fragment_id=i,
+            schema_hash=SCHEMA.schema_hash,
+            inner_steps=2,
+            tokens=10,
+            codec="fp32",
+            numel=delta.numel(),
+            total_bytes=len(data),
+        )
+        shard = rounds.offer(header)
+        assert shard is not None
+        await rounds.receive(shard, 0, data)
+        await rounds.arrived(shard)
+
+
+def phi(swarm: Hosts, name: str) -> Sequence[Tensor]:
+    found = swarm.running[name].gossip._phi
+    assert found is not None
+    return found.theta
+
+
+def at(swarm: Hosts, name: str) -> int:
+    found = swarm.running[name].gossip._phi
+    return found.outer_step if found is not None else -1
+
+
+async def all_at(swarm: Hosts, outer_step: int) -> None:
+    await swarm.until(lambda: {at(swarm, name) for name in swarm.running} == {outer_step}, passes=1.0)
+
+
+class Oracles:
+    """The oracle of each fragment."""
+
+    def __init__(self, names: str, codec: str = "fp32") -> None:
+        self.each = [Gossip(dict.fromkeys(names, part), 3) for part in theta(0, SCHEMA)]
+        for oracle in self.each if codec == "bf16" else ():
+            oracle.lossy = lambda tensor: tensor.bfloat16().float()
+
+    def round(self, names: str, outer_step: int) -> dict[str, list[Tensor]]:
+        """Take an outer step; return what each peer contributes: theta less its local parameters."""
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        for i, oracle in enumerate(self.each):
+            local = {name: oracle.phi[name] - drawn(name, outer_step)[i] for name in names}
+            for name in names:
+                found[name].append(oracle.phi[name] - local[name])
+            oracle.round(local)
+        return found
+
+    def take(self, name: str, others: Oracles) -> None:
+        """Replace what a peer has by what it has there."""
+        for one, other in zip(self.each, others.each, strict=True):
+            one.phi[name], one.delta[name] = other.phi[name], other.delta[name]
+
+    def settle(self) -> None:
+        for oracle in self.each:
+            oracle.settle()
+
+    def same(self, swarm: Hosts, names: str) -> bool:
+        return all(
+            torch.equal(part, oracle.phi[name])
+            for name in names
+            for part, oracle in zip(phi(swarm, name), self.each, strict=True)
+        )
+
+
+@pytest.mark.parametrize(("names", "codec"), [("ab", "fp32"), ("abcd", "bf16"), ("abcde", "fp32")])
+def test_hosts_take_the_oracles_steps_and_settle_on_one_model(tmp_path: Path, names: str, codec: str) -> None:
+    async def body() -> None:
+        calendar, oracles = Calendar(3, 7), Oracles(names, codec)
+        async with gossips(tmp_path, names, outer_steps=7, settle_every=3, codec=codec) as swarm:
+            for outer_step in range(7):
+                assert {at(swarm, name) for name in names} == {outer_step}
+                if calendar.settles(outer_step):
+                    oracles.settle()
+                else:
+                    for name, deltas in oracles.round(names, outer_step).items():
+                        await contribute(swarm, name, deltas)
+                await all_at(swarm, outer_step + 1)
+                assert oracles.same(swarm, names), [host.gossip.standing() for host in swarm.running.values()]
+            await swarm.until(lambda: swarm.record.phase.value == "finished", passes=1.0)
+            assert swarm.same()
+
+    run_held(body())
+
+
+def stopped(swarm: Hosts, name: str) -> list[Tensor]:
+    """What lies in the folder of a member that does not run."""
+    store = Store(swarm.folder(name).phi, swarm.config, swarm.run_id, restore=Phi.restore)
+    found = store.recover()
+    store.close()
+    assert found is not None
+    return found.theta
+
+
+@pytest.mark.parametrize("where", ["judging", "decided", "committed"])
+@pytest.mark.parametrize("killed", ["a", "b"])
+def test_a_partner_is_killed_in_a_swap_and_goes_on_from_what_it_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, killed: str
+) -> None:
+    """judging: it has the other's offer. decided: both have said Have, and it has written nothing. Then both swap again."""
+
+    async def body() -> None:
+        (other,) = {"a", "b"} - {killed}
+        together, alone = Oracles("ab"), {name: Oracles(name) for name in "ab"}
+        async with gossips(tmp_path, "ab") as swarm:
+            deltas = together.round("ab", 0)
+            for name, oracles in alone.items():
+                oracles.round(name, 0)
+            gossip, there = swarm.running[killed].gossip, asyncio.Event()
+            assert gossip is not None
+
+            async def hang(*_: object) -> None:
+                there.set()
+                await asyncio.Event().wait()
+
+            def refuse(own: object, met: object) -> None:
+                there.set()
+                raise RefusedError("it is killed here")
+
+            if where == "judging":
+                monkeypatch.setattr(gossip.swaps, "_do", hang)
+            elif where == "decided":
+                monkeypatch.setattr(gossip._phi, "decide", refuse)
+            for name in "ab":
+                await contribute(swarm, name, deltas[name])
+            reached = (lambda: at(swarm, killed) == 1) if where == "committed" else there.is_set
+            await swarm.until(lambda: reached() and (where == "judging" or at(swarm, other) == 1), passes=1.0)
+            await swarm.stop(killed)
+            await swarm.until(lambda: at(swarm, other) == 1, passes=1.0)
+            went_alone = {"judging": "ab", "decided": killed, "committed": ""}[where]
+            began = theta(0, SCHEMA) if where != "committed" else [one.phi[killed] for one in together.each]
+            assert all(map(torch.equal, stopped(swarm, killed), began))
+            await swarm.start(killed)
+            async with swarm.peer(killed, killed) as peer:
+                await swarm.until(lambda: swarm.running[killed].gossip.engine is not None, passes=1.0)
+                await peer.attend()
+                if where != "committed":
+                    await contribute(swarm, killed, deltas[killed])
+                await all_at(swarm, 1)
+                for name in went_alone:
+                    together.take(name, alone[name])
+                assert together.same(swarm, "ab")
+                for name, delta in together.round("ab", 1).items():
+                    await contribute(swarm, name, delta)
+                await all_at(swarm, 2)
+                assert together.same(swarm, "ab")
+
+    run_held(body())
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("too many bytes", "more than the announced 20 bytes"),
+        ("not offered", "byte string 4, which is not offered"),
+        ("begins twice", "chunks and one Have"),
+        ("Have of what is not due", "found good what is not due"),
+        ("NaN", ""),
+        ("breaks off", "the stream broke"),
+        ("says nothing", "was too slow"),
+    ],
+)
+def test_a_partner_that_lies_is_left_alone(tmp_path: Path, lie: str, why: str) -> None:
+    """Who waits for it takes the step alone, to the bit, and goes on; a swap that is played again is refused."""
+
+    async def body() -> None:
+        alone = Oracles("b")
+        async with gossips(tmp_path, "ab") as swarm:
+            (deltas,) = alone.round("b", 0).values()
+            await swarm.stop("a")
+            await contribute(swarm, "b", deltas)
+            gossip = swarm.running["b"].gossip
+            assert gossip is not None
+            await swarm.until(lambda: gossip.swaps._step is not None and gossip.swaps._step.waits)
+            begin = gossip.swaps._step.begin
+            async with swarm.channel("b", "a") as channel:
+                stub = council_stub(channel)
+                for other, refusal in (
+                    (replace(begin, outer_step=1), "is not there yet"),
+                    (replace(begin, record=begin.record._replace(version=10**6)), "another version of the record"),
+                ):
+                    assert refusal in await refused(stub, other)
+                call = stub.Swap()
+                await call.write(swap_begin_to_pb(begin))
+                assert (await call.read()).begin == swap_begin_to_pb(begin).begin
+                match lie:
+                    case "too many bytes":
+                        await call.write(next(update_frames(0, bytes(21))))
+                    case "not offered":
+                        await call.write(next(update_frames(4, bytes(1))))
+                    case "begins twice":
+                        await call.write(swap_begin_to_pb(begin))
+                    case "Have of what is not due":
+                        await call.write(pb.SwapPart(have=pb.SwapHave(good=[7])))
+                    case "NaN":
+                        for number, size in enumerate((5, 5, 300, 300)):
+                            vector = torch.full((size,), math.nan if number == 0 else 0.0)
+                            await call.write(next(update_frames(number, vector.numpy().tobytes())))
+                        await call.write(pb.SwapPart(have=pb.SwapHave(good=[0])))
+                    case "breaks off":
+                        call.cancel()
+                    case _:
+                        pass_time(30.0)
+                await swarm.until(lambda: at(swarm, "b") == 1)
+                said = gossip.standing()
+                assert said is not None and (why in said.said if why else said.alone == 1)
+                assert alone.same(swarm, "b")
+                assert "has gone on" in await refused(stub, begin)
+                call.cancel()
+
+    run_held(body())
+
+
+async def refused(stub: Any, begin: SwapBegin) -> str:
+    """What is said to who begins a swap so."""
+    call = stub.Swap()
+    await call.write(swap_begin_to_pb(begin))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return str(caught.value.details())
+
+
+def test_only_the_own_peer_trains_at_a_host(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "ab") as swarm, swarm.peer("a", "b") as peer:
+            await peer.open_stream()
+            refused = await peer.receive(Expel)
+            assert isinstance(refused, Expel) and refused.reason == "only a itself trains here"
+
+    run_held(body())
+
+
+def test_the_first_swap_waits_for_as_many_peers_as_are_to_train_then(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "ab", start_peers=2, train="a") as swarm:
+            one, other = (swarm.running[name].gossip for name in "ab")
+            assert one.engine is not None and other.engine is not None
+            await swarm.until(lambda: one.engine.run.held_up() == "1 of 2 peers train (rounds.start_peers)", passes=1.0)
+            async with swarm.peer("b", "b") as peer:
+                await peer.attend()
+                await swarm.until(lambda: not one.engine.run.held_up() and not other.engine.run.held_up(), passes=1.0)
+                oracles = Oracles("ab")
+                for name, deltas in oracles.round("ab", 0).items():
+                    await contribute(swarm, name, deltas)
+                await all_at(swarm, 1)
+                assert oracles.same(swarm, "ab")
+
+    run_held(body())
+
+
+def test_a_member_that_is_not_drawn_with_another_gets_no_swap_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc") as swarm:
+            drawn_with = pairs(3, 0, "abc")
+            (odd,) = (name for name in "abc" if drawn_with[name] is None)
+            waits = max({*"abc"} - {odd})  # of a pair the first dials
+            oracles = Oracles("abc")
+            deltas = oracles.round("abc", 0)
+            await contribute(swarm, waits, deltas[waits])
+            gossip = swarm.running[waits].gossip
+            assert gossip is not None
+            await swarm.until(lambda: gossip.swaps._step is not None and gossip.swaps._step.waits)
+            async with swarm.channel(waits, odd) as channel:
+                for _ in range(2):
+                    assert await refused(council_stub(channel), gossip.swaps._step.begin) == f"{odd} is not drawn with {waits}"
+            for name in {*"abc"} - {waits}:
+                await contribute(swarm, name, deltas[name])
+            await all_at(swarm, 1)
+            assert oracles.same(swarm, "abc")
+            assert caplog.text.count(f"{odd} began a swap for which it is not drawn; it is refused") == 1
+
+    run_held(body())
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("NaN", "outer parameters that are not finite"),
+        ("too far", "outer parameters that are too far from the last that were common to all"),
+        ("another size", "outer parameters that do not fit the model"),
+        ("another outer step", "outer parameters of outer step 7"),
+    ],
+)
+def test_a_member_that_lies_where_all_settle_is_left_out_and_named_and_ends_with_the_others_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lie: str, why: str
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "ab", outer_steps=2, penalty=True) as swarm:
+            gossip, own = swarm.running["b"].gossip, list[Tensor]()
+            assert gossip is not None
+            snapshot = gossip.snapshot
+
+            def lying(settling: int) -> PartSnapshot:
+                found = snapshot(settling)
+                own[:] = phi(swarm, "a")  # who asks is there
+                first = found.tensors["theta.0"]
+                changed = {"NaN": first * math.nan, "too far": first + 1000.0, "another size": first[1:]}.get(lie, first)
+                at_step = {"outer_step": 7} if lie == "another outer step" else {}
+                return replace(found, tensors={**found.tensors, "theta.0": changed}, metadata={**found.metadata, **at_step})
+
+            monkeypatch.setattr(gossip, "snapshot", lying)
+            for name in "ab":
+                await contribute(swarm, name, drawn(name, 0))
+            await all_at(swarm, 2)
+            await swarm.until(lambda: swarm.record.phase.value == "finished", passes=1.0)
+            assert f"settling 1 without b: b: {why}" in caplog.text
+            settled = [began - (began - here) for began, here in zip(theta(0, SCHEMA), own, strict=True)]
+            assert all(map(torch.equal, phi(swarm, "a"), settled)) and all(map(torch.equal, phi(swarm, "b"), settled))
+            assert swarm.same()
+
+    run_held(body())
+
+
+@pytest.mark.parametrize(("every", "outer_steps", "settled"), [(0, 5, [5]), (3, 7, [4, 7]), (3, 8, [4, 8]), (1, 3, [2, 3])])
+def test_the_last_outer_step_is_a_settling(every: int, outer_steps: int, settled: list[int]) -> None:
+    calendar = Calendar(every, outer_steps)
+    assert [step + 1 for step in range(outer_steps + 5) if calendar.settles(step)] == settled
+    assert [calendar.settled(number) for number in range(len(settled) + 1)] == [0, *settled]
+    assert calendar.settlings == len(settled)
