@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +17,22 @@ from edit.replica.ranks import Ranks
 from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["Attachment"]
+
+
+class _Bytes(Protocol):
+    @property
+    def sent(self) -> int: ...
+
+    @property
+    def received(self) -> int: ...
+
+
+@runtime_checkable
+class _Counting(Protocol):
+    """A collective that counts its bytes."""
+
+    @property
+    def traffic(self) -> _Bytes: ...
 
 
 class Attachment:
@@ -42,7 +58,7 @@ class Attachment:
         config: WorkerConfig,
         leave: Literal["outer", "local"],
     ) -> None:
-        self._config = config
+        self._config, self._collective = config, collective
         self._inside, self._shown = ExitStack(), ExitStack()
         self._showing = False
         self._ranks = Ranks.world()
@@ -59,6 +75,23 @@ class Attachment:
     def count_tokens(self, tokens: int) -> None:
         """Add the tokens that this process has trained on; every process of the replica calls it equally often."""
         self.worker.count_tokens(sum(self._ranks.collect(tokens)))
+
+    def log(self) -> dict[str, float | str]:
+        """Return what the framework's own log says of the exchange, by name; without bytes where the carrier counts none.
+
+        outer_step; wait_s, as of `EditWorker`; verdict on this peer's part of the last commit, or "absent"; sent_mb and
+        received_mb of this process, in 10^6 bytes.
+        """
+        verdict = self.worker.last_verdict
+        numbers: dict[str, float | str] = {
+            "edit/outer_step": self.worker.outer_step,
+            "edit/wait_s": round(self.worker.wait_s, 3),
+            "edit/verdict": verdict.value if verdict is not None else "absent",
+        }
+        if isinstance(self._collective, _Counting):
+            traffic = self._collective.traffic
+            numbers |= {"edit/sent_mb": traffic.sent / 1e6, "edit/received_mb": traffic.received / 1e6}
+        return numbers
 
     @property
     def showing(self) -> bool:

@@ -73,10 +73,12 @@ class EditCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report the loss; stop when the run has finished."""
+        """Report the loss; log how the exchange goes on (verdict 1: ok, 0: any other, absent); stop with the run."""
         if self._attached is None:
             return
         self._attached.worker.report(loss=outputs.get("loss") if isinstance(outputs, Mapping) else None)
+        said = {name: float(value == "ok" if isinstance(value, str) else value) for name, value in self._attached.log().items()}
+        pl_module.log_dict(said, on_step=True, on_epoch=False, batch_size=1)
         if self._attached.worker.finished:
             trainer.should_stop = True
 

@@ -102,9 +102,17 @@ class EditCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Report the loss as often as the Trainer logs it: the mean since the last time."""
+        """Report the loss as often as the Trainer logs it: the mean since the last time. Log how the exchange goes on.
+
+        The Trainer's `log_history`, its progress bar and the callbacks that were added after this one have outer step, wait,
+        verdict and bytes as `edit/...`.
+        """
         if self._attached is not None and logs and "loss" in logs:
             self._attached.worker.report(loss=logs["loss"])
+            said = self._attached.log()
+            logs.update(said)  # type: ignore[arg-type]  # the Trainer logs words, too
+            if state.log_history:
+                state.log_history[-1].update(said)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the outer parameters to what the Trainer does once per pass over the data."""

@@ -104,6 +104,7 @@ class Stopwatch:
         self._clock = clock
         self._begun: float | None = None
         self._paused_s = 0.0
+        self.all_paused_s = 0.0  # since the beginning
 
     def lap(self) -> float | None:
         """Return the seconds since the last lap; None for the first."""
@@ -118,4 +119,6 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._paused_s += self._clock() - begun
+            took_s = self._clock() - begun
+            self._paused_s += took_s
+            self.all_paused_s += took_s

@@ -35,7 +35,7 @@ from edit.config.validation import one_of
 from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
-from edit.records import Commit, Progress
+from edit.records import Commit, Progress, Verdict
 from edit.replica.layout import is_sharded
 from edit.replica.ranks import ALONE, Ranks
 from edit.replica.replica import Outer, Replica
@@ -121,6 +121,7 @@ class EditWorker:
         self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
         self._swapped = False
         self._speed, self._stopwatch = Speed(), Stopwatch(self._clock)
+        self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the outer parameters were loaded
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
 
@@ -233,6 +234,19 @@ class EditWorker:
     def last_reason(self) -> str:
         """Why the last attempt ended as it did: the commit's reason, or why a round was lost or a snapshot taken."""
         return self._furthest.exchange.last_reason if self._exchanges else ""
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        """The worst verdict on this peer's fragments in `last_commit`; None: it is not part of it."""
+        if (commit := self.last_commit) is None:
+            return None
+        own = [each for fragment in commit.fragments if (each := fragment.verdict_of(self._collectives[0].peer_id))]
+        return next((each.verdict for each in own if each.verdict is not Verdict.OK), Verdict.OK) if own else None
+
+    @property
+    def wait_s(self) -> float:
+        """For how many seconds training stood still for the exchange, from the last outer step but one to the last."""
+        return self._waited[2]
 
     def until_finished(self, data: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield the batches of `data` until the run has finished; take its last outcome before another batch is trained on.
@@ -416,6 +430,9 @@ class EditWorker:
             if self.finished:
                 self._end()
             self._tell()
+        if self.outer_step != self._waited[0]:
+            paused_s = self._stopwatch.all_paused_s
+            self._waited = (self.outer_step, paused_s, paused_s - self._waited[1])
 
     def _tell(self) -> None:
         """Tell each aggregator how far this peer is."""

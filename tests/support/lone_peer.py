@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ class Spy:
     def contribute(self, contribution: Contribution) -> None:
         self.contributions.append(contribution)
         self._inner.contribute(contribution)
+
+
+class Counting(Spy):
+    """A collective that counts bytes, as a carrier does."""
+
+    traffic = SimpleNamespace(sent=3_000_000, received=1_500_000)
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from edit import EvictedError
-from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
+from tests.support.lone_peer import EVERY, Counting, Spy, parameters, run_of, same, theta
 from tests.support.settings import worker_config
 
 lightning = pytest.importorskip("lightning.pytorch")
@@ -170,6 +170,13 @@ def test_the_run_hears_of_loss_and_speed(tmp_path: Path) -> None:
     fit(tmp_path, Module(), [EditCallback(collective, CONFIG)])
     told = collective.reported
     assert told is not None and 0 < told.loss < 10 and told.step_s > 0 and told.tokens_per_s > 0
+
+
+def test_lightnings_own_log_says_how_the_exchange_goes_on(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, Module(), [EditCallback(Counting(run_of()), CONFIG)])
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("edit/")}
+    assert logged.pop("edit/wait_s") >= 0
+    assert logged == {"edit/outer_step": 2.0, "edit/verdict": 1.0, "edit/sent_mb": 3.0, "edit/received_mb": 1.5}
 
 
 def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from edit import ConfigError, EvictedError, LocalRun
-from tests.support.lone_peer import EVERY, Spy, parameters, run_of, same, theta
+from tests.support.lone_peer import EVERY, Counting, Spy, parameters, run_of, same, theta
 from tests.support.settings import worker_config
 
 transformers = pytest.importorskip("transformers")
@@ -146,6 +146,26 @@ def test_the_run_hears_of_loss_and_speed(tmp_path: Path) -> None:
     trainer_of(tmp_path, [EditCallback(collective, CONFIG)], logging_steps=2).train()
     told = collective.reported
     assert told is not None and 0 < told.loss < 10 and told.step_s > 0 and told.tokens_per_s > 0
+
+
+def test_the_trainers_own_log_says_how_the_exchange_goes_on(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class After(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            seen.append(dict(logs or {}))
+
+    trainer = trainer_of(tmp_path, [EditCallback(Counting(run_of()), CONFIG), After()], logging_steps=2)
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["edit/outer_step"] for line in logged] == [0, 0, 1, 1, 2, 2]
+    assert [line["edit/verdict"] for line in logged] == ["absent", "absent", "ok", "ok", "ok", "ok"]
+    assert {(line["edit/sent_mb"], line["edit/received_mb"]) for line in logged} == {(3.0, 1.5)}
+    assert all(line["edit/wait_s"] >= 0 for line in logged)
+    assert [line["edit/outer_step"] for line in seen if "loss" in line] == [0, 0, 1, 1, 2, 2]
+    silent = trainer_of(tmp_path, [EditCallback(run_of().collective("me"), CONFIG)], logging_steps=2, steps=2)
+    silent.train()
+    assert "edit/sent_mb" not in silent.state.log_history[0], "this carrier counts no bytes"
 
 
 def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:

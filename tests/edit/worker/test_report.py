@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from edit.errors import ConfigError
+from edit.records import Verdict
 from edit.worker.speed import Speed, Stopwatch
 from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
@@ -125,6 +126,8 @@ def test_waits_for_an_outcome_are_no_part_of_a_step() -> None:
         assert collective.clock.now > 200
         assert worker.speed.step_s == 2.0
         assert collective.told[-1].step_s == 2.0
+        assert worker.wait_s >= 60.0 and worker.wait_s % 60 == 0, "without the two seconds of the step itself"
+        assert worker.last_verdict is Verdict.OK
         assert 25 <= worker.speed.tokens_per_s <= 50
 
 
