@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from edit import plugins
-from edit.config.run import RunConfig
+from edit.config.run import InnerConfig, RunConfig
 from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from editpb.transport.send_limit import send_limit
@@ -21,7 +22,9 @@ from peers.identity.peer_folder import PeerFolder
 from peers.identity.renewal import Renewal
 from peers.training.torchrun import launched
 
-__all__ = ["connect"]
+__all__ = ["connect", "without_effect"]
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -51,7 +54,25 @@ def connect(
         io.spawn(renewal.keep())
         with connect_hub(io, channels, enrolled.identity, ranks, ended=ended, failed=failed) as (collective, config, _):
             plugins.admit(config, allow, ("codecs",))
+            for line in without_effect(config) if ranks.rank == 0 else ():
+                log.warning("%s", line)
             yield collective, config
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """Return what of the run's configuration says nothing to a loop of one's own, each a line for the log."""
+    lines = []
+    if config.inner != InnerConfig():
+        lines.append(
+            "run.toml's [inner] is for edit-peer run: here the optimizer, its schedule and the batches are your own loop's"
+        )
+    name, options = config.model.name, config.model.options
+    if name.startswith("hf:") or options:
+        lines.append(
+            f"run.toml's [model] {name} is built by edit-peer run: here the model is your own loop's; its parameters must have "
+            "the names and shapes of the other peers'"
+        )
+    return lines
 
 
 def _world() -> Ranks:

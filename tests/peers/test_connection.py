@@ -13,9 +13,10 @@ from cryptography.hazmat.primitives import serialization
 
 import peers
 from aggregator.security.authority import Authority
+from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from editpb.identity import Identity
-from peers.connection import connect
+from peers.connection import connect, without_effect
 from peers.identity.peer_folder import PeerFolder
 from tests.support.served import new_folder
 
@@ -58,3 +59,19 @@ def test_under_torchrun_the_ranks_must_have_found_one_another(tmp_path: Path, mo
     enrol(tmp_path, "peer")
     with pytest.raises(ConfigError, match=r"rank 1 of 2, but torch\.distributed is not"), connect(tmp_path / "home"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({}, []),
+        ({"model": {"name": "entry:mine"}}, []),
+        ({"model": {"name": "hf:llama"}}, ["[model] hf:llama"]),
+        ({"model": {"name": "entry:mine", "options": {"depth": 3}}}, ["[model] entry:mine"]),
+        ({"inner": {"lr": 1e-4}}, ["[inner]"]),
+        ({"model": {"name": "hf:llama"}, "inner": {"batch_size": 8}}, ["[inner]", "[model] hf:llama"]),
+    ],
+)
+def test_settings_that_an_own_loop_does_not_follow_are_named(tables: dict[str, object], told: list[str]) -> None:
+    lines = without_effect(RunConfig.from_mapping({"name": "r", "sync": {"outer_steps": 4}, **tables}))
+    assert [line.split(" is ")[0] for line in lines] == [f"run.toml's {each}" for each in told]
