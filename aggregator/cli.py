@@ -34,7 +34,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
     help="Coordinate a training run: create it, serve it, invite peers, control it, export the model.\n\n"

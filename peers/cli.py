@@ -42,7 +42,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
     help="Take part in a training run: join it with an invitation, then train.\n\n"

@@ -28,7 +28,7 @@ rounds.quorum = 300
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings=SHORT_HELP,
     help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"

@@ -83,6 +83,32 @@ assert not {{"torch", "numpy", "grpc"}} & sys.modules.keys()
     assert stderr_of(program) == [""]
 
 
+@pytest.mark.parametrize(
+    ("module", "begun", "completed"),
+    [
+        ("aggregator.cli", "edit-coordinator ev", "evict"),
+        ("peers.cli", "edit-peer swarm share", "share-authority"),
+        ("edit.lab.cli", "edit-lab sim", "simulate"),
+    ],
+)
+def test_a_shell_completes_commands_and_imports_no_torch_for_it(
+    module: str, begun: str, completed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = begun.split()
+    monkeypatch.setenv(f"_{words[0].replace('-', '_').upper()}_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", begun)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    program = f"""
+import atexit, sys
+from {module} import main
+sys.argv = [{words[0]!r}]
+atexit.register(lambda: print(sorted({{"torch", "numpy", "grpc"}} & sys.modules.keys())))
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == (f"{completed}\n[]\n", "")
+
+
 @pytest.mark.parametrize(("error", "code"), [("RefusedError", 3), ("EvictedError", 4), ("TransportError", 69)])
 def test_what_an_error_quotes_cannot_move_the_cursor(error: str, code: int):
     assert stderr_of(ended_by(f"errors.{error}"), code) == [f"program: {SHOWN}", ""]
