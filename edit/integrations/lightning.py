@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
 from edit.worker.worker import EditWorker, WorkerConfig
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError(
+        f"edit.integrations.lightning needs lightning ({error}): pip install 'edit-localsgd[lightning]'"
+    ) from None
 
 __all__ = ["EditCallback"]
 

@@ -7,12 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
 from edit.worker.worker import EditWorker, WorkerConfig
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(f"edit.integrations.transformers needs transformers ({error}): pip install 'edit-localsgd[hf]'") from None
 
 __all__ = ["EditCallback"]
 

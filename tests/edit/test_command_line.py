@@ -109,6 +109,17 @@ main()
     assert (done.stdout, done.stderr) == (f"{completed}\n[]\n", "")
 
 
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"), [("transformers", "transformers", "hf"), ("lightning", "lightning.pytorch", "lightning")]
+)
+def test_an_integration_whose_package_is_missing_says_in_one_line_what_to_install(
+    module: str, missing: str, extra: str
+) -> None:
+    *_, last, end = stderr_of(f"import sys; sys.modules[{missing!r}] = None; import edit.integrations.{module}", 1)
+    assert last.startswith(f"ImportError: edit.integrations.{module} needs {module} (") and end == ""
+    assert last.endswith(f"): pip install 'edit-localsgd[{extra}]'")
+
+
 @pytest.mark.parametrize(("error", "code"), [("RefusedError", 3), ("EvictedError", 4), ("TransportError", 69)])
 def test_what_an_error_quotes_cannot_move_the_cursor(error: str, code: int):
     assert stderr_of(ended_by(f"errors.{error}"), code) == [f"program: {SHOWN}", ""]
