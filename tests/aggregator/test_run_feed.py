@@ -158,6 +158,7 @@ def test_metrics_have_a_line_for_each_round_change_of_a_member_and_report(tmp_pa
         "bytes_sent": 0,
         "bytes_received": 0,
         "digest": "d" * 64,
+        "metrics": {},
     }
     assert lines[3] == {
         "kind": "round",

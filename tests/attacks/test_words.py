@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from aggregator.cli import _print_status, app
+from aggregator.cli import app
+from edit.view.status import print_status
 from editpb.control_messages import peer_message_to_pb
 from editpb.messages import Goodbye, Heartbeat, PeerState
 from editpb.run_status import MemberStatus, RoundReport, RunStatus
@@ -99,7 +100,7 @@ def test_nothing_that_an_aggregator_answers_reaches_the_terminal_as_more_than_te
         rounds=(report,),
     )
     screen = io.StringIO()
-    _print_status(Console(file=screen, width=400), status, 8)
+    print_status(Console(file=screen, width=400), status, 8)
     lines = screen.getvalue().split("\n")
     assert len(lines) == 8, "two headlines, who is waited for, and two tables of a heading and a row"
     assert all(line.isprintable() for line in lines)

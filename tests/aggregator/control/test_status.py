@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from aggregator.cli import _phase
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
+from edit.view.status import _phase
 from editpb.messages import RunPhase
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.transport.chunks import make_chunks
