@@ -296,6 +296,9 @@ class Discovery:
                     super().__init__()
                     made.append(self)  # so that one that does not come up is ended, too
 
+                def __del__(self) -> None:
+                    """Do nothing: `_drop` has ended it, and the path of its socket may be another file's by now."""
+
             address = _address(place.listen)
             port = place.port or _port(place.folder, address)
             there = f"/ip{address.version}/{address}/tcp/{port}"

@@ -9,13 +9,15 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +165,20 @@ async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
         a.found = b.found = {}
         await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
     assert {record.name for record in caplog.records} <= {"aggregator.swarm.discovery"}, caplog.messages
+
+
+@on_a_loop
+async def test_a_node_that_is_collected_late_touches_nothing(tmp_path: Path) -> None:
+    """hivemind's object removes its socket once more then, by a path through a descriptor that may be another file's by now."""
+    async with members(tmp_path) as swarm:
+        await swarm.start("a")
+        (p2p,) = (each for each in gc.get_objects() if discovery._hivemind().P2P in type(each).__mro__ and each.is_alive)
+    folder, _, name = p2p._client_listen_maddr["unix"].rpartition("/")
+    assert re.fullmatch("/proc/[0-9]+/fd/[0-9]+", folder) and name
+    with ExitStack() as files:
+        while files.enter_context(tempfile.TemporaryFile(dir=tmp_path)).fileno() < int(folder.rpartition("/")[2]):
+            pass
+        p2p.__del__()
 
 
 @on_a_loop
