@@ -171,6 +171,8 @@ def faults(options: argparse.Namespace) -> list[Row]:
             for how in planned:
                 row = fault(members, how, draw, options)
                 rows.append(row)
+                if options.record:
+                    append_lines(RESULTS, [row])
                 ends = ", ".join(f"{name[:-2]} {row[name]:.2f} s" for name in ("next_s", "second_s") if name in row)
                 print(
                     f"{how} of {row['victim']}: {ends or 'never'}; {row['differ']} differ, {row['failed']} failed", flush=True
@@ -220,10 +222,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="of the rows")
     parser.add_argument("--record", action="store_true", help=f"append the rows to {RESULTS.name}")
     options = parser.parse_args()
-    rows = faults(options)
-    table(rows)
-    if options.record:
-        append_lines(RESULTS, rows)
+    table(faults(options))
 
 
 if __name__ == "__main__":

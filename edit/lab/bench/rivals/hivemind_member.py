@@ -4,7 +4,7 @@ Run by the Python of the rivals' environment: RANK MEMBERS PARAMETERS FOLDER WAI
 FOLDER/RANK.jsonl: when it began and ended, in seconds of the machine's monotonic clock; who was in its group (nobody: it
 failed, and why); and 64 elements of what it left, of which all are drawn anew before each attempt.
 
-All that hivemind may wait for has the bound WAIT_S, where its defaults are 5 s for a group that is not full and no bound at all
+All that hivemind may wait for has the bound WAIT_S (a whole transfer four times that), where its defaults are 5 s for a group that is not full and no bound at all
 during the transfer.
 """
 
@@ -43,6 +43,7 @@ def main(rank: int, members: int, parameters: int, folder: Path, wait_s: float) 
         min_group_size=2,
         min_matchmaking_time=wait_s,
         request_timeout=0.9 * wait_s,
+        allreduce_timeout=4 * wait_s,
         next_chunk_timeout=wait_s,
         sender_timeout=wait_s,
         reducer_timeout=2 * wait_s,
