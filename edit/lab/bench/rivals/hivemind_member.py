@@ -4,8 +4,8 @@ Run by the Python of the rivals' environment: RANK MEMBERS PARAMETERS FOLDER WAI
 FOLDER/RANK.jsonl: when it began and ended, in seconds of the machine's monotonic clock; who was in its group (nobody: it
 failed, and why); and 64 elements of what it left, of which all are drawn anew before each attempt.
 
-All that hivemind may wait for has the bound WAIT_S, and a whole transfer four times that. Its defaults are 5 s for a group that is
-not full, and no bound at all during the transfer.
+All that hivemind may wait for has the bound WAIT_S, and a whole transfer four times that. Its defaults are 5 s for a group that
+is not full, and no bound at all during the transfer.
 """
 
 import json
