@@ -265,8 +265,6 @@ def report(
 
     Example: edit-coordinator report --state my-run --out report.html
     """
-    from edit.web import check_installed
-
     check_installed()
     from aggregator.past import whole_status
     from edit.web.page import render_page
