@@ -25,11 +25,25 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from edit.config.plugins import AGREED, KINDS, PREFIX, pin_key
+from edit.config.plugins import AGREED, KINDS, LOCAL, PREFIX, pin_key
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, PluginError
 
-__all__ = ["Plugin", "admit", "blame", "find", "get", "make", "named", "pin", "pinned", "register", "resolve", "without_pins"]
+__all__ = [
+    "Plugin",
+    "admit",
+    "blame",
+    "check",
+    "find",
+    "get",
+    "make",
+    "named",
+    "pin",
+    "pinned",
+    "register",
+    "resolve",
+    "without_pins",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +74,12 @@ _admitted: dict[tuple[str, str], tuple[Plugin, Any]] = {}  # with what makes its
 
 
 def register(kind: str, name: str, make: Any) -> None:
-    """Let configurations in this process name `make` as `entry:NAME`, where a KIND is chosen. make: as an entry point's object.
+    """Let configurations and options in this process name `make` as `entry:NAME`, where a KIND is chosen. make: as an entry point's object.
 
     Raises ConfigError for an unknown kind, a name that is no identifier, and something that cannot be called.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"plug-in {name}: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
+    if kind not in (kinds := (*KINDS, *LOCAL)):
+        raise ConfigError(f"plug-in {name}: there is no kind {kind!r}; the kinds are {', '.join(kinds)}")
     if not (name.isascii() and name.isidentifier()):
         raise ConfigError(f"plug-in {name!r}: its name must be an identifier")
     module = getattr(make, "__module__", "")
@@ -124,6 +138,11 @@ def admit(config: RunConfig, allowed: Collection[str], kinds: Collection[str] = 
             _admitted[kind, name] = plugin, _load(plugin)
 
 
+def check(kind: str, name: str, allowed: Collection[str]) -> Plugin:
+    """Return a plug-in that this process may load, and import nothing of it. Raises ConfigError where it is not allowed or found."""
+    return _trusted(kind, name, allowed)
+
+
 def resolve(
     kind: str, name: str, allowed: Collection[str], installed: Iterable[EntryPoint] | None = None
 ) -> tuple[Plugin, Callable[..., Any]]:
@@ -137,8 +156,9 @@ def _trusted(kind: str, name: str, allowed: Collection[str], installed: Iterable
     if (known := _admitted.get((kind, name))) is not None:
         return known[0]
     if name not in allowed:
+        user = "an option" if kind in LOCAL else "the run"
         raise ConfigError(
-            f"the run uses {PREFIX}{name} (edit.{kind}), code of another package: "
+            f"{user} uses {PREFIX}{name} (edit.{kind}), code of another package: "
             f"add `--allow {name}` if you trust that code here"
         )
     return find(kind, name, installed)

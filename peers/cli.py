@@ -16,11 +16,14 @@ import typer
 from rich.console import Console
 
 from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
+from edit.config.overrides import options_of
+from edit.config.plugins import is_entry
 from edit.plain_text import json_text
 from edit.web import check_installed
 from peers.command_options import (
     AllowOption,
     DataOption,
+    DataOptionsOption,
     DeviceOption,
     DhtPeersOption,
     FieldOption,
@@ -197,6 +200,7 @@ def alone(
     steps: Annotated[int, typer.Option(help="Train for so many inner steps.", min=1)],
     out: Annotated[Path, typer.Option(help="Write alone.jsonl and model.safetensors to this folder.")],
     validation: Annotated[Path | None, typer.Option(help="Measure the loss on this held-out data at the end.")] = None,
+    data_options: DataOptionsOption = None,
     field: FieldOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -210,22 +214,25 @@ def alone(
     from edit.config.run import RunConfig
     from peers.models.registry import build
     from peers.training.alone import AlonePlan, train_alone
-    from peers.training.data import open_tokens, stream_seed
+    from peers.training.data import open_tokens
+    from peers.training.data_source import open_data
+    from peers.training.options import check_data, data_request
     from peers.training.trainer import choose_device, use_threads
 
     config = RunConfig.from_toml(run)
     use_threads(threads)
+    own, allowed = options_of("--data-option", data_options or ()), frozenset(allow or ())
+    check_data(data, own, field, allowed)
     opened = partial(open_tokens, context=config.model.context, vocabulary=config.model.vocabulary, field=field)
     plan = AlonePlan(
         config=config,
-        data=opened(data),
-        data_seed=stream_seed(config.seed, "alone"),
+        batches=open_data(data_request(config, "alone", data, own, field), data if is_entry(data) else "", allowed),
         steps=steps,
         progress=out / "alone.jsonl",
         parameters=out / "model.safetensors",
         validation=None if validation is None else opened(validation),
     )
-    model = build(config.model, config.seed, frozenset(allow or ()), folder=model_folder)
+    model = build(config.model, config.seed, allowed, folder=model_folder)
     loss = train_alone(plan, model, device=choose_device(device), clock=time.perf_counter)
     typer.echo(f"{out}: {steps} steps" + ("" if loss is None else f", validation loss {loss:.4f}"))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from edit.command_line import log_to_stderr
+from edit.config.overrides import options_of
 from edit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
 
 HomeOption = Annotated[Path, typer.Option("--home", help="The folder of this peer: key, certificate, addresses.")]
 DataOption = Annotated[
-    Path, typer.Option(help="Text file, .jsonl file, folder of these, or token file (.bin uint16, .u32.bin uint32).")
+    str,
+    typer.Option(
+        help="Text file, .jsonl file, folder of these, or token file (.bin uint16, .u32.bin uint32); or entry:NAME, a plug-in.",
+        metavar="PATH",
+    ),
+]
+DataOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option("--data-option", help="KEY=VALUE for the plug-in that --data names. Repeatable.", metavar="KEY=VALUE"),
 ]
 FieldOption = Annotated[
     str | None, typer.Option(help="The field that has the text, in each line of a .jsonl file.", show_default=False)
@@ -62,6 +71,7 @@ HoursOption = Annotated[
 def _training(
     data: DataOption,
     home: HomeOption = Path("edit-peer"),
+    data_options: DataOptionsOption = None,
     field: FieldOption = None,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -97,7 +107,8 @@ def _training(
     return PeerOptions(
         home=home,
         data=data,
-        field=field,
+        data_options=options_of("--data-option", data_options or ()),
+        jsonl_field=field,
         new_data=new_data,
         device=device,
         threads=threads,

@@ -10,7 +10,7 @@ from typing import Any
 
 from edit.errors import ConfigError
 
-__all__ = ["set_key", "with_settings"]
+__all__ = ["options_of", "set_key", "with_settings"]
 
 
 def set_key(tables: dict[str, Any], setting: str) -> None:
@@ -24,6 +24,24 @@ def set_key(tables: dict[str, Any], setting: str) -> None:
         if not isinstance(tables, dict):
             raise ConfigError(f"--set {setting}: {name} is not a table")
     tables[names[-1]] = value
+
+
+def options_of(option: str, given: Sequence[str]) -> dict[str, str | int | float | bool]:
+    """Return the values that a repeatable command-line option names, each `KEY=VALUE`; the last one of a key counts.
+
+    option: its name, for the message. A value is TOML's string, integer, float or boolean, or a word without quotes.
+    Raises ConfigError for another form.
+    """
+    values: dict[str, str | int | float | bool] = {}
+    for each in given:
+        key, _, _ = each.partition("=")
+        if "=" not in each or not key.strip().isidentifier():
+            raise ConfigError(f"{option} {each}: must be KEY=VALUE, as split=train")
+        _, value = _parse(each)
+        if not isinstance(value, str | int | float | bool):
+            raise ConfigError(f"{option} {each}: must be a word, a number, true or false")
+        values[key.strip()] = value
+    return values
 
 
 def with_settings(text: str, settings: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -10,12 +10,12 @@ from typing import TextIO
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.plain_text import json_text
-from peers.training.data import Batches, Tokens, evaluate
+from peers.training.data import Tokens, evaluate
 from peers.training.trainer import StepResult, Trainer
 
 __all__ = ["AlonePlan", "train_alone"]
@@ -26,8 +26,7 @@ class AlonePlan:
     """What to train, for how long, and where the results go."""
 
     config: RunConfig
-    data: Tokens
-    data_seed: int
+    batches: Iterable[tuple[Tensor, Tensor]]  # without end, see `peers.training.data_source`
     steps: int  # inner steps, also the length of the learning rate's schedule
     progress: Path  # a file of JSON lines
     parameters: Path  # a safetensors file of the final values by name
@@ -51,8 +50,7 @@ def train_alone(plan: AlonePlan, model: nn.Module, *, device: torch.device, cloc
     Raises ConfigError when a result file cannot be written.
     """
     config = plan.config
-    batches = Batches(plan.data, config.model.context, config.inner.batch_size, plan.data_seed)
-    trainer = Trainer(model, batches, config.inner, total_steps=plan.steps, device=device, clock=clock)
+    trainer = Trainer(model, plan.batches, config.inner, total_steps=plan.steps, device=device, clock=clock)
     try:
         plan.progress.parent.mkdir(parents=True, exist_ok=True)
         with plan.progress.open("w", encoding="utf-8") as lines:

@@ -24,7 +24,7 @@ from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import Ranks
 from edit.worker.checkpoint import KINDS, OF_RANKS
 from peers.training.checkpoint_files import Checkpoints, Saved
-from peers.training.data import Batches
+from peers.training.data_source import DataSource
 from peers.training.trainer import Trainer
 
 __all__ = ["PeriodicCheckpoints", "Resumable", "Stateful"]
@@ -48,7 +48,7 @@ class Resumable:
     """The parts of a training whose state is saved."""
 
     trainer: Trainer
-    batches: Batches
+    batches: DataSource
     worker: Stateful
     ranks: Ranks
     new_data: bool = False  # other data than the checkpoint's is begun at its start
@@ -252,7 +252,8 @@ def _check_scalars(saved: Saved) -> None:
     steps, data = saved.scalars.get("steps"), saved.scalars.get("data")
     if type(steps) is not int or not 0 <= steps < 1 << 60:
         raise StorageError(f"{saved.path}: damaged (scalars.steps is no number of steps)")
-    if not isinstance(data, dict) or not all(type(value) is int for value in data.values()):
+    of_plugin = isinstance(data, dict) and isinstance(data.get("plugin"), str)  # which checks its own
+    if not isinstance(data, dict) or not (of_plugin or all(type(value) is int for value in data.values())):
         raise StorageError(f"{saved.path}: damaged (scalars.data is no data position)")
     if not isinstance(saved.scalars.get("worker"), dict):
         raise StorageError(f"{saved.path}: damaged (scalars.worker is no worker's state)")

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from edit.errors import ConfigError
@@ -285,11 +286,19 @@ class Batches:
         """Return the position, and what it is a position in, as plain integers."""
         return {**self._identity(), "pass": self._pass, "index": self._index}
 
-    def load(self, state: Mapping[str, int], *, new_data: bool = False) -> None:
+    def load(self, state: Mapping[str, Any], *, new_data: bool = False) -> None:
         """Load a position. Raises ConfigError, and changes nothing, when it belongs to other data or settings.
 
         new_data: if the data is another one, begin at its start instead.
         """
+        if (plugin := state.get("plugin")) is not None:
+            if not new_data:
+                raise ConfigError(
+                    f"{self._source.origin}: the data has changed since the checkpoint ({plugin} then): give --data {plugin}, or "
+                    "--new-data, which begins at its start and keeps the model and the optimizer's state"
+                )
+            _log.info("%s: other data than the checkpoint's (%s): from its start", self._source.origin, plugin)
+            return
         then, here = state.get("tokens"), len(self._source)
         if then is not None and then != here:
             if new_data and {**state, "tokens": here}.items() >= self._identity().items():
@@ -312,6 +321,13 @@ class Batches:
         if self._pass < 0 or not 0 <= self._index < self._plan()[1]:
             self._pass, self._index = before
             raise ConfigError(f"{self._source.origin}: saved data position is damaged: {dict(state)}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the length and a hash of the first and last windows: enough to tell another file or another version."""
+        edge, array = 1 << 16, self._source.array
+        sample = blake3(array[:edge].tobytes()).update(array[-edge:].tobytes())
+        return f"{len(array)} tokens, {sample.hexdigest()[:12]}"
 
     def _identity(self) -> dict[str, int]:
         return {"seed": self._seed, "tokens": len(self._source), "context": self._context}

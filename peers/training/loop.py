@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from blake3 import blake3
 
 from edit import kernels
 from edit.collective import CompositeCollective
@@ -30,7 +29,8 @@ from peers.carriers.run_connection import Interrupted, Origin, RunConnection
 from peers.models.registry import build
 from peers.training.checkpoint import PeriodicCheckpoints, Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
-from peers.training.data import Batches, Tokens, open_tokens, stream_seed
+from peers.training.data import stream_seed
+from peers.training.data_source import DataSource, open_data
 from peers.training.fault_injection import FaultInjector
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
@@ -108,16 +108,15 @@ class Training:
                 _log.info("%s %d: outer step %d, digest %s", self._kind, number, share.outer_step, share.digest[:12])
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
 
-    def _batches(self) -> Batches:
+    def _batches(self) -> DataSource:
         """Return the data: the same rows in the same order at every rank."""
-        config = self._config
-        options, model = self._options, config.model
-        tokens = open_tokens(options.data, context=model.context, vocabulary=model.vocabulary, field=options.field)
-        self._place.ranks.same("the data in --data", _fingerprint(tokens))
-        seed = stream_seed(config.seed, self._connection.peer_id)
-        return Batches(tokens, config.model.context, config.inner.batch_size, seed)
+        ranks, options = self._place.ranks, self._options
+        request = options.data_request(self._config, self._connection.peer_id)
+        source = ranks.together(lambda: open_data(request, options.data_plugin, options.allowed))
+        ranks.same("the data in --data", source.fingerprint)
+        return source
 
-    def _trainer(self, batches: Batches, *, founded: bool) -> Trainer:
+    def _trainer(self, batches: DataSource, *, founded: bool) -> Trainer:
         config, layout = self._config, self._place.layout
         # ranks that compute the same rows draw the same random numbers
         torch.manual_seed(stream_seed(config.seed, f"{self._connection.peer_id} {layout.data_rank}"))
@@ -220,10 +219,3 @@ class Training:
                 of = f"{self._kind} {number}: " if not together else ""
                 _log.info("%souter step %d, loss %.4f: %s", of, outer_step, self._loss, reason)
             self._metrics.outer(outer_step, worker.shares[number].digest, reason, number)
-
-
-def _fingerprint(tokens: Tokens) -> str:
-    """Return the length and a hash of the first and last windows: enough to tell another file or another version."""
-    edge = 1 << 16
-    sample = blake3(tokens.array[:edge].tobytes()).update(tokens.array[-edge:].tobytes())
-    return f"{len(tokens)} tokens, {sample.hexdigest()[:12]}"

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from edit import plugins
+from edit.config.plugins import PREFIX, is_entry
 from edit.errors import ConfigError
 from editpb.invitation import is_endpoint, is_maddr
 from peers.training.fault_injection import Fault
 
-__all__ = ["PeerOptions"]
+if TYPE_CHECKING:
+    from edit.config.run import RunConfig
+    from peers.training.data_source import DataRequest
+
+__all__ = ["PeerOptions", "check_data", "data_request"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +26,9 @@ class PeerOptions:
     """The options of `edit-peer run`."""
 
     home: Path
-    data: Path
-    field: str | None = None  # of the lines of .jsonl files: has the text
+    data: Path | str  # files, or `entry:NAME`, a plug-in of edit.data
+    data_options: Mapping[str, str | int | float | bool] = field(default_factory=dict)  # of that plug-in
+    jsonl_field: str | None = None  # of the lines of .jsonl files: has the text
     new_data: bool = False  # other data than the checkpoint's is begun at its start
     device: str | None = None
     threads: int | None = None  # None: torch's choice
@@ -48,8 +57,7 @@ class PeerOptions:
             raise ConfigError(f"--checkpoint-every {self.checkpoint_every}: must be at least 0 (0 keeps no checkpoints)")
         if self.keep_checkpoints < 1:
             raise ConfigError(f"--keep-checkpoints {self.keep_checkpoints}: must be at least 1")
-        if not self.data.exists():
-            raise ConfigError(f"--data {self.data}: does not exist; give a text file, a folder of text or a token file")
+        check_data(self.data, self.data_options, self.jsonl_field, self.allowed)
         if wrong := next((each for each in self.dht_peers if not is_maddr(each)), None):
             raise ConfigError(f"--dht-peers {wrong!r:.200}: must be like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
         self._check_serving()
@@ -68,6 +76,15 @@ class PeerOptions:
             raise ConfigError(f"--advertise {host}: must be a host name or an address (IPv6 in brackets), without a port")
 
     @property
+    def data_plugin(self) -> str:
+        """`entry:NAME` of the data, or empty: files."""
+        return str(self.data) if is_entry(str(self.data)) else ""
+
+    def data_request(self, config: RunConfig, peer_id: str) -> DataRequest:
+        """Return what this peer's data is opened with."""
+        return data_request(config, peer_id, self.data, self.data_options, self.jsonl_field)
+
+    @property
     def serving_host(self) -> str:
         """The host at which others read this peer's snapshots; empty when it serves none."""
         return self.advertise or (self.serve_snapshots or "").rpartition(":")[0]
@@ -76,3 +93,40 @@ class PeerOptions:
     def checkpoint_folder(self) -> Path:
         """The folder of this peer's checkpoints."""
         return self.home / "checkpoints" if self.checkpoints is None else self.checkpoints
+
+
+def check_data(data: Path | str, options: Mapping[str, object], jsonl_field: str | None, allowed: frozenset[str]) -> None:
+    """Raise ConfigError where --data and the options beside it cannot be. Imports no plug-in."""
+    if is_entry(name := str(data)):
+        plugins.check("data", name.removeprefix(PREFIX), allowed)
+        if jsonl_field is not None:
+            raise ConfigError(f"--field {jsonl_field}: has no effect with --data {name}; leave it out")
+    elif not Path(data).exists():
+        raise ConfigError(
+            f"--data {data}: does not exist; give a text file, a folder of text, a token file, or entry:NAME, a plug-in"
+        )
+    elif options:
+        raise ConfigError(f"--data-option {next(iter(options))}: has no effect without --data entry:NAME; leave it out")
+
+
+def data_request(
+    config: RunConfig,
+    peer_id: str,
+    data: Path | str,
+    options: Mapping[str, str | int | float | bool],
+    jsonl_field: str | None,
+) -> DataRequest:
+    """Return what the data of --data is opened with in this run."""
+    from peers.training.data import stream_seed
+    from peers.training.data_source import DataRequest
+
+    return DataRequest(
+        path=None if is_entry(str(data)) else Path(data),
+        jsonl_field=jsonl_field,
+        context=config.model.context,
+        vocabulary=config.model.vocabulary,
+        batch_size=config.inner.batch_size,
+        seed=stream_seed(config.seed, peer_id),
+        peer_id=peer_id,
+        options=options,
+    )

@@ -27,8 +27,7 @@ TOKENS = Tokens(np.arange(500, dtype=np.uint16) % 16, "counting", 16)
 def plan(folder: Path, **changes: object) -> AlonePlan:
     values: dict[str, object] = {
         "config": CONFIG,
-        "data": TOKENS,
-        "data_seed": 3,
+        "batches": Batches(TOKENS, MODEL.context, CONFIG.inner.batch_size, seed=3),
         "steps": 7,
         "progress": folder / "out" / "alone.jsonl",
         "parameters": folder / "out" / "alone.safetensors",

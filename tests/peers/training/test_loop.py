@@ -82,7 +82,7 @@ def training(folder: Path, connection: RunConnection, config: RunConfig, metrics
     text = folder / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)
     place = Place(identity=Identity("run-1", "peer", "a"), device=torch.device("cpu"), layout=ONE_RANK, ranks=ALONE)
-    return Training(PeerOptions(home=folder, data=text, **options), config, place, connection, metrics)  # type: ignore[arg-type]
+    return Training(PeerOptions(**{"home": folder, "data": text, **options}), config, place, connection, metrics)  # type: ignore[arg-type]
 
 
 @pytest.fixture
