@@ -145,6 +145,20 @@ def serve(
     keep_serving: Annotated[
         bool, typer.Option("--keep-serving", help="Serve on when the run has finished, until Ctrl-C or SIGTERM.")
     ] = False,
+    trackers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tracker",
+            help="Log each committed round to tensorboard, wandb, mlflow or trackio, or to entry:NAME, a plug-in. Repeatable.",
+            metavar="NAME",
+        ),
+    ] = None,
+    tracker_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tracker-option", help="NAME.KEY=VALUE for one of these trackers. Repeatable.", metavar="NAME.KEY=VALUE"
+        ),
+    ] = None,
     settings: SetOption = None,
     allow: Allow = None,
 ) -> None:
@@ -159,13 +173,23 @@ def serve(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # read when torch is imported: threads that wait leave the CPU to others
     from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
+    from edit.trackers.choose import TrackerChoice
 
     log_to_stderr()
     if settings:
         StateFolder(state).change(settings)
     folder, nodes = StateFolder(state), tuple(dht_peers or ())
+    choice = TrackerChoice.of(trackers or (), tracker_options or (), frozenset(allow or ()))
     folder.pin(allow or ())
-    asyncio.run(serve_run(folder, threads=threads, accept_rollback=accept_rollback, keep_serving=keep_serving, dht_peers=nodes))
+    serving = serve_run(
+        folder,
+        threads=threads,
+        accept_rollback=accept_rollback,
+        keep_serving=keep_serving,
+        dht_peers=nodes,
+        choice=choice,
+    )
+    asyncio.run(serving)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import json
 import logging
 import resource
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources, raise_file_limit
-from aggregator.run_feed import Advised, EventLog, RunFeed
+from aggregator.run_feed import Advised, EventLog, RunFeed, Subscriber
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members
 from aggregator.security.members import Members
@@ -35,12 +36,15 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.host_folder import check_dht
+from aggregator.tracking import Tracking
 from aggregator.worker_thread import Background
 from edit import kernels, plugins
 from edit.config.plugins import AGREED
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
 from edit.heaps import limit_heaps, map_large_blocks
+from edit.trackers.background import Trackers
+from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
 from editpb.invitation import is_maddr
 from editpb.server_certificate import ServerCertificate
@@ -90,13 +94,20 @@ class Coordinator:
 
     @classmethod
     def open(
-        cls, folder: StateFolder, clock: Clock | None = None, disk: Disk | None = None, *, accept_rollback: bool = False
+        cls,
+        folder: StateFolder,
+        clock: Clock | None = None,
+        disk: Disk | None = None,
+        *,
+        accept_rollback: bool = False,
+        subscribers: Sequence[Subscriber] = (),
     ) -> Coordinator:
         """Read the folder and build everything; nothing listens yet. Call it on the event loop.
 
         Args:
             clock, disk: injected by tests.
             accept_rollback: go on also below an outer step that was committed.
+            subscribers: of the run's feed, beside its own.
 
         Raises ConfigError, StorageError.
         """
@@ -109,6 +120,8 @@ class Coordinator:
         feed = RunFeed(clock.unix)
         feed.subscribe(EventLog().on_event)
         feed.subscribe(MetricsLog(folder.metrics, files).on_event)
+        for subscriber in subscribers:
+            feed.subscribe(subscriber)
         mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
         feed.subscribe(mark.on_event)
         resources = Resources(
@@ -290,6 +303,7 @@ async def serve_run(
     accept_rollback: bool = False,
     keep_serving: bool = False,
     dht_peers: tuple[str, ...] = (),
+    choice: TrackerChoice = NO_TRACKERS,
 ) -> None:
     """Serve the run until it has finished, SIGINT or SIGTERM. Raises EditError, also when a background task failed.
 
@@ -299,6 +313,7 @@ async def serve_run(
         accept_rollback: go on also below an outer step that was committed.
         keep_serving: serve on when the run has finished.
         dht_peers: libp2p nodes of a DHT in which it says where it is; none: nowhere.
+        choice: trackers that are told of each committed round.
     """
     if dht_peers:
         _check_dht(folder, dht_peers)
@@ -311,7 +326,8 @@ async def serve_run(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     _log.info(kernels.load())
-    coordinator = Coordinator.open(folder, accept_rollback=accept_rollback)
+    trackers = _trackers(folder, choice)
+    coordinator = Coordinator.open(folder, accept_rollback=accept_rollback, subscribers=[Tracking(trackers).on_event])
     said: Discovery | None = None
     try:
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
@@ -327,6 +343,13 @@ async def serve_run(
         if said is not None:
             await said.close()
         await coordinator.close()
+        trackers.close()
+
+
+def _trackers(folder: StateFolder, choice: TrackerChoice) -> Trackers:
+    config = folder.config()
+    member = f"aggregator {folder.aggregator}" if folder.aggregator else "coordinator"
+    return choice.open(folder.run_id, config.name, member, folder.path / "trackers", json.loads(config.to_json()))
 
 
 def _check_dht(folder: StateFolder, dht_peers: tuple[str, ...]) -> None:

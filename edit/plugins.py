@@ -74,7 +74,9 @@ _admitted: dict[tuple[str, str], tuple[Plugin, Any]] = {}  # with what makes its
 
 
 def register(kind: str, name: str, make: Any) -> None:
-    """Let configurations and options in this process name `make` as `entry:NAME`, where a KIND is chosen. make: as an entry point's object.
+    """Let configurations and options in this process name `make` as `entry:NAME`, where a KIND is chosen.
+
+    make: as an entry point's object.
 
     Raises ConfigError for an unknown kind, a name that is no identifier, and something that cannot be called.
     """
@@ -139,7 +141,10 @@ def admit(config: RunConfig, allowed: Collection[str], kinds: Collection[str] = 
 
 
 def check(kind: str, name: str, allowed: Collection[str]) -> Plugin:
-    """Return a plug-in that this process may load, and import nothing of it. Raises ConfigError where it is not allowed or found."""
+    """Return a plug-in that this process may load; nothing of it is imported.
+
+    Raises ConfigError where it is not allowed, or not found.
+    """
     return _trusted(kind, name, allowed)
 
 

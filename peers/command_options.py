@@ -42,6 +42,18 @@ AllowOption = Annotated[
         help="Allow the plug-in NAME: what the run names entry:NAME, code of an installed package. Repeatable.",
     ),
 ]
+TrackerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tracker",
+        help="Log to tensorboard, wandb, mlflow or trackio, or to entry:NAME, a plug-in. Repeatable. See docs/plugins.md.",
+        metavar="NAME",
+    ),
+]
+TrackerOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option("--tracker-option", help="NAME.KEY=VALUE for one of these trackers. Repeatable.", metavar="NAME.KEY=VALUE"),
+]
 FolderOption = Annotated[
     Path | None,
     typer.Option(help="For an hf: model: a folder with config.json; if this peer founds the run, also the initial weights."),
@@ -96,11 +108,14 @@ def _training(
         typer.Option("--new-data", help="If --data has changed since the checkpoint, begin at its start; all else goes on."),
     ] = False,
     max_mbit: MaxMbitOption = None,
+    trackers: TrackerOption = None,
+    tracker_options: TrackerOptionsOption = None,
     hide_loss: Annotated[
         bool, typer.Option("--hide-loss", help="Keep the training loss to this site: the run is not told it, nobody sees it.")
     ] = False,
 ) -> PeerOptions:
     """Return what these options say. Raises ConfigError."""
+    from edit.trackers.choose import TrackerChoice
     from peers.training.fault_injection import parse_faults
     from peers.training.options import PeerOptions
 
@@ -123,6 +138,7 @@ def _training(
         keep_checkpoints=keep_checkpoints,
         fresh=fresh,
         max_mbit=max_mbit,
+        trackers=TrackerChoice.of(trackers or (), tracker_options or (), frozenset(allow or ())),
         hide_loss=hide_loss,
     )
 

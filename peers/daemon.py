@@ -7,11 +7,12 @@ eviction) ends all at the same point.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
+from edit.trackers.background import Trackers
 from editpb.identity import Identity
 from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
@@ -126,7 +128,7 @@ def train(
     """
     ranks = Ranks.world()
     ranks.same("the identity in --home", identity.uri)
-    with IoThread() as io, Metrics(options.metrics if ranks.leads else None) as metrics, stopping(io):
+    with ExitStack() as at_last, IoThread() as io, Metrics(options.metrics if ranks.leads else None) as metrics, stopping(io):
         try:
             with connect(io, ranks) as (connection, config, run_step):
                 _log.info("%s of run %s: %s", identity.peer_id, identity.run_id, config.model.name)
@@ -135,11 +137,17 @@ def train(
                 place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
                 if run_step > 0:
                     connection.prefetch()
-                Training(options, config, place, connection, metrics).run(run_step)
+                trackers = at_last.enter_context(_trackers(options, config, identity) if ranks.leads else Trackers())
+                Training(options, config, place, connection, metrics, trackers).run(run_step)
         except Interrupted:
             _log.info("stopping as asked")
             return False
     return True
+
+
+def _trackers(options: PeerOptions, config: RunConfig, identity: Identity) -> Trackers:
+    settings = json.loads(config.to_json())
+    return options.trackers.open(identity.run_id, config.name, identity.peer_id, options.trackers_folder, settings)
 
 
 @contextlib.contextmanager

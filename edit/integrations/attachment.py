@@ -7,32 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from edit.collective import Collective, CompositeCollective
 from edit.replica.ranks import Ranks
+from edit.worker.log_values import log_values
 from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["Attachment"]
-
-
-class _Bytes(Protocol):
-    @property
-    def sent(self) -> int: ...
-
-    @property
-    def received(self) -> int: ...
-
-
-@runtime_checkable
-class _Counting(Protocol):
-    """A collective that counts its bytes."""
-
-    @property
-    def traffic(self) -> _Bytes: ...
 
 
 class Attachment:
@@ -77,21 +62,11 @@ class Attachment:
         self.worker.count_tokens(sum(self._ranks.collect(tokens)))
 
     def log(self) -> dict[str, float | str]:
-        """Return what the framework's own log says of the exchange, by name; without bytes where the carrier counts none.
+        """Return what the framework's own log says of the exchange, by name.
 
-        outer_step; wait_s, as of `EditWorker`; verdict on this peer's part of the last commit, or "absent"; sent_mb and
-        received_mb of this process, in 10^6 bytes.
+        See `edit.worker.log_values`.
         """
-        verdict = self.worker.last_verdict
-        numbers: dict[str, float | str] = {
-            "edit/outer_step": self.worker.outer_step,
-            "edit/wait_s": round(self.worker.wait_s, 3),
-            "edit/verdict": verdict.value if verdict is not None else "absent",
-        }
-        if isinstance(self._collective, _Counting):
-            traffic = self._collective.traffic
-            numbers |= {"edit/sent_mb": traffic.sent / 1e6, "edit/received_mb": traffic.received / 1e6}
-        return numbers
+        return log_values(self.worker, self._collective.peer_id, self._collective)
 
     @property
     def showing(self) -> bool:

@@ -109,7 +109,7 @@ class EditCallback(TrainerCallback):
         """Report the loss as often as the Trainer logs it: the mean since the last time. Log how the exchange goes on.
 
         The Trainer's `log_history`, its progress bar and the callbacks that were added after this one have outer step, wait,
-        verdict and bytes as `edit/...`.
+        verdict, norms and bytes as `edit/...`.
         """
         if self._attached is not None and logs and "loss" in logs:
             self._attached.worker.report(loss=logs["loss"])

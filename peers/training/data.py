@@ -294,8 +294,8 @@ class Batches:
         if (plugin := state.get("plugin")) is not None:
             if not new_data:
                 raise ConfigError(
-                    f"{self._source.origin}: the data has changed since the checkpoint ({plugin} then): give --data {plugin}, or "
-                    "--new-data, which begins at its start and keeps the model and the optimizer's state"
+                    f"{self._source.origin}: the data has changed since the checkpoint ({plugin} then): give --data {plugin}, "
+                    "or --new-data, which begins at its start and keeps the model and the optimizer's state"
                 )
             _log.info("%s: other data than the checkpoint's (%s): from its start", self._source.origin, plugin)
             return

@@ -56,7 +56,10 @@ class DataSource(Protocol):
         ...
 
     def load(self, state: Mapping[str, Any], *, new_data: bool = False) -> None:
-        """Load a position. Raises ConfigError, and changes nothing, when it belongs to other data; new_data: begin at its start."""
+        """Load a position. Raises ConfigError, and changes nothing, when it belongs to other data.
+
+        new_data: if it does, begin at the start of this one instead.
+        """
         ...
 
     @property
@@ -84,8 +87,8 @@ class Rows(Protocol):
 def open_data(request: DataRequest, plugin: str = "", allowed: frozenset[str] = frozenset()) -> DataSource:
     """Return the data that a request names. plugin: `entry:NAME`, which is called with it; empty: files.
 
-    Raises ConfigError as `peers.training.data.open_tokens`, and where the plug-in is not allowed or not found, PluginError where
-    it does not keep its contract, which is tried here.
+    Raises ConfigError as `peers.training.data.open_tokens`, and where the plug-in is not allowed or not found, PluginError
+    where it does not keep its contract, which is tried here.
     """
     if not plugin:
         return _files(request)
@@ -150,9 +153,9 @@ class _Checked:
             if not new_data:
                 was = f"{then['plugin']} with {then['options']}" if "plugin" in state else "files"
                 raise ConfigError(
-                    f"{self._plugin}: the data has changed since the checkpoint ({was} then, options {self._identity()['options']} "
-                    "now): give the data of then, or --new-data, which begins at its start and keeps the model and the optimizer's "
-                    "state"
+                    f"{self._plugin}: the data has changed since the checkpoint ({was} then, now with "
+                    f"{dict(self._request.options)}): give the data of then, or --new-data, which begins at its start and "
+                    "keeps the model and the optimizer's state"
                 )
             _log.info("%s: other data than the checkpoint's: from its start", self._plugin)
             return

@@ -23,6 +23,8 @@ from edit.errors import ConfigError
 from edit.fragments.schema import plan_fragments
 from edit.heaps import return_free_memory
 from edit.replica.ranks import Ranks
+from edit.trackers.background import Trackers
+from edit.worker.log_values import log_values
 from edit.worker.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
 from peers.carriers.run_connection import Interrupted, Origin, RunConnection
@@ -32,7 +34,7 @@ from peers.training.checkpoint_files import Checkpoints, Owner
 from peers.training.data import stream_seed
 from peers.training.data_source import DataSource, open_data
 from peers.training.fault_injection import FaultInjector
-from peers.training.metrics import Metrics
+from peers.training.metrics import EVERY, Metrics
 from peers.training.options import PeerOptions
 from peers.training.sharding import RankLayout, shard_model
 from peers.training.trainer import Trainer
@@ -63,12 +65,15 @@ class Training:
         place: Place,
         connection: RunConnection,
         metrics: Metrics,
+        trackers: Trackers | None = None,
     ) -> None:
         self._options = options
         self._config = config
         self._place = place
         self._connection = connection
         self._metrics = metrics
+        self._trackers = trackers or Trackers()
+        self._tracked = -1  # the outer step that the trackers were told of last
         self._kind = "aggregator" if config.swarm is None else "part"  # what has a share of the model
         self._seconds: deque[float] = deque(maxlen=20)  # of the last inner steps
         self._loss = math.nan  # of the last steps, for the log
@@ -100,6 +105,7 @@ class Training:
             _log.info("joined at outer step %d, digest %s", worker.outer_step, worker.digest[:12])
             self._told = {number: (share.outer_step, "") for number, share in enumerate(worker.shares)}
             saving.begin(worker.outer_step)
+            self._tracked = worker.outer_step
             self._show(worker)
             self._loop(trainer, worker, saving)
         saving.save_last()
@@ -196,6 +202,8 @@ class Training:
         self._show(worker)
         self._tell(worker)
         self._metrics.step(worker.inner_steps, result.loss, worker.speed.tokens_per_s, worker.outer_step)
+        if worker.inner_steps % EVERY == 0:
+            self._trackers.log(worker.inner_steps, {"loss": result.loss, "tokens_per_s": worker.speed.tokens_per_s})
         if self._options.throttle > 1:
             with contextlib.suppress(Interrupted):  # all ranks stop together, at the next look
                 self._connection.pause((self._options.throttle - 1) * median(self._seconds))
@@ -210,6 +218,9 @@ class Training:
 
     def _tell(self, worker: EditWorker) -> None:
         """Log, for each aggregator, a change of its outer step or reason: in one line what is the same of all."""
+        if self._trackers and worker.outer_step != self._tracked:
+            self._tracked = worker.outer_step
+            self._trackers.log(worker.inner_steps, log_values(worker, self._connection.peer_id, self._connection))
         now = {number: (share.outer_step, share.reason) for number, share in enumerate(worker.shares)}
         changed = {number: news for number, news in now.items() if self._told.get(number) != news}
         self._told |= changed

@@ -11,7 +11,7 @@ from typing import TextIO
 from edit.errors import ConfigError
 from edit.plain_text import json_text
 
-__all__ = ["Metrics"]
+__all__ = ["EVERY", "Metrics"]
 
 EVERY = 10  # inner steps between two lines
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from edit import plugins
 from edit.config.plugins import PREFIX, is_entry
 from edit.errors import ConfigError
+from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb.invitation import is_endpoint, is_maddr
 from peers.training.fault_injection import Fault
 
@@ -46,6 +47,7 @@ class PeerOptions:
     advertise: str | None = None  # the host by which members reach serve_snapshots; None: its HOST
     dht_peers: tuple[str, ...] = ()  # libp2p nodes of the DHT in which a lost coordinator is looked for
     max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
+    trackers: TrackerChoice = NO_TRACKERS
     hide_loss: bool = False  # its training loss is said to nobody
 
     def __post_init__(self) -> None:
@@ -88,6 +90,11 @@ class PeerOptions:
     def serving_host(self) -> str:
         """The host at which others read this peer's snapshots; empty when it serves none."""
         return self.advertise or (self.serve_snapshots or "").rpartition(":")[0]
+
+    @property
+    def trackers_folder(self) -> Path:
+        """The folder of what trackers write."""
+        return self.home / "trackers"
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import os
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import aggregator.cli
+import peers.cli
 from aggregator.storage import checkpoint
 from edit import plugins
 from edit.errors import ConfigError
@@ -102,11 +105,36 @@ def test_a_codec_trains_and_a_peer_that_has_not_allowed_it_is_told_so(installed:
         assert refused.lines[-1].startswith(f"edit-peer: {words}"), refused.lines
 
 
-def test_a_model_trains(installed: Path, tmp_path: Path) -> None:
+def table(file: Path) -> list[tuple[int, str, str]]:
+    """What the example tracker has written."""
+    with file.open(newline="") as rows:
+        return [(int(step), name, value) for step, name, value in csv.reader(rows)]
+
+
+def test_a_model_trains_on_data_of_a_plugin_and_both_sides_are_tracked_by_one(installed: Path, tmp_path: Path) -> None:
     settings = {**small("lstm", **TWO), "model": {"name": "entry:lstm", "context": 32, "options": {"hidden": 16}}}
     with Site(tmp_path / "run", settings, "--allow", "lstm") as site:
         assert '"models:lstm" = "0.1.0 sha256:' in (site.state / "run.toml").read_text()
-        assert trains(site, "--allow", "lstm")["outer_step"] == 3
+        with gzip.open(tmp_path / "text.gz", "wb") as text:
+            text.write(b"to be or not to be, that is the question. " * 40)
+        coordinator = site.serve("--tracker", "entry:table", "--allow", "table")
+        site.enrol("a", "b")
+        data = ("--data", "entry:gzipped", "--data-option", f"path={tmp_path / 'text.gz'}", "--allow", "gzipped")
+        with pytest.raises(
+            ConfigError, match=r"^an option uses entry:gzipped \(edit.data\), code of another package: add `--al"
+        ):
+            call(peers.cli.app, "run", "--home", site.folder / "a", *data[:-2])
+        with pytest.raises(
+            ConfigError, match=r"^an option uses entry:table \(edit.trackers\), code of another package: add `--"
+        ):
+            call(peers.cli.app, "run", "--home", site.folder / "a", *data, "--tracker", "entry:table")
+        tracked = ("--tracker", "entry:table", "--allow", "table")
+        both = [site.peer("a", *data, "--allow", "lstm"), site.peer("b", *data, "--allow", "lstm", *tracked)]
+        assert [each.finish() for each in (*both, coordinator)] == [0, 0, 0]
+        folder = "trackers/table"
+        (own,), (run,) = (list((each / folder).glob("*.csv")) for each in (site.folder / "b", site.state))
+        assert [float(value) for _, name, value in table(own) if name == "edit/outer_step"] == [1, 2, 3]
+        assert [(step, float(value)) for step, name, value in table(run) if name == "edit/merged"] == [(1, 2), (2, 2), (3, 2)]
 
 
 def test_a_merger_and_a_penalty_train(installed: Path, tmp_path: Path) -> None:

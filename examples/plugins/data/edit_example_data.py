@@ -16,7 +16,7 @@ class Gzipped:
         if unknown := set(request.options) - {"path"}:
             raise ValueError(f"unknown options {sorted(unknown)}; there is path")
         self.shape = request.batch_size, request.context + 1
-        self.file = gzip.open(str(request.options["path"]))
+        self.file = gzip.GzipFile(str(request.options["path"]))
 
     def batch(self):
         """Return the next token ids, int64 [batch_size, context + 1]: the targets are the same ids, one further."""

@@ -176,6 +176,7 @@ def test_lightnings_own_log_says_how_the_exchange_goes_on(tmp_path: Path) -> Non
     trainer = fit(tmp_path, Module(), [EditCallback(Counting(run_of()), CONFIG)])
     logged = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("edit/")}
     assert logged.pop("edit/wait_s") >= 0
+    assert 0 < logged.pop("edit/norm") == logged.pop("edit/merged_norm") and logged.pop("edit/weight") == 1.0
     assert logged == {"edit/outer_step": 2.0, "edit/verdict": 1.0, "edit/sent_mb": 3.0, "edit/received_mb": 1.5}
 
 

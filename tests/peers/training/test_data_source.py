@@ -134,10 +134,11 @@ def test_other_data_than_the_checkpoints_is_refused_or_begun(tmp_path: Path) -> 
     files = open_data(DataRequest(path=tmp_path / "text", context=4, vocabulary=256, batch_size=2, seed=7, peer_id="a"))
     assert isinstance(files, Batches)
     ours, other = opened(), opened(DataRequest(context=4, vocabulary=100, batch_size=2, seed=7, peer_id="a"))
-    next(ours), next(files)
+    next(ours)
+    next(files)
     for source, state in ((ours, files.state()), (ours, other.state()), (files, ours.state())):
         before = source.state()
-        with pytest.raises(ConfigError, match="the data has changed since the checkpoint.*--new-data"):
+        with pytest.raises(ConfigError, match=r"the data has changed since the checkpoint.*--new-data"):
             source.load(state)
         assert source.state() == before
     fresh = opened()
@@ -155,7 +156,7 @@ def test_options_are_words_and_numbers() -> None:
         "d": "2",
     }
     for wrong in ("a", "=1", "a.b=1", "a=[1]", "a={}"):
-        with pytest.raises(ConfigError, match="^--data-option"):
+        with pytest.raises(ConfigError, match=r"^--data-option"):
             options_of("--data-option", [wrong])
 
 

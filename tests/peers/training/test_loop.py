@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from edit import plugins
 from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.local import LocalCollective, LocalRun
 from edit.records import Progress
 from edit.replica.ranks import ALONE
 from edit.replica.replica import Outer
+from edit.trackers import TrackerChoice
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View
 from peers.carriers.run_connection import Interrupted, Origin, RunConnection, Traffic
 from peers.training.loop import Place, Training
-from peers.training.metrics import Metrics
+from peers.training.metrics import EVERY, Metrics
 from peers.training.options import PeerOptions
 from peers.training.sharding import ONE_RANK
 
@@ -82,7 +84,8 @@ def training(folder: Path, connection: RunConnection, config: RunConfig, metrics
     text = folder / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)
     place = Place(identity=Identity("run-1", "peer", "a"), device=torch.device("cpu"), layout=ONE_RANK, ranks=ALONE)
-    return Training(PeerOptions(**{"home": folder, "data": text, **options}), config, place, connection, metrics)  # type: ignore[arg-type]
+    tracking = options.pop("tracking", None)
+    return Training(PeerOptions(**{"home": folder, "data": text, **options}), config, place, connection, metrics, tracking)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -125,6 +128,37 @@ def test_a_peer_that_hides_its_loss_says_it_to_nobody_and_trains_on_the_same(
     own = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(line["loss"] > 0 for line in own if line["kind"] == "step")
     assert "loss nan" not in caplog.text
+
+
+def test_a_tracker_is_told_of_the_steps_and_of_each_outer_step(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugins, "_admitted", {})
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.said: list[tuple[int, dict[str, object]]] = []
+
+        def log(self, step: int, values: dict[str, object]) -> None:
+            self.said.append((step, values))
+
+        def close(self) -> None: ...
+
+    recorder = Recorder()
+    plugins.register("trackers", "recorder", lambda run: recorder)
+    choice = TrackerChoice.of(["entry:recorder"], [], frozenset())
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics, choice.open("run-1", "run", "a", tmp_path, {}) as trackers:
+        training(tmp_path, LocalConnection(run, "a"), config, metrics, trackers=choice, tracking=trackers).run(0)
+    outer = [(step, values) for step, values in recorder.said if "edit/outer_step" in values]
+    assert [(step, values["edit/outer_step"], values["edit/verdict"]) for step, values in outer] == [
+        (H + 1, 1, "ok"),
+        (2 * H + 1, 2, "ok"),
+        (3 * H, 3, "ok"),
+    ]
+    assert all(values["edit/norm"] > 0 and values["edit/weight"] == 1.0 for _, values in outer)
+    steps = [step for step, values in recorder.said if "loss" in values]
+    assert steps == list(range(EVERY, ROUNDS * H + 1, EVERY))
 
 
 def test_told_to_stop_it_saves_and_goes_on_from_there(
