@@ -280,7 +280,7 @@ def test_python_compiles_and_what_it_names_exists(where: str, block: str) -> Non
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_modules_and_attributes_that_are_named_exist(document: Path) -> None:
-    groups = ("edit.models",)  # of entry points
+    groups = ("edit.data", "edit.models", "edit.trackers")  # of entry points
     for dotted in re.findall(rf"`((?:{'|'.join(OURS)})(?:\.\w+)+)(?:\(.*?\))?`", document.read_text(encoding="utf-8")):
         if dotted not in groups:
             resolve(dotted)
