@@ -19,6 +19,7 @@ from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
 from edit.config.overrides import with_settings
+from edit.config.presets import with_preset
 from edit.errors import ConfigError
 from edit.plain_text import json_text
 from edit.plugins import pin
@@ -75,6 +76,12 @@ def init(
             max=1 << 20,
         ),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin with a published method's settings: diloco, edit, ...; `edit-lab compare --list` has them all."
+        ),
+    ] = None,
     settings: SetOption = None,
     allow: Allow = None,
 ) -> None:
@@ -84,11 +91,13 @@ def init(
     """
     if config is not None and peers is not None:
         raise ConfigError("--peers has no effect with --config; write rounds.start_peers and rounds.quorum into that file")
+    if config is not None and preset is not None:
+        raise ConfigError("--preset has no effect with --config; write the preset's settings into that file")
     if config is None and peers is None and _on_a_terminal() and not StateFolder.exists(state):
         peers = typer.prompt("How many peers (organisations or machines) will train?", type=int, default=1)
     try:
         text = config.read_text(encoding="utf-8") if config is not None else template(peers or 1)
-        text = with_settings(text, settings or ())
+        text = with_preset(text, preset, settings or ()) if preset is not None else with_settings(text, settings or ())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: cannot be read ({error})") from error
     except tomllib.TOMLDecodeError as error:

@@ -20,11 +20,14 @@ context = 128                   # Tokens in a sequence.
 vocabulary = 256                # Number of different tokens; 256 for bytes.
 #options = {}                   # Fields of the transformers configuration, or options for the entry point.
 
-[inner]                         # The inner optimizer of every peer: AdamW with warm-up and cosine decay.
+[inner]                         # The inner optimizer of every peer, with warm-up and cosine decay.
+#optimizer = "adamw"            # adamw, muon (with AdamW for embeddings, norms and head), sgd; torch:NAME or entry:NAME.
+#options = {}                   # Further arguments of torch:NAME or entry:NAME.
+#momentum = 0.95                # Momentum of muon and sgd.
 lr = 2e-3                       # The highest learning rate.
 #final_lr_ratio = 0.1           # The last learning rate, as a share of lr.
 warmup_steps = 50               # Inner steps until the learning rate is lr.
-#weight_decay = 0.1             # AdamW's weight decay.
+#weight_decay = 0.1             # Weight decay of matrices.
 #beta1 = 0.9                    # AdamW's first beta.
 #beta2 = 0.95                   # AdamW's second beta.
 batch_size = 4                  # Sequences in a micro-batch of one peer.

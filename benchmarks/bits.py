@@ -29,25 +29,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from benchmarks.quality import corpus, trainer
-from edit.collective import Collective
+from benchmarks.quality import trainer
 from edit.config.run import CodecConfig, InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
-from edit.fragments.schema import Schema
-from edit.fragments.shards import Shard
 from edit.lab.bench.results import append_lines, circumstances, write_picture
+from edit.lab.compare.corpus import whole_text
+from edit.lab.compare.intervals import half_width
+from edit.lab.compare.loop import Counting, Peer, enter, step_together
 from edit.local import LocalRun
 from edit.merging.outer_state import OuterState
-from edit.records import Contribution, Outcome, Progress, Snapshot
 from edit.view.charts import Point, points_picture
-from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import evaluate
 from peers.training.trainer import use_threads
@@ -55,8 +51,6 @@ from peers.training.trainer import use_threads
 RESULTS = Path(__file__).parent / "results" / "bits.jsonl"
 NESTEROV = OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.6)
 PLAIN = OuterConfig(optimizer="sgd", lr=1.0)  # as SparseLoCo: without outer momentum
-# 97.5 % by n - 1 = 1, 2, ... (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2); the last is too large beyond.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,51 +113,10 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-@dataclass(slots=True)
-class Counting:
-    """A Collective that counts the bytes of all payloads that pass it."""
-
-    inner: Collective
-    sent: int = 0
-    received: int = 0
-    steps: set[int] = field(default_factory=set)  # outer steps whose updates were counted
-
-    @property
-    def peer_id(self) -> str:
-        """Of this peer."""
-        return self.inner.peer_id
-
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
-        """See `Collective.join`."""
-        return self.inner.join(schema, found, shards)
-
-    def report(self, progress: Progress) -> None:
-        """See `Collective.report`."""
-
-    def contribute(self, contribution: Contribution) -> None:
-        """See `Collective.contribute`."""
-        self.sent += memoryview(contribution.payload.data).nbytes
-        self.inner.contribute(contribution)
-
-    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
-        """See `Collective.outcome`."""
-        outcome = self.inner.outcome(outer_step, block=block)
-        commit = getattr(outcome, "commit", None)
-        if commit is not None and commit.outer_step not in self.steps:
-            self.steps.add(commit.outer_step)
-            payloads = [one.payload for one in commit.fragments if one.payload is not None]
-            self.received += sum(memoryview(payload.data).nbytes for payload in payloads)
-        return outcome
-
-    def snapshot(self) -> Snapshot:
-        """See `Collective.snapshot`."""
-        return self.inner.snapshot()
-
-
 def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
     """Train one setting in this process, the peers in turn."""
     use_threads(1)
-    began, (text, held_out), setting = time.monotonic(), corpus(seed), SETTINGS[name]
+    began, (text, held_out), setting = time.monotonic(), whole_text(seed), SETTINGS[name]
     peers, steps = shape.peers, shape.steps
     config = RunConfig(
         seed=seed,
@@ -176,20 +129,19 @@ def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
     run = LocalRun(config, names)
     trainers = [trainer(text, InnerConfig(), steps, seed, stream=seed + 1 + i) for i in range(peers)]
     counted = [Counting(run.collective(name)) for name in names]
-    settings = WorkerConfig.of(config)
-    workers = [EditWorker(t.model, t.optimizer, c, settings) for t, c in zip(trainers, counted, strict=True)]
-    for worker in workers:
-        worker.__enter__()
+    workers = enter(trainers, counted, config)
     taken = 0
-    for _ in range(steps):
-        for t in trainers:
-            t.step()
-        if setting.takeover and run.state.outer_step >= taken + setting.takeover:
+
+    def take_over(peer: Peer) -> None:
+        nonlocal taken
+        if setting.takeover and peer is workers[-1] and run.state.outer_step >= taken + setting.takeover:
             taken, run._state = run.state.outer_step, taken_over(run.state)
-    for worker in workers:
-        worker.synchronize()
+
+    step_together(workers, lambda peer: peer.steps >= steps, after=take_over)
+    for peer in workers:
+        peer.worker.synchronize()
     model = GPT(ModelConfig(), seed)
-    model.load_state_dict(workers[0].outer_state_dict(), strict=False)
+    model.load_state_dict(workers[0].worker.outer_state_dict(), strict=False)
     loss, outer_steps = float(evaluate(model, held_out, ModelConfig().context, 64)), run.state.outer_step
     parameters = run.state.schema.numel
     return {
@@ -249,13 +201,6 @@ def best(results: Results) -> str:
         return statistics.fmean(losses) if losses and None not in losses else math.inf
 
     return min(sorted(exact), key=loss, default="fp32")
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Half of the mean's 95 % interval; NaN for one value."""
-    if len(values) < 2:
-        return math.nan
-    return STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def show(results: Results) -> None:

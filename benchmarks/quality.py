@@ -22,21 +22,19 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from edit.config.run import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
-from edit.lab.demo.corpus import plan_corpus, standard_library
+from edit.lab.compare.corpus import whole_text
+from edit.lab.compare.loop import enter, step_together
 from edit.local import LocalRun
-from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
-from peers.training.data import SEPARATOR, Batches, Tokens, evaluate
+from peers.training.data import Batches, Tokens, evaluate
 from peers.training.trainer import Trainer, use_threads
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
@@ -75,19 +73,6 @@ def outer(sync: SyncConfig) -> OuterConfig:
     return OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.6)
 
 
-def corpus(seed: int) -> tuple[Tokens, Tokens]:
-    """All training text as one row of bytes, and what is held out."""
-    groups = plan_corpus(standard_library(), 1, seed)
-
-    def joined(files: Iterator[Path], origin: str) -> Tokens:
-        return Tokens(np.frombuffer(bytes([SEPARATOR]).join(f.read_bytes() for f in files), np.uint8), origin, 256)
-
-    return (
-        joined((file.path for group in groups for file in group.train), "train"),
-        joined((file.path for group in groups for file in group.held_out), "held out"),
-    )
-
-
 def trainer(text: Tokens, inner: InnerConfig, steps: int, seed: int, stream: int) -> Trainer:
     model = ModelConfig()
     batches = Batches(text, model.context, inner.batch_size, stream)
@@ -109,26 +94,19 @@ def exchanging(setting: Setting, text: Tokens, peers: int, steps: int, seed: int
     names = [f"peer-{i}" for i in range(peers)]
     run = LocalRun(config, names)
     trainers = [trainer(text, InnerConfig(), steps, seed, stream=seed + 1 + i) for i in range(peers)]
-    workers = [
-        EditWorker(t.model, t.optimizer, run.collective(name), WorkerConfig.of(config))
-        for t, name in zip(trainers, names, strict=True)
-    ]
-    for worker in workers:
-        worker.__enter__()
-    for _ in range(steps):
-        for t in trainers:
-            t.step()
-    for worker in workers:
-        worker.synchronize()
+    joined = enter(trainers, [run.collective(name) for name in names], config)
+    step_together(joined, lambda peer: peer.steps >= steps)
+    for peer in joined:
+        peer.worker.synchronize()
     model = GPT(ModelConfig(), seed)
-    model.load_state_dict(workers[0].outer_state_dict(), strict=False)
+    model.load_state_dict(joined[0].worker.outer_state_dict(), strict=False)
     return model
 
 
 def one(name: str, peers: int, steps: int, seed: int) -> dict[str, object]:
     """Train one setting in this process."""
     use_threads(1)
-    text, held_out = corpus(seed)
+    text, held_out = whole_text(seed)
     setting = next(setting for setting in settings(steps) if setting.name == name)
     began = time.monotonic()
     parallel = setting.sync is None

@@ -99,6 +99,7 @@ def named(config: RunConfig) -> tuple[tuple[str, str], ...]:
         ("penalties", config.penalty.detector),
         *(("codecs", name) for name in codecs),
         ("models", config.model.name),
+        ("optimizers", config.inner.optimizer),
     ]
     return tuple((kind, text.removeprefix(PREFIX)) for kind, text in texts if text.startswith(PREFIX))
 

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.bits import Counting, Results, Shape, gaps, half_width, recorded
-from benchmarks.quality import corpus, trainer
+from benchmarks.bits import Results, Shape, gaps, recorded
+from benchmarks.quality import trainer
 from edit.collective import Collective
 from edit.config.run import (
     CodecConfig,
@@ -50,10 +50,13 @@ from edit.config.run import (
 )
 from edit.fragments.schema import Schema
 from edit.lab.bench.results import append_lines, circumstances
+from edit.lab.compare.corpus import whole_text
+from edit.lab.compare.intervals import half_width
+from edit.lab.compare.loop import Counting, enter, step_together
+from edit.lab.compare.trial import load_theta
 from edit.local import LocalGossip, LocalRun
 from edit.merging.gossip import settle, settling
 from edit.merging.outer_state import OuterState
-from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import Tokens, evaluate
 from peers.training.trainer import use_threads
@@ -94,29 +97,18 @@ def configured(setting: Setting, shape: Shape, seed: int) -> RunConfig:
     )
 
 
-def train(collectives: Sequence[Collective], config: RunConfig, shape: Shape, text: Tokens, seed: int) -> list[EditWorker]:
-    """All steps of all peers, in turn; returns their workers."""
+def train(collectives: Sequence[Collective], config: RunConfig, shape: Shape, text: Tokens, seed: int) -> None:
+    """All steps of all peers, in turn."""
     trainers = [trainer(text, InnerConfig(), shape.steps, seed, stream=seed + 1 + i) for i in range(shape.peers)]
-    settings = WorkerConfig.of(config)
-    workers = [EditWorker(t.model, t.optimizer, c, settings) for t, c in zip(trainers, collectives, strict=True)]
-    for worker in workers:
-        worker.__enter__()
-    for _ in range(shape.steps):
-        for each in trainers:
-            each.step()
-    for worker in workers:
-        worker.synchronize()
-    return workers
+    peers = enter(trainers, collectives, config)
+    step_together(peers, lambda peer: peer.steps >= shape.steps)
+    for peer in peers:
+        peer.worker.synchronize()
 
 
 def loss_of(schema: Schema, theta: Sequence[Tensor], held_out: Tokens, seed: int) -> float:
     """The loss of these outer parameters."""
-    model, state = GPT(ModelConfig(), seed), dict[str, Tensor]()
-    for fragment, flat in zip(schema.fragments, theta, strict=True):
-        parts = torch.split(flat, [tensor.numel for tensor in fragment.tensors])
-        state |= {tensor.name: part.view(tensor.shape) for tensor, part in zip(fragment.tensors, parts, strict=True)}
-    model.load_state_dict(state, strict=False)
-    return float(evaluate(model, held_out, ModelConfig().context, 64))
+    return float(evaluate(load_theta(schema, theta, GPT(ModelConfig(), seed)), held_out, ModelConfig().context, 64))
 
 
 def apart(theta: Sequence[Sequence[Tensor]]) -> float:
@@ -129,7 +121,7 @@ def apart(theta: Sequence[Sequence[Tensor]]) -> float:
 def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
     """Train one setting in this process, the peers in turn."""
     use_threads(1)
-    began, (text, held_out), setting = time.monotonic(), corpus(seed), SETTINGS[name]
+    began, (text, held_out), setting = time.monotonic(), whole_text(seed), SETTINGS[name]
     config = configured(setting, shape, seed)
     names = [f"peer-{i}" for i in range(shape.peers)]
     measured: dict[str, Any]

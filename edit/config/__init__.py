@@ -7,4 +7,5 @@ file but the one it is given.
     algorithm   the sections sync, penalty, outer, rounds
     codec       the section codec, and the text that names a codec
     run         the other sections, and the whole
+    presets     named settings of published methods
 """

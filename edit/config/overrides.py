@@ -10,7 +10,7 @@ from typing import Any
 
 from edit.errors import ConfigError
 
-__all__ = ["options_of", "set_key", "with_settings"]
+__all__ = ["commented_out", "options_of", "set_key", "with_settings"]
 
 
 def set_key(tables: dict[str, Any], setting: str) -> None:
@@ -68,6 +68,18 @@ def with_settings(text: str, settings: Sequence[str]) -> str:
         if not done:
             raise ConfigError(f"--set {setting}: cannot be written on a line of its own; edit run.toml instead")
     return text
+
+
+def commented_out(text: str, section: str, key: str) -> str:
+    """Return the text with the line that sets this key behind a "#". Raises ConfigError where it has no line of its own."""
+    lines, now = text.splitlines(), ""
+    for i, line in enumerate(lines):
+        if head := re.match(r"\s*\[\s*([^\]]*?)\s*\]", line):
+            now = head[1]
+        elif now == section and re.match(rf"{re.escape(key)}\s*=", line):
+            lines[i] = f"#{line}"
+            return "\n".join(lines) + "\n"
+    raise ConfigError(f"{section}.{key} has no line of its own; edit run.toml instead")
 
 
 def _parse(setting: str) -> tuple[list[str], Any]:

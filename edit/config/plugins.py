@@ -11,7 +11,7 @@ __all__ = ["AGREED", "KINDS", "LOCAL", "PREFIX", "OneOfOrEntry", "check_pins", "
 
 PREFIX = "entry:"
 AGREED = ("outer", "mergers", "codecs", "penalties")  # whoever computes or replays an outer step must have the same
-KINDS = (*AGREED, "models")
+KINDS = (*AGREED, "models", "optimizers")
 LOCAL = ("data", "trackers")  # each process names its own, on its command line: no configuration names or pins them
 _PIN = re.compile(r"(?:[0-9A-Za-z.+!-]{1,64} )?sha256:[0-9a-f]{64}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +31,7 @@ from edit.plain_text import parse_json
 
 __all__ = [
     "CODECS",
+    "TORCH_OPTIMIZERS",
     "AggregatorsConfig",
     "CodecConfig",
     "CodecSpec",
@@ -48,6 +49,7 @@ __all__ = [
     "SwarmConfig",
     "SyncConfig",
     "build",
+    "ineffective",
 ]
 
 
@@ -58,6 +60,16 @@ def _names_a_model(text: str) -> bool:
         or (kind == "hf" and rest.isascii() and rest.replace("-", "_").isidentifier())
         or (kind == "entry" and rest.isidentifier())
     )
+
+
+TORCH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Classes of torch.optim that a configuration may name; no other name from the wire is looked up there."""
+_AN_OPTIMIZER = f"must be adamw, muon, sgd, torch:NAME with one of {', '.join(TORCH_OPTIMIZERS)}, or entry:NAME"
+
+
+def _names_an_optimizer(text: str) -> bool:
+    kind, _, name = text.partition(":")
+    return text in ("adamw", "muon", "sgd") or (kind == "torch" and name in TORCH_OPTIMIZERS) or is_entry(text)
 
 
 def _is_address(text: str) -> bool:
@@ -103,15 +115,22 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerConfig:
-    """The section [inner]: the inner optimizer (AdamW) of every peer, with linear warm-up and cosine decay."""
+    """The section [inner]: the inner optimizer of every peer, with linear warm-up and cosine decay."""
 
+    # `adamw`; `muon`: Muon for the matrices, AdamW for embeddings, norms and the head (MuLoCo, arXiv 2505.23725); `sgd`, with
+    # Nesterov momentum; `torch:NAME`, another class of torch.optim; `entry:NAME`, a plug-in that each peer's operator allows.
+    optimizer: Annotated[str, Matches(_names_an_optimizer, _AN_OPTIMIZER)] = "adamw"
+    # Further arguments of torch:NAME or entry:NAME.
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    # Momentum of muon and sgd.
+    momentum: Annotated[float, Between(0, 0.9999)] = 0.95
     # The learning rate after the warm-up.
     lr: Annotated[float, Positive()] = 2e-3
     # The learning rate at the end of the run, as a share of lr.
     final_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
     # Inner steps of the warm-up.
     warmup_steps: Annotated[int, Between(0, 1 << 40)] = 50
-    # AdamW's weight decay.
+    # Weight decay of matrices.
     weight_decay: Annotated[float, Between(0, 10)] = 0.1
     # AdamW's first beta.
     beta1: Annotated[float, Between(0, 0.9999)] = 0.9
@@ -366,6 +385,9 @@ class RunConfig:
 _LATER: tuple[tuple[str, str, object], ...] = (
     ("membership", "share_losses", False),
     ("", "plugins", {}),
+    ("inner", "optimizer", "adamw"),
+    ("inner", "options", {}),
+    ("inner", "momentum", 0.95),
     ("outer", "options", {}),
     ("outer", "merger", "mean"),
     ("outer", "merger_options", {}),
@@ -373,12 +395,23 @@ _LATER: tuple[tuple[str, str, object], ...] = (
 )
 
 
-def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key that is written but has no effect in this combination (T11)."""
+def ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (section, key) of every key that is written but has no effect in this combination."""
+    for rule, written in _ineffective(config, mapping):
+        yield from ((rule.section, key) for key in written)
+
+
+def _ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> Iterator[tuple[NoEffect, list[str]]]:
     for rule in NO_EFFECT:
         written = sorted(set(rule.keys) & set(mapping.get(rule.section, {})))
         if written and rule.applies(config):
-            raise ConfigError(f"{rule.section}.{written[0]} has no effect with {rule.because(config)}; remove it")
+            yield rule, written
+
+
+def _reject_ineffective(config: RunConfig, mapping: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that is written but has no effect in this combination (T11)."""
+    for rule, written in _ineffective(config, mapping):
+        raise ConfigError(f"{rule.section}.{written[0]} has no effect with {rule.because(config)}; remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +471,17 @@ _ALL_FP32 = "for all fragments"
 _RECORD = "unless `codec.record` has scales"
 
 NO_EFFECT: tuple[NoEffect, ...] = (
+    NoEffect("inner", {"options"}, "inner.optimizer", ("adamw", "muon", "sgd")),
+    NoEffect("inner", {"momentum"}, "inner.optimizer", ("adamw",)),
+    NoEffect("inner", {"beta1", "beta2"}, "inner.optimizer", ("sgd",)),
+    NoEffect(
+        "inner",
+        {"momentum", "beta1", "beta2"},
+        "inner.optimizer",
+        None,
+        also=lambda config: ":" in config.inner.optimizer,
+        beside="of torch: and entry:",
+    ),
     NoEffect("penalty", _keys(PenaltyConfig, "enabled", "weighting", "staleness", "damping"), "penalty.enabled", (False,)),
     NoEffect("penalty", {"weighting"}, "penalty.enabled", (True,)),
     NoEffect("penalty", {"step_power", "relearn", "max_ratio", "max_share"}, "penalty.detector", ("edit",)),

@@ -1,4 +1,4 @@
-"""`edit-lab`: demo, simulation, chaos and measurements on one machine."""
+"""`edit-lab`: demo, simulation, chaos, measurements and comparisons on one machine."""
 
 from __future__ import annotations
 
@@ -169,6 +169,88 @@ _Folder = Annotated[
 ]
 _TorchIndex = Annotated[str, typer.Option(help="A further index for pip, which has the torch that is installed here.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON list instead of the table.")]
+
+
+@app.command()
+def compare(
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="A preset, or a run.toml; settings may follow its name: 'diloco outer.lr=0.9'. Repeatable.",
+            show_default="data-parallel, diloco and edit",
+        ),
+    ] = None,
+    list_presets: Annotated[bool, typer.Option("--list", help="List the presets with their sources, and stop.")] = False,
+    peers: Annotated[int, typer.Option(min=1, help="Number of peers.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each peer; a multiple of every H.")] = 1200,
+    every: Annotated[int, typer.Option(min=1, help="H of the presets; a run.toml has its own.")] = 30,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of seeds: initial parameters, order of the data, held-out files.")
+    ] = 3,
+    base: Annotated[
+        str | None, typer.Option(help="The method that gaps are to.", show_default="the first data-parallel one")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE for every method, as model.width=256. Repeatable.")
+    ] = None,
+    domains: Annotated[bool, typer.Option("--domains", help="Give each peer packages of its own (uneven data).")] = False,
+    random_bytes: Annotated[
+        str | None,
+        typer.Option(help="FROM:TO, as shares of the run: the last peer then trains on random bytes.", show_default="never"),
+    ] = None,
+    label_noise: Annotated[float, typer.Option(help="The share of the last peer's targets that are random.")] = 0.0,
+    small: Annotated[float, typer.Option(help="The last peer has this share of the text that it would have.")] = 1.0,
+    slow: Annotated[
+        float, typer.Option(min=1.0, max=1000.0, help="How many times as long the last peer's inner step takes (virtual time).")
+    ] = 1.0,
+    points: Annotated[int, typer.Option(min=1, max=10_000, help="Points of each curve; spikes are looked for in them.")] = 12,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Trials at a time, each on one thread.", show_default="one per core")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="The file of results, lines of JSON: what is in it is not made again.")] = Path(
+        "compare.jsonl"
+    ),
+    plot: Annotated[Path | None, typer.Option(help="Draw loss against bytes to this file, FILE.svg.")] = None,
+    curves: Annotated[
+        Path | None, typer.Option(help="Draw the losses in the course of the run to this file, FILE.svg.")
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Make no trial, show what is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of the trials instead of the table.")] = False,
+) -> None:
+    """Train one model with several methods, on the same data with the same seeds, and compare loss and bytes.
+
+    All peers are in one process, without a network; exchanges are the project's own, with the codecs of a real run, and bytes
+    are counted. The model is the built-in GPT, the text Python's standard library; data-parallel training has as many tokens
+    and sees the peers' batches together. A trial is one method with one seed, a process of its own; a finished one is a line
+    of --results, one that was killed starts again with the next call. docs/compare.md explains the columns.
+
+    Example: edit-lab compare --method data-parallel --method muloco --method "diloco outer.lr=0.9" --plot loss.svg
+    """
+    from rich.console import Console
+
+    from edit.lab.compare.command import CompareOptions, Outputs, print_presets, run_comparison
+
+    if list_presets:
+        print_presets()
+        return
+    options = CompareOptions.of(
+        methods=methods or ["data-parallel", "diloco", "edit"],
+        peers=peers,
+        steps=steps,
+        every=every,
+        seeds=seeds,
+        base=base,
+        settings=settings or [],
+        domains=domains,
+        random_bytes=random_bytes,
+        label_noise=label_noise,
+        small=small,
+        slow=slow,
+        points=points,
+    )
+    outputs = Outputs(results=results, plot=plot, curves=curves, as_json=as_json, print_only=print_only)
+    run_comparison(options, outputs, processes, Console(stderr=True))
 
 
 @bench.command()

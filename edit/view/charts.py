@@ -24,6 +24,7 @@ __all__ = [
     "Series",
     "Tile",
     "bars_picture",
+    "curves_picture",
     "line_chart",
     "log_bars",
     "points_picture",
@@ -131,6 +132,11 @@ def line_chart(series: Sequence[Series], marks: Sequence[Mark], x_max: float, x_
     values = [value for one in drawn for _, value in one.points]
     if not values:
         return '<p class="quiet">Nothing was measured.</p>'
+    return _svg(height, _lines(drawn, marks, x_max, x_label, height))
+
+
+def _lines(drawn: Sequence[Series], marks: Sequence[Mark], x_max: float, x_label: str, height: int) -> str:
+    values = [value for one in drawn for _, value in one.points]
     low, high = min(values), min(max(values), 1.8 * min(values))
     margin = 0.06 * (high - low) or 0.1
     axes = _Axes(x_max, low - margin, high + margin, height)
@@ -140,7 +146,7 @@ def line_chart(series: Sequence[Series], marks: Sequence[Mark], x_max: float, x_
         *(_line(axes, one) for one in drawn),
         *_end_labels(axes, drawn),
     ]
-    return _svg(height, "\n".join(body))
+    return "\n".join(body)
 
 
 def _svg(height: int, body: str) -> str:
@@ -382,9 +388,23 @@ def bars_picture(
     return _picture(title, notes, parts, height)
 
 
-def _picture(title: str, notes: Sequence[str], parts: Sequence[str], height: int) -> str:
+_LINES_STYLE = ".line { fill: none; stroke-width: 2; } .axis { stroke: $rule; }\n" + "\n".join(
+    f".line.s{i} {{ stroke: $s{i}; }} .dot.s{i} {{ fill: $s{i}; }}" for i in range(8)
+)
+
+
+def curves_picture(title: str, notes: Sequence[str], series: Sequence[Series], x_label: str, height: int = 420) -> str:
+    """Return an SVG file: a title, lines of notes, and lines as `line_chart` draws them, with their names at their ends."""
+    drawn = [one for one in series if one.points]
+    top, x_max = 62 + 19 * len(notes), max((x for one in drawn for x, _ in one.points), default=1.0)
+    body = _lines(drawn, (), x_max, x_label, height) if drawn else ""
+    shown = f'<g transform="translate(0,{top})">\n{body}\n</g>'
+    return _picture(title, notes, [_card(top, height + 20), shown], top + height + 20, _LINES_STYLE)
+
+
+def _picture(title: str, notes: Sequence[str], parts: Sequence[str], height: int, more_style: str = "") -> str:
     """Return an SVG file: its colours, a title and lines of notes, then what is drawn."""
-    style = Template(_PICTURE_STYLE)  # colours and not variables: not every viewer of SVG files knows those
+    style = Template(f"{_PICTURE_STYLE}\n{more_style}")  # colours and not variables: not every viewer of SVG files knows those
     dark = f"@media (prefers-color-scheme: dark) {{ {style.substitute(_DARK)} }}"
     frame = [
         f"<title>{escape(title)}</title>",

@@ -4,7 +4,8 @@ Owns: the training loop and everything that it needs on this machine. Must not k
 In reading order:
 
 loop                 the training loop of one rank
-trainer              AdamW, learning rate, clipping, accumulation
+trainer              inner steps: learning rate, clipping, accumulation
+inner_optimizers     AdamW, Muon and others by name
 data                 text or tokens to batches
 sharding             FSDP2 and tensor parallelism over the ranks of a replica
 torchrun             what torchrun says of this process

@@ -25,11 +25,11 @@ from edit.replica.ranks import Ranks
 from edit.worker.checkpoint import KINDS, OF_RANKS
 from peers.training.checkpoint_files import Checkpoints, Saved
 from peers.training.data_source import DataSource
+from peers.training.inner_optimizers import is_state, optimizers_of, saved_state, state_names
 from peers.training.trainer import Trainer
 
 __all__ = ["PeriodicCheckpoints", "Resumable", "Stateful"]
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 SPACING = 10.0  # a save of w seconds is followed by the next after SPACING * w seconds at the earliest
 _log = logging.getLogger("peers")
 
@@ -58,9 +58,10 @@ class Resumable:
         state = self.worker.state_dict()
         scalars = {"steps": self.trainer.steps, "data": self.batches.state(), "worker": state["scalars"]}
         tensors = {f"worker/{section}/{name}": tensor for section, name, tensor in _sections(state)}
+        owners = optimizers_of(self.trainer.optimizers, self._trained())
         for name, parameter in self._trained().items():
             tensors[f"model/{name}"] = parameter.detach()
-            kept = self.trainer.optimizer.state.get(parameter, {})
+            kept = saved_state(owners[name], parameter)
             tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
         own = self._of_this_rank()
         tensors |= {f"rank/{self.ranks.rank}/{name}": tensor for name, tensor in own.items()}
@@ -85,6 +86,7 @@ class Resumable:
             )
         self.batches.load(saved.scalars["data"], new_data=self.new_data)
         parameters = self._trained()
+        kinds = optimizers_of(self.trainer.optimizers, parameters)
         forward = self.worker.goes_forward(saved.scalars["worker"], run_step)
         own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}
         sections: dict[str, dict[str, Tensor]] = {}
@@ -109,7 +111,7 @@ class Resumable:
                         return None  # another rank's
                 case "optimizer":
                     name, _, part = name.rpartition("/")
-                    if name in parameters and part in _MOMENTS and size in (parameters[name].shape, torch.Size()):
+                    if name in parameters and is_state(kinds[name], part, size, parameters[name].shape):
                         return _like(parameters[name], size, dtype)
             unknown.append(key)
             return None
@@ -119,7 +121,7 @@ class Resumable:
         if not forward:
             missing += [f"model/{name}" for name in parameters if f"model/{name}" not in tensors]
         for name in parameters:
-            keys = [f"optimizer/{name}/{part}" for part in _MOMENTS]
+            keys = [f"optimizer/{name}/{part}" for part in state_names(kinds[name])]
             if any(key in tensors for key in keys):
                 missing += [key for key in keys if key not in tensors]
         if unknown or missing:
@@ -136,13 +138,14 @@ class Resumable:
             raise StorageError(f"{saved.path}: damaged (no state of random numbers)") from error
 
     def _put_moments(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        state = self.trainer.optimizer.state
-        state.clear()
+        owners = optimizers_of(self.trainer.optimizers, parameters)
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if kind == "optimizer":
                 name, _, part = name.rpartition("/")
-                state[parameters[name]][part] = tensor
+                owners[name].state[parameters[name]][part] = tensor
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name; frozen ones are as the model was built."""

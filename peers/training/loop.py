@@ -90,7 +90,7 @@ class Training:
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = dataclasses.replace(WorkerConfig.of(config), only_steps_write=True)
         collective = CompositeCollective(self._connection.shares)
-        worker = EditWorker(trainer.model, trainer.optimizer, collective, settings, place.ranks, time.monotonic, leave="local")
+        worker = EditWorker(trainer.model, trainer.optimizers, collective, settings, place.ranks, time.monotonic, leave="local")
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks, self._options.new_data))
@@ -136,6 +136,7 @@ class Training:
             device=self._place.device,
             clock=time.perf_counter,
             layout=layout,
+            allowed=allowed,
         )
 
     def _saving(self, resumable: Resumable) -> PeriodicCheckpoints:

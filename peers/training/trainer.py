@@ -1,4 +1,4 @@
-"""Inner training of one replica: AdamW, learning-rate schedule, clipping, accumulation, autocast.
+"""Inner training of one replica: optimizer, learning-rate schedule, clipping, accumulation, autocast.
 
 An EditWorker hooks `model` and `optimizer` from outside.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from edit.config.run import InnerConfig
 from edit.errors import ConfigError
+from peers.training.inner_optimizers import inner_optimizers
 from peers.training.sharding import ONE_RANK, RankLayout, clip_gradients
 from peers.training.torchrun import ALONE, Launch
 
@@ -79,7 +81,8 @@ class Trainer:
     """Take inner steps, one at a time.
 
     batches: yields (tokens, targets) without end, both (B, T) int64 on the CPU, the same at every rank; total_steps: length of
-    the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch.
+    the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch; allowed: names of plug-ins
+    that this peer's operator trusts. Raises as `inner_optimizers`.
     """
 
     def __init__(
@@ -92,9 +95,11 @@ class Trainer:
         device: torch.device,
         clock: Callable[[], float],
         layout: RankLayout = ONE_RANK,
+        allowed: Collection[str] = (),
     ) -> None:
         self.model = model.to(device)
-        self.optimizer = _adamw(self.model, config, device)
+        # The last one's step ends an inner step.
+        self.optimizers = inner_optimizers(self.model, config, device, allowed)
         self.steps = 0
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(batches)
         self._config = config
@@ -102,6 +107,11 @@ class Trainer:
         self._device = device
         self._clock = clock
         self._layout = layout
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one whose step ends an inner step."""
+        return self.optimizers[-1]
 
     def step(self, position: Callable[[], int] | None = None) -> StepResult:
         """Take one optimizer step on the mean gradient of `accumulation` micro-batches.
@@ -113,12 +123,14 @@ class Trainer:
         """
         started = self._clock()
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         loss, tokens = self._accumulate()
         if self._config.clip_norm > 0:
             clip_gradients(self.model.parameters(), self._layout, self._config.clip_norm)
         self._set_rate(self.steps if position is None else position())
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.steps += 1
         value = self._layout.mean(loss).item()
         return StepResult(value, tokens, self._clock() - started)
@@ -145,27 +157,11 @@ class Trainer:
 
     def _set_rate(self, position: int) -> None:
         rate = learning_rate(self._config, position, self._total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
 
 
 def _moved(batch: Tensor, device: torch.device) -> Tensor:
     """Copy a batch to the device. To a GPU from pinned memory: else the host may wait for what the GPU still computes."""
     return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
-
-
-def _adamw(model: nn.Module, config: InnerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; fused where torch has a fused kernel (measured on one CPU thread: 1.1 ms, not 4.1)."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ConfigError("the model has no trainable parameter")
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=device.type in ("cpu", "cuda"),
-    )

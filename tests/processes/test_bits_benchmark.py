@@ -31,7 +31,7 @@ def test_a_run_records_its_shape_its_commit_and_counted_bits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = Tokens(np.arange(4096, dtype=np.uint8), "text", 256)
-    monkeypatch.setattr(bits, "corpus", lambda seed: (text, text))
+    monkeypatch.setattr(bits, "whole_text", lambda seed: (text, text))
     monkeypatch.setattr(bits, "use_threads", lambda count: None)
     monkeypatch.setattr(bits, "apart", bits.one)
     file = tmp_path / "bits.jsonl"

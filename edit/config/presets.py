@@ -1,0 +1,216 @@
+"""Named settings of published methods, for `edit-coordinator init --preset` and `edit-lab compare`.
+
+A preset says what its source chose, H too; a run's length, peers, model and inner learning rate are not in it. What differs
+from the source is in its note.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edit.config.overrides import commented_out, with_settings
+from edit.config.run import RunConfig, ineffective
+from edit.config.validation import build
+from edit.errors import ConfigError
+
+__all__ = ["PRESETS", "Preset", "dropped", "preset", "with_preset"]
+
+Plain = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """One method."""
+
+    # What it does, in a line.
+    summary: str
+    # The paper.
+    source: str
+    # By section and key of run.toml.
+    settings: Mapping[str, Mapping[str, Plain]] = field(default_factory=dict)
+    # How `edit-lab compare` trains it: `exchange`, `data-parallel`, `one-replica` (one peer, which has all peers' batches),
+    # `gpa` or `demo`.
+    trains: str = "exchange"
+    # Settings of the harness alone, see `edit.lab.compare.method`.
+    harness: Mapping[str, float] = field(default_factory=dict)
+    # Why a run cannot be created with it; "": it can.
+    only_harness: str = ""
+    # What is not as in the source.
+    note: str = ""
+
+
+def _outer(optimizer: str, lr: float, momentum: float | None = None, **more: Plain) -> dict[str, Plain]:
+    return {"optimizer": optimizer, "lr": lr, **({} if momentum is None else {"momentum": momentum}), **more}
+
+
+_MEAN: Mapping[str, Plain] = {"enabled": False}
+_EACH_STEP = "it needs every peer's gradient at every step, which no carrier of this project transports"
+
+PRESETS: Mapping[str, Preset] = {
+    "data-parallel": Preset(
+        summary="gradients averaged at every step: what the others are compared with",
+        source="Goyal et al. 2017, arXiv 1706.02677",
+        trains="data-parallel",
+        only_harness=f"{_EACH_STEP}; `edit-peer run` under torchrun does it within one peer",
+        note="bytes are those of fp32 gradients to and from a hub",
+    ),
+    "post-local-sgd": Preset(
+        summary="data-parallel at first, then the plain mean of the peers' parameters every H steps",
+        source="Lin et al. 2018, arXiv 1808.07217",
+        settings={"sync": {"every": 128}, "outer": _outer("sgd", 1.0), "penalty": _MEAN},
+        harness={"warmup": 0.1},
+        note="only the harness has the data-parallel phase (a tenth of the steps); a run begins with local steps",
+    ),
+    "diloco": Preset(
+        summary="the mean pseudo-gradient through Nesterov momentum",
+        source="Douillard et al. 2023, arXiv 2311.08105",
+        settings={"sync": {"every": 500}, "outer": _outer("nesterov", 0.7, 0.9), "penalty": _MEAN},
+    ),
+    "edit": Preset(
+        summary="DiLoCo with the pseudo-gradient penalty, layer by layer before each forward",
+        source="Cheng et al. 2024, arXiv 2412.07210",
+        settings={"sync": {"every": 128, "mode": "forward"}, "outer": _outer("nesterov", 0.8, 0.85)},
+        note="the penalty's detector is this project's; the paper's is penalty.detector = \"edit\"",
+    ),
+    "a-edit": Preset(
+        summary="EDiT whose peers take as many steps as they can until a deadline",
+        source="Cheng et al. 2024, arXiv 2412.07210, section 3.4",
+        settings={
+            "sync": {"every": 128, "schedule": "time", "time_s": 600.0},
+            "outer": _outer("nesterov", 0.8, 0.85),
+        },
+        note="in the harness the deadline is H steps of a peer that is not slowed down, on a virtual clock",
+    ),
+    "streaming": Preset(
+        summary="groups of fragments in turn, applied 5 inner steps later, 4 bits up",
+        source="Douillard et al. 2025, arXiv 2501.18512",
+        settings={
+            "sync": {"every": 100, "groups": 2, "mode": "delayed", "delay": 5, "mix": "lerp", "alpha": 0.5},
+            "outer": _outer("nesterov", 0.4, 0.9),
+            "penalty": _MEAN,
+            "codec": {"up": "e3m0", "down": "bf16"},
+        },
+        note="2 groups, so that H is a multiple of them; the paper's groups are of 3 layers, each",
+    ),
+    "eager": Preset(
+        summary="goes on at once from an estimate of the outer step, one round late",
+        source="Kale et al. 2025, arXiv 2502.12996",
+        settings={
+            "sync": {"every": 30, "mode": "eager", "delay": 30},
+            "outer": _outer("nesterov", 0.7, 0.9),
+            "penalty": _MEAN,
+        },
+    ),
+    "muloco": Preset(
+        summary="DiLoCo with Muon as inner optimizer",
+        source="Therien et al. 2025, arXiv 2505.23725",
+        settings={
+            "inner": {"optimizer": "muon"},
+            "sync": {"every": 30},
+            "outer": _outer("nesterov", 0.8, 0.9),
+            "penalty": _MEAN,
+        },
+        note="Muon's step is scaled to AdamW's size, so that one learning rate fits both",
+    ),
+    "sparseloco": Preset(
+        summary="top 64 of 4096 elements in 2 bits with error feedback, no outer momentum",
+        source="Sarfi et al. 2025, arXiv 2508.15706",
+        settings={
+            "sync": {"every": 30},
+            "outer": _outer("sgd", 1.0),
+            "penalty": _MEAN,
+            "codec": {"up": "topk", "up_decay": 0.95, "down": "bf16"},
+        },
+        note="what is merged is published in bf16, where the paper's peers exchange the sparse contributions",
+    ),
+    "noloco": Preset(
+        summary="gossip: an outer step of two peers, with no parameters that all share",
+        source="Kolehmainen et al. 2025, arXiv 2506.10911",
+        settings={"sync": {"every": 50}, "outer": {"algorithm": "gossip"}, "penalty": _MEAN},
+        only_harness="a swarm runs it: `edit-peer swarm start --set outer.algorithm=gossip`, see docs/swarm.md",
+    ),
+    "snoo": Preset(
+        summary="Nesterov momentum on the pseudo-gradients of one replica that trains on all batches",
+        source="Kallusky et al. 2025, arXiv 2510.15830",
+        settings={"sync": {"every": 30}, "outer": _outer("nesterov", 0.7, 0.6), "penalty": _MEAN},
+        trains="one-replica",
+        note="a run with one peer; within it gradients are averaged at every step",
+    ),
+    "gpa": Preset(
+        summary="generalized primal averaging of AdamW's iterates, data-parallel",
+        source="Defazio et al. 2025, arXiv 2512.17131",
+        trains="gpa",
+        harness={"mu_x": 0.97, "mu_y": 0.8},
+        only_harness=_EACH_STEP,
+    ),
+    "demo-optimizer": Preset(
+        summary="momentum stays with the peers, its largest DCT coefficients are exchanged at every step; sign descent",
+        source="Peng et al. 2024, arXiv 2411.19870",
+        settings={"inner": {"lr": 1e-3}},
+        trains="demo",
+        harness={"topk": 32, "chunk": 64, "decay": 0.999},
+        only_harness=_EACH_STEP,
+    ),
+    "fedavg": Preset(
+        summary="the mean of the peers' parameters, weighted by their tokens",
+        source="McMahan et al. 2017, arXiv 1602.05629",
+        settings={
+            "sync": {"every": 128},
+            "outer": _outer("sgd", 1.0),
+            "penalty": {"enabled": False, "weighting": "tokens"},
+        },
+    ),
+    "fedadam": Preset(
+        summary="the mean pseudo-gradient through Adam",
+        source="Reddi et al. 2021, arXiv 2003.00295",
+        settings={
+            "sync": {"every": 128},
+            "outer": _outer("adam", 1e-2, beta1=0.9, beta2=0.99, eps=1e-3),
+            "penalty": {"enabled": False, "weighting": "tokens"},
+        },
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """Return the preset of this name. Raises ConfigError, which names the nearest."""
+    if (found := PRESETS.get(name)) is None:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        known = f"did you mean {near[0]}?" if near else f"known are {', '.join(PRESETS)}"
+        raise ConfigError(f"preset {name}: there is none; {known}")
+    return found
+
+
+def with_preset(text: str, name: str, settings: Sequence[str] = ()) -> str:
+    """Return run.toml's text with a preset's settings written into it, then these, `SECTION.KEY=VALUE`.
+
+    Keys that become ineffective, and are not among `settings`, become comments. Raises ConfigError for an unknown preset, one
+    that no run can have, and wrong settings.
+    """
+    chosen = preset(name)
+    if chosen.only_harness:
+        raise ConfigError(f"preset {name}: edit-lab compare has it, a coordinator's run cannot: {chosen.only_harness}")
+    own = [f"{section}.{key}={_toml(value)}" for section, keys in chosen.settings.items() for key, value in keys.items()]
+    text = with_settings(text, [*own, *settings])
+    mapping: Mapping[str, Any] = tomllib.loads(text)
+    for section, key in dropped(mapping, settings):
+        text = commented_out(text, section, key)
+    return text
+
+
+def dropped(mapping: Mapping[str, Any], settings: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (section, key) of what has no effect in these tables and was not asked for by one of the settings.
+
+    Raises ConfigError for unknown keys and wrong values.
+    """
+    asked = {setting.partition("=")[0].strip() for setting in settings}
+    found = ineffective(build(RunConfig, mapping, ""), mapping)
+    return [(section, key) for section, key in found if f"{section}.{key}" not in asked]
+
+
+def _toml(value: Plain) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,217 @@
+"""`edit-lab compare`: make the trials that are missing, each in a process of its own; print the table, draw the pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from edit.config.presets import PRESETS
+from edit.errors import ConfigError
+from edit.lab.bench.results import Row, append_lines, circumstances, one_line, print_table, results_table, write_picture
+from edit.lab.compare.corpus import TextOptions
+from edit.lab.compare.method import Length, Method, read_method
+from edit.lab.compare.table import comparison_table, curves, loss_against_bytes
+from edit.lab.compare.trial import Trial
+from edit.plain_text import json_text
+from edit.view.units import duration_text
+
+__all__ = ["CompareOptions", "Outputs", "print_presets", "recorded", "run_comparison", "trials"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """What is compared."""
+
+    methods: tuple[Method, ...]
+    length: Length
+    seeds: int
+    # The method that gaps are to; "": none.
+    base: str
+    text: TextOptions = field(default_factory=TextOptions)
+    slow: float = 1.0
+    points: int = 12
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        methods: Sequence[str],
+        peers: int,
+        steps: int,
+        every: int,
+        seeds: int,
+        base: str | None,
+        settings: Sequence[str],
+        domains: bool,
+        random_bytes: str | None,
+        label_noise: float,
+        small: float,
+        slow: float,
+        points: int,
+    ) -> CompareOptions:
+        """Read the command line's options. Raises ConfigError, which names the option and what is wrong with it."""
+        length = Length(peers=peers, steps=steps, every=every)
+        if twice := next((name for name in methods if methods.count(name) > 1), None):
+            raise ConfigError(f"--method {twice}: is there twice")
+        read = tuple(read_method(text, length, settings) for text in methods)
+        if base is not None and base not in methods:
+            raise ConfigError(f"--base {base}: must be one of the methods: {', '.join(methods)}")
+        found = next((method.name for method in read if method.trains == "data-parallel"), "")
+        begin, end = _stretch(random_bytes)
+        text = TextOptions(domains=domains, random_from=begin, random_to=end, label_noise=label_noise, small=small)
+        return cls(
+            methods=read,
+            length=length,
+            seeds=seeds,
+            base=base if base is not None else found,
+            text=text,
+            slow=slow,
+            points=points,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go, beside the terminal."""
+
+    results: Path
+    plot: Path | None = None
+    curves: Path | None = None
+    as_json: bool = False
+    print_only: bool = False
+
+
+def _stretch(text: str | None) -> tuple[float, float]:
+    if text is None:
+        return 0.0, 0.0
+    begin, colon, end = text.partition(":")
+    try:
+        return float(begin), float(end if colon else "")
+    except ValueError as error:
+        raise ConfigError(f"--random-bytes {text}: must be FROM:TO, as 0.5:0.55") from error
+
+
+def trials(options: CompareOptions) -> list[Trial]:
+    """Return every trial, seed by seed, so that a comparison that is stopped has whole seeds."""
+    return [
+        Trial(method=method, length=options.length, seed=seed, text=options.text, slow=options.slow, points=options.points)
+        for seed in range(options.seeds)
+        for method in options.methods
+    ]
+
+
+def recorded(file: Path) -> dict[str, Row]:
+    """Return the finished trials of a results file by key; of equal ones the last. Half a line at its end is ignored.
+
+    Raises ConfigError for a file that cannot be read, or that has something else in it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--results {file}: cannot be read ({error})") from error
+    found: dict[str, Row] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            found[row["key"]] = row
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise ConfigError(f"--results {file}: line {number} is no trial; give another file") from error
+    return found
+
+
+def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | None, console: Console) -> None:
+    """Make the missing trials and show all. Raises ConfigError; at the end also when a trial failed."""
+    wanted = trials(options)
+    done = recorded(outputs.results)
+    missing = [] if outputs.print_only else [trial for trial in wanted if trial.key not in done]
+    failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
+    done = recorded(outputs.results)
+    rows = [{**done[trial.key], "method": trial.method.name} for trial in wanted if trial.key in done]
+    names = [method.name for method in options.methods]
+    if rows:
+        if outputs.plot is not None:
+            write_picture(outputs.plot, loss_against_bytes(rows, names, options.base))
+        if outputs.curves is not None:
+            write_picture(outputs.curves, curves(rows, names))
+    if outputs.as_json:
+        print(json_text(rows))  # noqa: T201
+    elif rows:
+        print_table(comparison_table(rows, names, options.base))
+    if failed:
+        raise ConfigError(f"{len(failed)} of {len(missing)} trials failed; the first: {failed[0]}")
+    if not rows:
+        raise ConfigError(f"--results {outputs.results}: has none of these trials yet; leave --print out to make them")
+
+
+def _make(missing: Sequence[Trial], results: Path, processes: int, console: Console) -> list[str]:
+    """Make these trials and append each to the results as it ends; return what went wrong."""
+    failed: list[str] = []
+    running: set[subprocess.Popen[str]] = set()
+    lock = threading.Lock()
+    stopped = threading.Event()
+
+    def separately(trial: Trial) -> dict[str, Any]:
+        with lock:
+            if stopped.is_set():
+                raise ConfigError("stopped")
+            command = [sys.executable, "-m", "edit.lab.compare.one_trial"]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+            running.add(process)
+        try:
+            out, err = process.communicate(trial.to_json())
+        finally:
+            running.discard(process)
+        if process.returncode:
+            raise ConfigError(err.strip() or f"ended with {process.returncode}")
+        return dict(json.loads(out))
+
+    with ThreadPoolExecutor(processes) as pool:
+        made = {pool.submit(separately, trial): trial for trial in missing}
+        try:
+            for number, future in enumerate(as_completed(made), 1):
+                trial = made[future]
+                what = f"{number} of {len(missing)}: {trial.method.name}, seed {trial.seed}"
+                try:
+                    row = future.result()
+                except Exception as error:
+                    failed.append(f"{trial.method.name}, seed {trial.seed}: {one_line(error)}")
+                    console.print(f"{what}: failed: {one_line(error)}", markup=False, highlight=False)
+                    continue
+                append_lines(results, [{**circumstances(), **row}])
+                loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+                console.print(f"{what}: {loss}, {duration_text(row['wall_s'])}", markup=False, highlight=False)
+        finally:
+            with lock:
+                stopped.set()
+                for process in running:
+                    with contextlib.suppress(OSError):
+                        process.kill()
+    return failed
+
+
+def print_presets() -> None:
+    """Print every preset with its source and what it leaves out."""
+    rows = [(name, one.summary, one.source) for name, one in PRESETS.items()]
+    notes = [f"{name}: {one.note}" for name, one in PRESETS.items() if one.note]
+    harness = [name for name, one in PRESETS.items() if one.only_harness]
+    note = "\n".join([f"only `edit-lab compare` has {', '.join(harness)}", *notes])
+    table = results_table("presets of edit-coordinator init --preset and edit-lab compare --method", _HEAD, rows, note)
+    for column in table.columns:
+        column.justify = "left"
+    print_table(table)
+
+
+_HEAD = ("preset", "what it does", "source")

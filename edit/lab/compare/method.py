@@ -1,0 +1,158 @@
+"""The methods to compare: each a preset's name or a run.toml, with settings behind it.
+
+`diloco`, `diloco outer.lr=0.9 outer.momentum=0.4`, `my/run.toml sync.every=100`. Settings of the harness have the section
+`compare`: `compare.warmup` (the share of the steps that is data-parallel before the peers train alone), `compare.average` (the
+loss is also that of the mean of theta's last so many outer steps), `compare.mu_x`, `compare.mu_y` (of gpa), `compare.topk`,
+`compare.chunk`, `compare.decay` (of demo-optimizer).
+"""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edit.config.overrides import set_key
+from edit.config.presets import PRESETS, dropped, preset
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+
+__all__ = ["Length", "Method", "read_method"]
+
+_HARNESS = ("warmup", "average", "mu_x", "mu_y", "topk", "chunk", "decay")
+_OF_RUN = ("sync.outer_steps", "sync.tokens", "seed", "rounds.start_peers", "rounds.quorum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """What all methods have in common."""
+
+    peers: int
+    # Inner steps of each peer.
+    steps: int
+    # H of the presets; a run.toml has its own.
+    every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One method, ready for every seed."""
+
+    # As it was asked for.
+    name: str
+    # See `edit.config.presets.Preset.trains`.
+    trains: str
+    # run.toml's tables, the seed left out.
+    tables: Mapping[str, Any]
+    # Settings of the section `compare`.
+    harness: Mapping[str, float] = field(default_factory=dict)
+
+    def config(self, seed: int) -> RunConfig:
+        """Return the run's configuration. Raises ConfigError, which names the method."""
+        try:
+            return RunConfig.from_mapping({**self.tables, "seed": seed})
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+
+    def share_of(self, steps: int, every: int) -> int:
+        """Return the inner steps of the data-parallel phase before the first outer step: whole H."""
+        return round(self.harness.get("warmup", 0.0) * steps / every) * every
+
+
+def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Method:
+    """Return the method that a text asks for; settings: for every method, before its own.
+
+    Raises ConfigError for an unknown name, a wrong setting, and what the harness decides itself.
+    """
+    try:
+        name, *own = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--method {text!r}: must be NAME, or NAME KEY=VALUE ...") from error
+    is_file = name not in PRESETS and (name.endswith(".toml") or "/" in name)
+    tables = _of_file(Path(name)) if is_file else _of_preset(name, length)
+    chosen = None if is_file else preset(name)
+    harness = dict(chosen.harness) if chosen is not None else {}
+    for setting in (*settings, *own):
+        key = setting.partition("=")[0].strip()
+        if key in _OF_RUN:
+            raise ConfigError(f"{text}: {key} follows from --peers, --steps and --seeds; leave it out")
+        set_key(tables, setting)
+    harness |= _harness(text, tables.pop("compare", {}))
+    if chosen is not None:
+        try:
+            for section, key in dropped(tables, [*settings, *own]):
+                del tables[section][key]
+        except ConfigError as error:
+            raise ConfigError(f"{text}: {error}") from error
+    method = Method(
+        name=text, trains=chosen.trains if chosen is not None else "exchange", tables=_sized(tables, length), harness=harness
+    )
+    _check(method, length)
+    return method
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    for section in ("server", "aggregators", "swarm", "storage", "membership"):
+        tables.pop(section, None)  # of processes and their network
+    return tables
+
+
+def _of_preset(name: str, length: Length) -> dict[str, Any]:
+    tables: dict[str, Any] = {section: dict(keys) for section, keys in preset(name).settings.items()}
+    sync = tables.setdefault("sync", {})
+    sync["every"] = length.every
+    if sync.get("mode") == "eager":
+        sync["delay"] = length.every
+    if sync.get("schedule") == "time":
+        sync["time_s"] = float(length.every)  # a step of a peer that is not slowed down takes a virtual second
+    return tables
+
+
+def _harness(text: str, section: object) -> dict[str, float]:
+    if not isinstance(section, dict):
+        raise ConfigError(f"{text}: compare must have a key, as compare.warmup=0.1")
+    for key, value in section.items():
+        if key not in _HARNESS:
+            raise ConfigError(f"{text}: compare.{key}: unknown key; known keys: {', '.join(_HARNESS)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+            raise ConfigError(f"{text}: compare.{key} = {value!r}: must be a number between 0 and 1e+06")
+    return {key: float(value) for key, value in section.items()}
+
+
+def _sized(tables: dict[str, Any], length: Length) -> dict[str, Any]:
+    """Write the run's length into the tables."""
+    sync = tables.setdefault("sync", {})
+    if not isinstance(sync, dict):
+        raise ConfigError("sync: must be a table ([sync])")
+    every, groups = sync.get("every", length.every), sync.get("groups", 1)
+    if not all(isinstance(value, int) and value > 0 for value in (every, groups)):
+        raise ConfigError(f"sync.every = {every!r}, sync.groups = {groups!r}: must be whole numbers above 0")
+    sync["every"] = every
+    sync["outer_steps"] = max(1, length.steps * groups // every)
+    tables["rounds"] = {**tables.get("rounds", {}), "start_peers": length.peers, "quorum": length.peers}
+    if tables["rounds"].get("merging") == "arrivals":
+        del tables["rounds"]["start_peers"], tables["rounds"]["quorum"]
+    if tables.get("outer", {}).get("algorithm") == "gossip":
+        tables["rounds"].pop("quorum", None)
+    return tables
+
+
+def _check(method: Method, length: Length) -> None:
+    config = method.config(0)
+    if config.model.name != "builtin:gpt":
+        raise ConfigError(f"{method.name}: model.name = {config.model.name!r}: the harness trains builtin:gpt")
+    if method.trains in ("exchange", "one-replica") and length.steps % config.sync.every:
+        raise ConfigError(f"{method.name}: --steps {length.steps} must be a multiple of sync.every ({config.sync.every})")
+    if method.harness.get("warmup", 0.0) >= 1:
+        raise ConfigError(f"{method.name}: compare.warmup = {method.harness['warmup']:g}: must be below 1")
+    if method.harness.get("warmup") and method.trains != "exchange":
+        raise ConfigError(f"{method.name}: compare.warmup has no effect without an exchange; leave it out")

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from aggregator.run_template import template
+from edit.config.presets import PRESETS, preset, with_preset
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+
+OF_A_RUN = [name for name, one in PRESETS.items() if not one.only_harness]
+
+
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_new_run_has_the_presets_settings_and_no_key_without_effect(name: str) -> None:
+    text = with_preset(template(2), name)
+    config = RunConfig.from_text(text.encode(), "run.toml")
+    for section, keys in PRESETS[name].settings.items():
+        for key, value in keys.items():
+            assert getattr(getattr(config, section), key) == value
+    assert config.rounds.start_peers == 2
+    assert "# Outer learning rate" in text, "comments stay"
+
+
+def test_keys_that_a_preset_makes_ineffective_become_comments() -> None:
+    text = with_preset(template(), "fedavg")
+    assert "momentum" not in tomllib.loads(text)["outer"]
+    assert "\n#momentum = 0.85" in text
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in OF_A_RUN])
+def test_what_no_run_can_have_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"preset {name}: edit-lab compare has it"):
+        with_preset(template(), name)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"preset diloko: there is none; did you mean diloco\?"):
+        preset("diloko")
+    with pytest.raises(ConfigError, match=r"preset zzz: there is none; known are data-parallel, "):
+        preset("zzz")
+
+
+def test_every_preset_says_what_it_does_and_where_it_comes_from() -> None:
+    for name, one in PRESETS.items():
+        assert one.summary and "arXiv" in one.source, name
+        assert one.trains in ("exchange", "data-parallel", "one-replica", "gpa", "demo")
+
+
+def test_settings_beside_a_preset_win_and_its_own_keys_give_way() -> None:
+    text = with_preset(template(), "diloco", ["outer.optimizer=sgd", "sync.every=50"])
+    config = RunConfig.from_text(text.encode(), "run.toml")
+    assert (config.outer.optimizer, config.sync.every) == ("sgd", 50)
+    with pytest.raises(ConfigError, match=r"outer\.momentum has no effect"):
+        RunConfig.from_text(
+            with_preset(template(), "diloco", ["outer.optimizer=sgd", "outer.momentum=0.5"]).encode(), "run.toml"
+        )

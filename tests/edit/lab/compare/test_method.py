@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edit.config.presets import PRESETS
+from edit.errors import ConfigError
+from edit.lab.compare.corpus import Text as Texts
+from edit.lab.compare.corpus import TextOptions, streams
+from edit.lab.compare.intervals import half_width, mean_text
+from edit.lab.compare.method import Length, read_method
+from peers.training.data import Tokens
+
+LENGTH = Length(peers=4, steps=120, every=30)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_compared(name: str) -> None:
+    method = read_method(name, LENGTH)
+    config = method.config(7)
+    assert (config.seed, config.sync.every) == (7, 30)
+    assert config.sync.outer_steps == 4 * config.sync.groups
+
+
+def test_settings_behind_a_name_win_over_those_for_all() -> None:
+    method = read_method("diloco outer.lr=0.9 sync.every=60 compare.average=2", LENGTH, ["outer.lr=0.5", "model.width=64"])
+    config = method.config(0)
+    assert (config.outer.lr, config.outer.momentum, config.model.width) == (0.9, 0.9, 64)
+    assert (config.sync.every, config.sync.outer_steps) == (60, 2)
+    assert method.harness == {"average": 2.0}
+
+
+def test_a_run_toml_keeps_its_own_h(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text('[sync]\nevery = 40\nouter_steps = 1000\n[outer]\noptimizer = "sgd"\nlr = 1.0\n[server]\nlisten = "h:1"\n')
+    config = read_method(str(file), LENGTH).config(0)
+    assert (config.sync.every, config.sync.outer_steps, config.outer.optimizer) == (40, 3, "sgd")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dilocco", "did you mean diloco"),
+        ("diloco seed=3", "follows from --peers, --steps and --seeds"),
+        ("diloco sync.every=50", "must be a multiple of sync.every"),
+        ("diloco outer.moment=1", "did you mean outer.momentum"),
+        ("diloco compare.warm=1", "known keys: warmup"),
+        ("diloco compare.warmup=1", "must be below 1"),
+        ("data-parallel compare.warmup=0.1", "has no effect without an exchange"),
+        ("post-local-sgd outer.momentum=0.9", "outer.momentum has no effect"),
+        ("missing/run.toml", "cannot be read"),
+        ("diloco 'open", "must be NAME, or NAME KEY=VALUE"),
+        ("diloco model.name=hf:llama", "the harness trains builtin:gpt"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_method(text, LENGTH)
+
+
+def test_the_data_parallel_phase_is_whole_rounds() -> None:
+    assert read_method("post-local-sgd", LENGTH).share_of(1200, 30) == 120
+    assert read_method("post-local-sgd compare.warmup=0.3", LENGTH).share_of(100, 30) == 30
+    assert read_method("diloco", LENGTH).share_of(1200, 30) == 0
+
+
+def row(length: int = 4000) -> Tokens:
+    return Tokens((np.arange(length) % 97).astype(np.uint8), "text", 256)
+
+
+def test_damage_is_the_last_peers_alone_and_the_same_for_every_method() -> None:
+    text = Texts((row(), row()), row())
+    options = TextOptions(random_from=0.5, random_to=0.75, label_noise=0.25)
+    clean, hurt, again = (streams(text, each, 8, 4, 8, 0) for each in (TextOptions(), options, options))
+    for step in range(8):
+        (first, first_targets), (good, good_targets) = next(clean[0]), next(clean[1])
+        (same, same_targets), (bad, bad_targets) = next(hurt[0]), next(hurt[1])
+        assert torch.equal(first, same) and torch.equal(first_targets, same_targets)
+        repeated = next(again[1])
+        assert torch.equal(repeated[0], bad) and torch.equal(repeated[1], bad_targets)
+        assert torch.equal(good, bad) is (step not in (4, 5))
+        if step in (4, 5):
+            assert int(bad.max()) > 96
+        else:
+            assert 0.05 < float((good_targets != bad_targets).float().mean()) < 0.6
+
+
+@pytest.mark.parametrize("values", [{"label_noise": 1.5}, {"small": 0.0}, {"random_from": 0.6, "random_to": 0.5}])
+def test_impossible_damage_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        TextOptions(**values)  # type: ignore[arg-type]
+
+
+def test_intervals_are_students() -> None:
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
+    assert mean_text([0.5]) == "+0.500" and mean_text([]) == "" and mean_text([1.0, 1.0]) == "+1.000 +- 0.000"

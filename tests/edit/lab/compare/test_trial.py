@@ -1,0 +1,159 @@
+"""Trials of a tiny model, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from edit.errors import ConfigError
+from edit.lab.compare import command
+from edit.lab.compare.command import CompareOptions, Outputs, recorded, run_comparison, trials
+from edit.lab.compare.corpus import TextOptions
+from edit.lab.compare.method import Length, read_method
+from edit.lab.compare.table import comparison_table, curves, gaps, loss_against_bytes
+from edit.lab.compare.trial import Trial, run_trial
+
+LENGTH = Length(peers=2, steps=6, every=3)
+TINY = ["model.layers=1", "model.heads=2", "model.width=8", "model.context=8", "inner.batch_size=2", "inner.warmup_steps=0"]
+EXACT = " codec.up=fp32 codec.down=fp32"
+
+
+@pytest.fixture(autouse=True)
+def _little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edit.lab.compare.trial._FINAL_BATCHES", 2)
+    monkeypatch.setattr("edit.lab.compare.trial._CURVE_BATCHES", 1)
+
+
+def trial(text: str, seed: int = 0, slow: float = 1.0, **options: float) -> Trial:
+    method = read_method(text, LENGTH, TINY)
+    return Trial(method=method, length=LENGTH, seed=seed, text=TextOptions(**options), slow=slow, points=2)  # type: ignore[arg-type]
+
+
+def test_one_replica_with_plain_outer_steps_is_data_parallel_training() -> None:
+    apart, together = run_trial(trial("snoo outer.optimizer=sgd outer.lr=1.0" + EXACT, 1)), run_trial(trial("data-parallel", 1))
+    assert apart["loss"] == pytest.approx(together["loss"], rel=1e-5)
+    assert apart["tokens"] == together["tokens"] == 6 * 2 * 2 * 8
+    assert (together["bits_up"], together["bits_down"], together["exchanges"]) == (32, 32, 6)
+    assert (apart["bits_up"], apart["exchanges"]) == (32, 2)
+
+
+def test_a_whole_run_of_data_parallel_warm_up_is_data_parallel_training() -> None:
+    row = run_trial(trial("post-local-sgd compare.warmup=0.5" + EXACT))
+    assert row["exchanges"] == 3 + 1 and row["tokens"] == 6 * 2 * 2 * 8
+    assert [step for step, _ in row["curve"]] == [3, 6]
+    warm = run_trial(trial("data-parallel"))
+    assert row["curve"][0][1] == pytest.approx(warm["curve"][0][1], rel=1e-5), "until the peers part they are one"
+
+
+METHODS = (
+    *("diloco", "edit", "streaming sync.every=6 sync.delay=1", "eager", "muloco", "sparseloco", "noloco", "gpa"),
+    "demo-optimizer",
+)
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_methods_train_and_the_same_seed_gives_the_same_row(text: str) -> None:
+    row, again = run_trial(trial(text)), run_trial(trial(text))
+    assert row["loss"] is not None and row["loss"] < 6.0 and row["sent"] > 0
+    for volatile in ("wall_s", "cpu_s"):
+        del row[volatile], again[volatile]
+    assert row == again
+
+
+def test_the_deadline_of_a_edit_gives_a_slow_peer_fewer_steps() -> None:
+    row = run_trial(trial("a-edit", slow=3.0))
+    steps = run_trial(trial("edit", slow=3.0))
+    assert row["virtual_s"] < steps["virtual_s"] == 18.0
+    assert row["tokens"] >= 6 * 2 * 2 * 8
+    with pytest.raises(ConfigError, match="--slow: has no meaning for eager"):
+        run_trial(trial("eager", slow=2.0))
+
+
+def test_theta_can_be_averaged_for_the_evaluation() -> None:
+    row = run_trial(trial("diloco compare.average=2"))
+    assert row["loss_averaged"] is not None and row["loss_averaged"] != row["loss"]
+    assert run_trial(trial("diloco"))["loss_averaged"] is None
+
+
+def test_a_key_is_of_all_that_decides_a_row() -> None:
+    keys = [
+        each.key
+        for each in (
+            trial("diloco"),
+            trial("diloco", seed=1),
+            trial("diloco outer.lr=0.71"),
+            trial("diloco", label_noise=0.1),
+            trial("diloco", slow=2.0),
+            trial("edit"),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    assert Trial.from_json(trial("diloco").to_json()).key == keys[0]
+
+
+def options(*methods: str, seeds: int = 2) -> CompareOptions:
+    read = tuple(read_method(text, LENGTH, TINY) for text in methods)
+    return CompareOptions(methods=read, length=LENGTH, seeds=seeds, base="data-parallel", points=2)
+
+
+def line(one: Trial, loss: float | None) -> dict[str, object]:
+    return {
+        "key": one.key,
+        "method": one.method.name,
+        "seed": one.seed,
+        "loss": loss,
+        "spike": 0.01,
+        "curve": [[3, 2.0], [6, loss]],
+        "parameters": 1000,
+        "sent": 4000,
+        "received": 4000,
+        "bits_up": 32.0,
+        "bits_down": 32.0,
+        "peak": 4.0,
+        "virtual_s": 6.0,
+        "wall_s": 1.0,
+        "peers": 2,
+        "steps": 6,
+    }
+
+
+def test_finished_trials_are_not_made_again_and_half_a_line_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, file = options("data-parallel", "diloco"), tmp_path / "rows.jsonl"
+    wanted = trials(chosen)
+    assert [(one.method.name, one.seed) for one in wanted] == [
+        ("data-parallel", 0), ("diloco", 0), ("data-parallel", 1), ("diloco", 1),
+    ]  # fmt: skip
+    done = [json.dumps(line(one, 1.0)) for one in wanted[:2]]
+    file.write_text("\n".join([*done, '{"key": "unfinis']))
+    made: list[str] = []
+
+    def make(missing: list[Trial], results: Path, processes: int, console: Console) -> list[str]:
+        made.extend(f"{one.method.name} {one.seed}" for one in missing)
+        return ["diloco, seed 1: killed"]
+
+    monkeypatch.setattr(command, "_make", make)
+    with pytest.raises(ConfigError, match="1 of 2 trials failed; the first: diloco, seed 1: killed"):
+        run_comparison(chosen, Outputs(results=file, as_json=True), 1, Console())
+    assert made == ["data-parallel 1", "diloco 1"]
+    file.write_text('{"what": 1}\n{}\n')
+    with pytest.raises(ConfigError, match="line 1 is no trial"):
+        recorded(file)
+
+
+def test_gaps_are_paired_by_seed_and_what_diverged_says_so() -> None:
+    losses = {("data-parallel", 0): 1.0, ("data-parallel", 1): 2.0, ("diloco", 0): 1.1, ("diloco", 1): 2.3, ("edit", 0): None}
+    rows = [
+        {**line(trial(method, seed), loss), "date": "d", "machine": "m", "load_before": 1.0}
+        for (method, seed), loss in losses.items()
+    ]
+    assert gaps(rows, "diloco", "data-parallel") == pytest.approx([0.1, 0.3])
+    names = ["data-parallel", "diloco", "edit"]
+    table = comparison_table(rows, names, "data-parallel")
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[2] == ["1.5000", "1.7000", "diverged"]
+    assert cells[3] == ["", "+0.2000 +- 1.2706", ""]
+    for picture in (loss_against_bytes(rows, names, "data-parallel"), curves(rows, names)):
+        assert picture.startswith("<svg") and "diloco" in picture
