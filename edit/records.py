@@ -83,13 +83,15 @@ Update = Here | Arriving | RolledBack  # of one fragment, in a commit
 
 
 class Verdict(Enum):
-    """What was decided about one peer's contribution to one fragment; all but OK have weight 0."""
+    """What was decided about one peer's contribution to one fragment; all but OK and COPIED have weight 0."""
 
     OK = "ok"
     NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
     ANOMALOUS = "anomalous"  # norm more than delta standard deviations above what its peer usually sends
     IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
     UNPAIRED = "unpaired"  # gossip: no swap with this partner; it did not answer, or found fault itself
+    OUTLIER = "outlier"  # a robust rule gives it no weight
+    COPIED = "copied"  # so much like another contribution that they share one weight, or like the last merged one: then 0
     REJECTED = "rejected"  # not admitted by a policy of the run (`edit.merging.mergers.Admission`)
 
 

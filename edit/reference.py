@@ -19,13 +19,18 @@ __all__ = [
     "EditByLevels",
     "Gossip",
     "Inner",
+    "centered_clip",
     "delayed_nesterov",
     "diloco",
     "e3m0",
+    "equalised",
     "feedback",
+    "geometric_median",
     "gossip_pairs",
     "heloco",
     "integers",
+    "multi_krum",
+    "nearest_neighbour_mixing",
     "nesterov",
     "rda",
     "sdd",
@@ -75,6 +80,42 @@ def rda(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     units = [weight * delta / float(delta.norm()) for weight, delta in zip(weights, deltas, strict=True)]
     direction = torch.stack(units).sum(dim=0)
     return direction * (length / float(direction.norm()))
+
+
+def equalised(rows: Tensor) -> Tensor:
+    """Return the rows with the median length; none is made more than 4 times as long."""
+    lengths = rows.norm(dim=1)
+    return rows * (lengths.quantile(0.5) / lengths).clamp(max=4)[:, None]
+
+
+def nearest_neighbour_mixing(rows: Tensor, f: int) -> Tensor:
+    """Return each row replaced by the mean of the n - f nearest to it, itself among them (arXiv 2302.01772)."""
+    apart = (rows[:, None] - rows[None]).norm(dim=2)
+    return torch.stack([rows[order[: len(rows) - f]].mean(dim=0) for order in apart.argsort(dim=1, stable=True)])
+
+
+def geometric_median(rows: Tensor, steps: int = 32) -> Tensor:
+    """Return Weiszfeld's smoothed approximation, from the mean (arXiv 1912.13445, with nu a thousandth of the median length)."""
+    centre, near = rows.mean(dim=0), 1e-3 * float(rows.norm(dim=1).square().quantile(0.5)) ** 0.5
+    for _ in range(steps):
+        weights = 1 / (rows - centre).norm(dim=1).clamp(min=near)
+        centre = (rows * weights[:, None]).sum(dim=0) / weights.sum()
+    return centre
+
+
+def centered_clip(rows: Tensor, centre: Tensor, radius: float) -> Tensor:
+    """Return the centre after 5 means of what is clipped around it (arXiv 2012.10333, algorithm 2)."""
+    for _ in range(5):
+        away = rows - centre
+        centre = centre + (away * (radius / away.norm(dim=1)).clamp(max=1)[:, None]).mean(dim=0)
+    return centre
+
+
+def multi_krum(rows: Tensor, f: int) -> Tensor:
+    """Return the mean of the n - f rows with the least sum of n - f - 2 squared distances (arXiv 1703.02757)."""
+    squares = (rows[:, None] - rows[None]).square().sum(dim=2)
+    scores = squares.sort(dim=1).values[:, 1 : len(rows) - f - 1].sum(dim=1)
+    return rows[scores.argsort(stable=True)[: len(rows) - f]].mean(dim=0)
 
 
 def heloco(delta: Tensor, m: Tensor, c_ok: float = 0.2) -> Tensor:

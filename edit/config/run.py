@@ -25,6 +25,7 @@ from edit.config.algorithm import (
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
+from edit.config.robust import RULES, RobustConfig
 from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
@@ -42,6 +43,7 @@ __all__ = [
     "ModelConfig",
     "OuterConfig",
     "PenaltyConfig",
+    "RobustConfig",
     "RoundsConfig",
     "RunConfig",
     "ServerConfig",
@@ -272,6 +274,7 @@ class RunConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
+    robust: RobustConfig = field(default_factory=RobustConfig)
     gossip: GossipConfig = field(default_factory=GossipConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
@@ -287,6 +290,7 @@ class RunConfig:
         check_bounds("", self)
         check_pins(self.plugins)
         check_together(self.sync, self.rounds, self.outer, self.codec)
+        self._check_robust()
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -298,6 +302,24 @@ class RunConfig:
         if self.swarm is not None and self.swarm.parts > 1:
             rule = "must be 0 with swarm.parts above 1: each part would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
+
+    def _check_robust(self) -> None:
+        """Raise ConfigError where a robust rule cannot be kept with the other settings."""
+        robust, rule = self.robust, self.robust.rule
+        if rule == "none":
+            return
+        with_rule = f'with robust.rule = "{rule}"'
+        for key, value, wanted, why in (
+            ("outer.algorithm", self.outer.algorithm, "mean", "a gossiping peer sees one other only"),
+            ("outer.direction", self.outer.direction, "mean", "lengths and directions are the rule's"),
+            ("outer.correct", self.outer.correct, "none", "a corrected contribution is another one"),
+            ("outer.merger", self.outer.merger, "mean", "there is one way to combine"),
+            ("rounds.merging", self.rounds.merging, "rounds", "an arrival has nothing to be compared with"),
+        ):
+            require(value == wanted, key, value, f"must be {wanted} {with_rule}: {why}")
+        require(self.sync.mode != "eager", "sync.mode", self.sync.mode, f"must not be eager {with_rule}: no estimate is near")
+        fewest = f"must be at least {robust.least} {with_rule} and robust.hostile = {robust.hostile}, or rounds are rolled back"
+        require(self.rounds.quorum >= robust.least, "rounds.quorum", self.rounds.quorum, fewest)
 
     def check_swaps(self) -> None:
         """Raise ConfigError where hosts of a swarm cannot run these settings with outer.algorithm = "gossip"."""
@@ -388,6 +410,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("inner", "optimizer", "adamw"),
     ("inner", "options", {}),
     ("inner", "momentum", 0.95),
+    ("", "robust", dataclasses.asdict(RobustConfig())),
     ("outer", "options", {}),
     ("outer", "merger", "mean"),
     ("outer", "merger_options", {}),
@@ -486,6 +509,11 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("penalty", {"weighting"}, "penalty.enabled", (True,)),
     NoEffect("penalty", {"step_power", "relearn", "max_ratio", "max_share"}, "penalty.detector", ("edit",)),
     NoEffect("penalty", {"max_share"}, "rounds.merging", ("arrivals",)),
+    NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.rule", RULES[1:]),
+    NoEffect("robust", _keys(RobustConfig, "rule"), "robust.rule", ("none",)),
+    NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
+    NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
+    NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES if rule != "centered_clip")),
     NoEffect("penalty", {"staleness"}, "rounds.max_staleness", (0,)),
     NoEffect("penalty", {"staleness"}, "rounds.merging", ("arrivals",), note=" (penalty.damping has)"),
     NoEffect("penalty", {"damping"}, "rounds.merging", ("rounds",)),

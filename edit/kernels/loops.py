@@ -33,6 +33,7 @@ SIGNATURES = {
     "int4_add": "void(f4[::1], u1[:,::1], f4, f4[:,::1])",
     "int8_add_squares": "void(f4[::1], i1[:,::1], i8, f4[::1])",
     "add_squares": "void(f4[::1], f4[::1])",
+    "gram": "void(f4[:,::1], f4[:,::1])",
     "largest": "i4(i4[::1])",
     "sdd_encode": "void(f4[:,::1], i4[:,::1], f4[::1], i2[:,::1], i1[:,:,::1], i1[:,:,::1])",
     "sdd_add": "void(f4[::1], i2[:,::1], i1[:,:,::1], i1[:,:,::1], f4, b1, f4[:,::1])",
@@ -133,6 +134,26 @@ def add_squares(flat: Array, lanes: Array) -> None:
         piece = flat[start : start + lanes.shape[0]]
         for i in range(piece.shape[0]):
             lanes[i] += piece[i] * piece[i]
+
+
+def gram(rows: Array, lanes: Array) -> None:
+    """Add the products of each two rows to the lanes of the pair, in ascending order: (0, 0), (1, 0), (1, 1), (2, 0), ...
+
+    lanes[pair, i mod lanes of a pair] += rows[a, i] * rows[b, i]
+    """
+    width, numel = lanes.shape[1], rows.shape[1]
+    for start in range(0, numel, 8 * width):
+        end = min(start + 8 * width, numel)
+        pair = 0
+        for a in range(rows.shape[0]):
+            for b in range(a + 1):
+                out = lanes[pair]
+                pair += 1
+                for first in range(start, end, width):
+                    left = rows[a, first : min(first + width, end)]
+                    right = rows[b, first : min(first + width, end)]
+                    for i in range(left.shape[0]):
+                        out[i] += left[i] * right[i]
 
 
 def largest(bits: Array) -> Any:

@@ -7,14 +7,14 @@ depends on how anybody shards. Source: arXiv 2412.07210, section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from edit.codecs import codec, decode
-from edit.codecs.base import new_vector
+from edit.codecs.base import PIECE, new_vector, parts
 from edit.config.run import PenaltyConfig
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
@@ -24,7 +24,7 @@ from edit.merging.norms import norm, norm_of_encoded
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, PeerVerdict
 
-__all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "decoded", "measure", "weighted_mean"]
+__all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "decoded", "measure", "pieces", "weighted_mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,10 @@ class MergeRule:
     momentum: Momentum | None = None
     # The weights are damped by staleness and need not sum to 1, see `edit.merging.penalty.weights`.
     damped: bool = False
+    # The outer step that the merge advances from.
+    outer_step: int = 0
+    # What was merged last of this fragment, bf16 of shape [fragment.numel]; None: nothing yet, or no rule asks for it.
+    last: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,38 @@ def decoded(fragment: FragmentSpec, contribution: Measured) -> Tensor:
     vector = new_vector(fragment.numel, zeros=True)
     _add_contribution(contribution, 1.0, vector, f"fragment {fragment.fragment_id} of peer {contribution.peer_id}")
     return vector
+
+
+def pieces(fragment: FragmentSpec, contribution: Measured) -> Iterator[Tensor]:
+    """Yield what one peer contributes to a fragment as fp32 pieces, as `edit.codecs.base.parts` says; each valid until the next.
+
+    Of shards that lie one behind the other one piece is held; of others (tensor parallel) the whole vector. Raises as
+    `weighted_mean`.
+    """
+    what, payload = f"fragment {fragment.fragment_id} of peer {contribution.peer_id}", contribution.payload
+    if not isinstance(payload, tuple):
+        encoded = _read(payload, fragment.numel, what)
+        yield from codec(encoded.codec).decode_pieces(encoded)
+        return
+    _check_shards(payload, fragment.numel, what)
+    spans = sorted((one.shard.span, i) for i, one in enumerate(payload) if one.shard.span is not None)
+    if len(spans) < len(payload):
+        whole = decoded(fragment, contribution)
+        yield from (whole[part] for part in parts(fragment.numel))
+        return
+    buffer, filled = torch.empty(min(PIECE, fragment.numel)), 0
+    for _, i in spans:
+        encoded = _read(payload[i].payload, payload[i].shard.numel, what)
+        for piece in codec(encoded.codec).decode_pieces(encoded):
+            while piece.numel():
+                fits = min(piece.numel(), buffer.numel() - filled)
+                buffer[filled : filled + fits].copy_(piece[:fits])
+                piece, filled = piece[fits:], filled + fits
+                if filled == buffer.numel():
+                    yield buffer
+                    filled = 0
+    if filled:
+        yield buffer[:filled]
 
 
 def clip_factor(size: float, config: PenaltyConfig) -> float:

@@ -1,8 +1,8 @@
 """Which contributions are merged, and how: the Admission before a merge, and the Merger.
 
-Both are seams. A policy (a bound on claimed tokens, a signature to check) is another Admission; a robust rule (a trimmed mean,
-a geometric median) is another Merger, or, as a plug-in, another way to combine what has weight. `merger` and `admission` choose
-them from the run's configuration.
+Both are seams. A policy (a bound on claimed tokens, a signature to check) is another Admission; a robust rule is another Merger
+(`edit.merging.robust_merger`), or, as a plug-in, another way to combine what has weight. `merger` and `admission` choose them
+from the run's configuration.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from edit.fragments.schema import FragmentSpec
 from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, decoded, weighted_mean
 from edit.merging.norms import norm
 from edit.merging.penalty import NormStatistics, judge_round, weights
+from edit.merging.robust_merger import RobustMerger
 from edit.records import PeerVerdict, Verdict
 
 __all__ = ["Admission", "AdmitAll", "Admitted", "EditMerger", "Merger", "Rejected", "Screened", "admission", "merger", "screen"]
@@ -121,6 +122,8 @@ def merger(config: RunConfig) -> Merger:
 
     Raises ConfigError for a plug-in that is not admitted, PluginError.
     """
+    if config.robust.rule != "none":
+        return RobustMerger(config.penalty, config.robust)
     if not is_entry(config.outer.merger):
         return EditMerger(config.penalty)
     return EditMerger(config.penalty, _Combined(*plugins.make("mergers", config.outer.merger, config.outer)))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import PIECE, codec
-from edit.codecs.base import new_buffer, parts
+from edit.codecs.base import new_buffer, new_vector, parts
 from edit.codecs.error_feedback import codec_of
 from edit.codecs.residuals import Residual, owing
 from edit.config.codec import CodecChoice, CodecSpec
@@ -105,6 +105,8 @@ class _Fragment:
     unrecorded: Residual | None
     # Of the norms of the contributions, by peer_id.
     statistics: Mapping[str, NormStatistics]
+    # D' of the last record that was not a rollback, in bf16; only with a robust rule, which compares with it.
+    last: Tensor | None = None
     # Neither theta nor a slot nor the residual has a larger magnitude; infinity: it was not measured.
     largest: float = math.inf
 
@@ -206,7 +208,8 @@ class OuterState:
             vector = self._fragments[fragment_id].slots["momentum"]
             momentum = Momentum(vector, outer.momentum, [tensor.numel for tensor in spec.tensors])
         direction = "mean" if spec.name.startswith("embedding") else outer.direction  # rows of rare words have no direction
-        return MergeRule(direction, momentum, damped=self.config.rounds.merging == "arrivals")
+        damped, last = self.config.rounds.merging == "arrivals", self._fragments[fragment_id].last
+        return MergeRule(direction, momentum, damped, self._outer_step, last)
 
     def record(self, merged: Merged) -> MergeRecord:
         """Encode what was merged of one fragment, to be journalled and committed. Changes nothing, `merged` included.
@@ -301,6 +304,9 @@ class OuterState:
         """Return the size of a fragment's encoded step, unless it is rolled back."""
         return self._codecs[fragment_id].encoded_size(self.schema.fragments[fragment_id].numel)
 
+    def _keeps_last(self, i: int) -> bool:
+        return self.config.robust.rule != "none" and not self.schema.fragments[i].buffers
+
     def _keeps_residual(self, i: int) -> bool:
         return not self._codecs[i].lossless and self.config.codec.down_decay != 0
 
@@ -391,6 +397,8 @@ class OuterState:
         fragment.statistics = {**fragment.statistics, **record.statistics}
         if staged.merges:
             fragment.unrecorded = record.residual
+            if self._keeps_last(i) and record.payload is not None:
+                fragment.last = _in_bf16(record.payload)
         return staged
 
     def _is_safe(self, i: int, mean: EncodedTensor | None, largest: float | None, injected: Tensor | None) -> bool:
@@ -477,9 +485,10 @@ class OuterState:
         return (change if beside is None else change - beside), moved
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`, `unrecorded.I`.
+        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`, `unrecorded.I`, `last.I`.
 
-        Shared, not copied: the next commit writes into them. The last two are `edit.codecs.residuals.Residual.tensor`.
+        Shared, not copied: the next commit writes into them. `residual` and `unrecorded` are
+        `edit.codecs.residuals.Residual.tensor`; `last` is bf16.
         """
         tensors: dict[str, Tensor] = {}
         for i, fragment in enumerate(self._fragments):
@@ -488,6 +497,8 @@ class OuterState:
             for name, residual in (("residual", fragment.residual), ("unrecorded", fragment.unrecorded)):
                 if residual is not None:
                     tensors[f"{name}.{i}"] = residual.tensor
+            if fragment.last is not None:
+                tensors[f"last.{i}"] = fragment.last
         return tensors
 
     def metadata(self) -> dict[str, Any]:
@@ -520,6 +531,10 @@ class OuterState:
         state = cls(schema, config, theta, slots)
         for i, part in enumerate(state._fragments):
             _restore(i, part, tensors, metadata)
+            if state._keeps_last(i) and (last := tensors.get(f"last.{i}")) is not None:
+                if last.shape != part.theta.shape or last.dtype != torch.bfloat16:
+                    raise StorageError(f"checkpoint: last.{i} is not {part.theta.numel()} bf16 elements")
+                part.last = last
         try:
             state._outer_step = int(metadata["outer_step"])
             state._injected = Injected.from_json(metadata["injected"])
@@ -533,6 +548,14 @@ class OuterState:
 def _slots(optimizer: OuterOptimizer, fragment: FragmentSpec) -> dict[str, Tensor]:
     """Buffers have no outer optimizer."""
     return {} if fragment.buffers else optimizer.slots(fragment.numel)
+
+
+def _in_bf16(payload: EncodedTensor) -> Tensor:
+    """Return what is encoded, rounded to bf16."""
+    vector = new_vector(payload.numel, torch.bfloat16)
+    for part, piece in zip(parts(payload.numel), codec(payload.codec).decode_pieces(payload), strict=True):
+        vector[part].copy_(piece)
+    return vector
 
 
 def _largest(tensor: Tensor) -> float:

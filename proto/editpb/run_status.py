@@ -29,7 +29,16 @@ __all__ = [
 
 KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
 ROUNDS_PER_START = 1_000_000  # ids of rounds of one start of a coordinator, or of one owner of a part
-_WORST = (Verdict.NONFINITE, Verdict.REJECTED, Verdict.ANOMALOUS, Verdict.UNPAIRED, Verdict.IDLE, Verdict.OK)
+_WORST = (
+    Verdict.NONFINITE,
+    Verdict.REJECTED,
+    Verdict.ANOMALOUS,
+    Verdict.COPIED,
+    Verdict.OUTLIER,
+    Verdict.UNPAIRED,
+    Verdict.IDLE,
+    Verdict.OK,
+)
 
 
 def round_number(round_id: int) -> int:
@@ -455,6 +464,10 @@ def _why(verdict: Verdict, norm: float, median: float) -> str:
             return "norm far above the usual"
         case Verdict.IDLE:
             return "no work in it"
+        case Verdict.COPIED:
+            return "a copy of another contribution, or of the last update"
+        case Verdict.OUTLIER:
+            return "far from most of the others"
         case Verdict.UNPAIRED:
             return "no swap with its partner"
         case Verdict.REJECTED:
