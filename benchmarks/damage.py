@@ -188,6 +188,8 @@ class Peer:
             targets = targets.flatten()[torch.randperm(targets.numel(), generator=self._generator)].view_as(targets)
         elif labels == "one label":
             targets = torch.full_like(targets, ord("e"))
+        elif labels == "flipped labels":
+            targets = 255 - targets
         self.optimizer.zero_grad()
         self.model(inputs, targets).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), INNER.clip_norm)

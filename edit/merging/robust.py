@@ -37,10 +37,12 @@ _NEAR = 1e-3  # of the median length
 _WEISZFELD_STEPS = 32
 _CONVERGED = 1e-7
 _CLIP_STEPS = 5
-# Contributions this much alike count as one. Honest ones of different data: at most 0.976 at the first outer step, then 0.63.
+# Contributions this much alike count as one, if most honest ones are not. Where those are far apart: at most 0.976 at the first
+# outer step, then 0.63.
 _COPY_AT_FIRST, _COPY = 0.99, 0.9
 _REPLAY = 0.85  # of the last merged pseudo-gradient; honest ones: at most 0.67 once training is under way
 _UNDER_WAY = 4  # the outer steps after which the latter two hold
+_ALIKE = 0.3  # of what 1 - cosine is among the honest: of norms and biases all honest contributions are much alike
 
 Gram = Sequence[Sequence[float]]
 
@@ -87,19 +89,33 @@ def coefficients(gram: Gram, prior: Sequence[float], config: RobustConfig) -> Co
     return Combination(chosen, scales, last)
 
 
-def copies(gram: Gram, n: int, outer_step: int) -> tuple[list[list[int]], list[int]]:
+def copies(gram: Gram, n: int, outer_step: int, hostile: int) -> tuple[list[list[int]], list[int]]:
     """Return the groups of more than one contribution that are copies of each other, and who repeats the last merged one.
 
     gram: of n contributions, and of the last merged pseudo-gradient where there is one. outer_step: before this merge.
+    A cosine is compared with a fixed one and with the others: 1 - cosine must be below 0.3 times the usual one, a rank
+    which `hostile` rows cannot push above the median of honest pairs. They can push it down: then nobody is called a copy.
     """
     under_way = outer_step >= _UNDER_WAY
-    alike = _COPY if under_way else _COPY_AT_FIRST
+    honest = n - hostile
+    pairs = {(i, j): 1 - _cosine(gram, i, j) for i in range(n) for j in range(i)}
+    usual = _ranked(list(pairs.values()), honest * (honest - 1) // 4)
+    alike = min(1 - (_COPY if under_way else _COPY_AT_FIRST), _ALIKE * usual)
     groups: list[list[int]] = []
     for i in range(n):
-        joined = [group for group in groups if any(_cosine(gram, i, j) > alike for j in group)]
+        joined = [group for group in groups if any(pairs[i, j] < alike for j in group)]
         groups = [group for group in groups if group not in joined] + [sorted([i, *(j for group in joined for j in group)])]
-    replayed = [i for i in range(n) if len(gram) > n and under_way and _cosine(gram, i, n) > _REPLAY]
+    replayed: list[int] = []
+    if len(gram) > n and under_way:
+        away = [1 - _cosine(gram, i, n) for i in range(n)]
+        near = min(1 - _REPLAY, _ALIKE * _ranked(away, honest // 2))
+        replayed = [i for i in range(n) if away[i] < near]
     return sorted(group for group in groups if len(group) > 1), replayed
+
+
+def _ranked(values: Sequence[float], rank: int) -> float:
+    """Return the value of this rank, 0 for the smallest; the largest where there are fewer, 0 of none."""
+    return sorted(values)[min(rank, len(values) - 1)] if values else 0.0
 
 
 def shared_prior(prior: Sequence[float], groups: Sequence[Sequence[int]], without: Sequence[int]) -> list[float]:

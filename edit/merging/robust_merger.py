@@ -57,7 +57,7 @@ class RobustMerger:
             return Merged(fragment.fragment_id, None, _said(ordered, judged, {}), after, 0.0, 1.0)
         known = [*good, *([_LastMerged(rule.last)] if rule.last is not None else [])]
         inner = gram([_pieces(fragment, one) for one in known], fragment.numel)
-        groups, replayed = copies(inner, len(good), rule.outer_step)
+        groups, replayed = copies(inner, len(good), rule.outer_step, self.robust.hostile)
         for i in {*replayed, *(i for group in groups for i in group)}:
             judged[good[i].peer_id] = Verdict.COPIED
         if self.robust.by_element:

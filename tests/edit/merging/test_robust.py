@@ -138,18 +138,33 @@ def test_copies_share_one_weight_and_who_repeats_the_last_update_has_none() -> N
     last = torch.ones(8)
     rows = torch.stack([one, other, one * 2 + 0.01, third, last + 0.1 * one, last])
     inner = exact(rows)
-    assert copies(inner, 5, outer_step=4) == ([[0, 2]], [4])
-    assert copies(inner, 5, outer_step=3) == ([[0, 2]], [])
+    assert copies(inner, 5, 4, 1) == ([[0, 2]], [4])
+    assert copies(inner, 5, 3, 1) == ([[0, 2]], [])
     weights = shared_prior([0.2] * 5, [[0, 2]], [4])
     assert weights == pytest.approx([1 / 6, 1 / 3, 1 / 6, 1 / 3, 0.0])
-    slightly = exact(torch.stack([one, one + 0.3 * other]))
-    assert copies(slightly, 2, 0) == ([], []) and copies(slightly, 2, 4) == ([[0, 1]], [])
+    slightly = exact(torch.stack([one, one + 0.3 * other, third, other - third]))
+    assert copies(slightly, 4, 0, 1) == ([], []) and copies(slightly, 4, 4, 1) == ([[0, 1]], [])
 
 
 def test_chains_of_copies_are_one_group() -> None:
     angles = torch.tensor([0.0, 0.8, 0.4])  # the outer two are copies of the middle one, not of each other
-    rows = torch.stack([angles.cos(), angles.sin()], 1)
-    assert copies(exact(rows), 3, 4) == ([[0, 1, 2]], [])
+    rows = torch.zeros(8, 8)
+    rows[:3, 0], rows[:3, 1] = angles.cos(), angles.sin()
+    rows[3:, 3:] = torch.eye(5)
+    assert copies(exact(rows), 8, 4, 2) == ([[0, 1, 2]], [])
+
+
+@pytest.mark.parametrize("reversed_", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_contributions_that_are_all_alike_are_no_copies_whatever_the_others_send(seed: int, reversed_: bool) -> None:
+    """As those of norms and biases are, also to the last update; the hostile third sends copies of one, or reverses them."""
+    random = torch.Generator().manual_seed(seed)
+    direction = torch.randn(40, generator=random)
+    honest = direction + 0.2 * torch.randn(6, 40, generator=random)
+    hostile = -honest[:3] if reversed_ else honest[:1] + 0.001 * torch.randn(3, 40, generator=random)
+    last = direction + 0.2 * torch.randn(1, 40, generator=random)
+    groups, replayed = copies(exact(torch.cat([honest, hostile, last])), 9, 9, 3)
+    assert groups == ([] if reversed_ else [[0, 6, 7, 8]]) and replayed == []
 
 
 def test_the_rows_may_come_in_any_order() -> None:
