@@ -69,6 +69,13 @@ enabled = true                  # false: a plain mean of all contributions that 
 #staleness = 0.5                # A contribution s outer steps old has its weight multiplied by (1 + s) ** -staleness.
 #damping = 0.0                  # That exponent with rounds.merging = "arrivals".
 
+[robust]                        # For runs in which some peers may be hostile: docs/robust-merging.md.
+#rule = "none"                  # geometric_median, centered_clip, multi_krum, clip, median, trimmed_mean; none: weighted mean.
+#hostile = 0                    # f: how many peers may be hostile; the quorum is then at least 2 f + 1 (multi_krum: 2 f + 3).
+#mixing = "nnm"                 # nnm: each contribution is first replaced by the mean of its nearest ones; or none.
+#equalise = true                # Makes all contributions as long as their median.
+#radius = 0.0                   # The distance to which centered_clip shortens; 0: the median distance.
+
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
 #algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, in a swarm.
 optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov; or entry:NAME.

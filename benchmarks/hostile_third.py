@@ -15,8 +15,8 @@ each byte. replay: the last merged pseudo-gradient. one direction: a random one 
 
 Rules: `mean` and `penalty` (the defaults) without [robust]; `recommended`: geometric_median with its defaults and hostile = 3;
 `as sent`: it without mixing and equal lengths; the others with their defaults. Loss: nats per byte of the outer parameters on
-held-out files, the mean over the seeds, and in % of that of a plain mean of the six honest peers alone. One line of JSON per run
-goes to hostile_third.jsonl as soon as it has ended; runs that are there are not made again.
+held-out files, the mean over the seeds, and in % of that of a plain mean of the six honest peers alone. One line of JSON per
+run goes to hostile_third.jsonl as soon as it has ended; runs that are there are not made again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
 from edit.records import Commit, Committed, Contribution, Outcome, Snapshot
-from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import evaluate
 from peers.training.trainer import learning_rate, use_threads

@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         def weiszfeld(points: np.ndarray) -> np.ndarray:  # from the mean; byzfl starts at 0
             middle = points.mean(axis=0)
             near = 1e-3 * float(np.median(np.square(points).sum(axis=1))) ** 0.5  # what our rule takes for rounding
-            return rules.GeometricMedian(nu=near, T=32)(points - middle) + middle
+            return np.asarray(rules.GeometricMedian(nu=near, T=32)(points - middle) + middle)
 
         clipping = rules.CenteredClipping(L=5, tau=1.5)
         found = {

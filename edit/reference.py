@@ -85,7 +85,8 @@ def rda(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def equalised(rows: Tensor) -> Tensor:
     """Return the rows with the median length; none is made more than 4 times as long."""
     lengths = rows.norm(dim=1)
-    return rows * (lengths.quantile(0.5) / lengths).clamp(max=4)[:, None]
+    scales: Tensor = (lengths.quantile(0.5) / lengths).clamp(max=4)
+    return rows * scales[:, None]
 
 
 def nearest_neighbour_mixing(rows: Tensor, f: int) -> Tensor:
@@ -95,7 +96,7 @@ def nearest_neighbour_mixing(rows: Tensor, f: int) -> Tensor:
 
 
 def geometric_median(rows: Tensor, steps: int = 32) -> Tensor:
-    """Return Weiszfeld's smoothed approximation, from the mean (arXiv 1912.13445, with nu a thousandth of the median length)."""
+    """Return Weiszfeld's approximation, from the mean (arXiv 1912.13445; nu is a thousandth of the median length)."""
     centre, near = rows.mean(dim=0), 1e-3 * float(rows.norm(dim=1).square().quantile(0.5)) ** 0.5
     for _ in range(steps):
         weights = 1 / (rows - centre).norm(dim=1).clamp(min=near)

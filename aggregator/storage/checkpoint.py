@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -192,7 +193,7 @@ def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).numpy().view("uint8").data)
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # numpy has no bf16
     return digest.hexdigest()
 
 

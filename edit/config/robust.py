@@ -17,7 +17,7 @@ class RobustConfig:
     """The section [robust]: how contributions are combined where some peers may be hostile (docs/robust-merging.md).
 
     The penalty is for peers that are broken; a peer that means harm keeps its norm plausible. Recommended where any peer may
-    be hostile: `rule = "geometric_median"` with `hostile` a third of the peers, rounded down.
+    be hostile: the rule geometric_median, with a third of the peers as hostile, rounded down.
     """
 
     # `none`: the mean, by the weights of the section [penalty]. `geometric_median` (arXiv 1912.13445), `centered_clip`

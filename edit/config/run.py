@@ -513,7 +513,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("robust", _keys(RobustConfig, "rule"), "robust.rule", ("none",)),
     NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
-    NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES if rule != "centered_clip")),
+    NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
     NoEffect("penalty", {"staleness"}, "rounds.max_staleness", (0,)),
     NoEffect("penalty", {"staleness"}, "rounds.merging", ("arrivals",), note=" (penalty.damping has)"),
     NoEffect("penalty", {"damping"}, "rounds.merging", ("rounds",)),

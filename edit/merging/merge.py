@@ -128,7 +128,7 @@ def decoded(fragment: FragmentSpec, contribution: Measured) -> Tensor:
 
 
 def pieces(fragment: FragmentSpec, contribution: Measured) -> Iterator[Tensor]:
-    """Yield what one peer contributes to a fragment as fp32 pieces, as `edit.codecs.base.parts` says; each valid until the next.
+    """Yield what one peer contributes to a fragment as fp32 pieces, as `edit.codecs.base.parts` says, valid until the next one.
 
     Of shards that lie one behind the other one piece is held; of others (tensor parallel) the whole vector. Raises as
     `weighted_mean`.

@@ -1,7 +1,7 @@
 """Robust rules: how much of each contribution is merged where up to f of them are hostile. Pure.
 
-`coefficients` computes what follows from inner products alone: from the Gram matrix K of the contributions, in fp64, on Python's
-floats in a fixed order, so that whoever merges the same contributions finds the same bits.
+`coefficients` computes what follows from inner products alone: from the Gram matrix K of the contributions, in fp64, on
+Python's floats in a fixed order, so that whoever merges the same contributions finds the same bits.
 
 Distances: d_ij^2 = K_ii + K_jj - 2 K_ij, and to a point sum a_j x_j: d_i(a)^2 = K_ii - 2 (K a)_i + a^T K a. What is nearer than
 1e-3 sqrt(median K_ii) is rounding.
@@ -20,7 +20,7 @@ Which rule stands what: docs/robust-merging.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median

@@ -55,7 +55,7 @@ class RobustMerger:
         good = [one for one in ordered if judged[one.peer_id] is Verdict.OK]
         if len(good) < self.robust.least:
             return Merged(fragment.fragment_id, None, _said(ordered, judged, {}), after, 0.0, 1.0)
-        known = [*good, *([_LastMerged(rule.last)] if rule.last is not None else [])]
+        known: list[Measured | _LastMerged] = [*good, *([_LastMerged(rule.last)] if rule.last is not None else [])]
         inner = gram([_pieces(fragment, one) for one in known], fragment.numel)
         groups, replayed = copies(inner, len(good), rule.outer_step, self.robust.hostile)
         for i in {*replayed, *(i for group in groups for i in group)}:
@@ -131,9 +131,7 @@ def _pieces(fragment: FragmentSpec, row: Measured | _LastMerged) -> Iterator[Ten
     return (vector[part].to(torch.float32) for part in parts(fragment.numel))
 
 
-def _said(
-    ordered: Sequence[Measured], judged: Mapping[str, Verdict], shares: Mapping[str, float]
-) -> tuple[PeerVerdict, ...]:
+def _said(ordered: Sequence[Measured], judged: Mapping[str, Verdict], shares: Mapping[str, float]) -> tuple[PeerVerdict, ...]:
     return tuple(
         PeerVerdict(
             peer_id=one.peer_id,

@@ -36,6 +36,8 @@ _VERDICTS = {
     "nonfinite": ("NaN", "bold red"),
     "anomalous": ("huge", "red"),
     "rejected": ("refused", "red"),
+    "copied": ("copy", "red"),
+    "outlier": ("outlier", "yellow"),
     "idle": ("idle", "yellow"),
     "unpaired": ("alone", "yellow"),
     "carried": ("late", "yellow"),

@@ -19,7 +19,13 @@ __all__ = ["Cell", "Event", "PeerRow", "RoundRow", "RunState", "Total"]
 
 Record = Mapping[str, Any]
 _RATED_S = 0.4  # a rate is over at least so long
-_BAD_ORDER = ("nonfinite", "anomalous", "idle")  # a round's cell shows the worst verdict over its fragments
+_BAD_ORDER = (
+    "nonfinite",
+    "anomalous",
+    "copied",
+    "outlier",
+    "idle",
+)  # a round's cell shows the worst verdict over its fragments
 
 
 class Total:

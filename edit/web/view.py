@@ -49,6 +49,8 @@ VERDICTS = {
     "carried": "carried into the next round",
     "unpaired": "no swap with this partner",
     "idle": "rejected: no work in it",
+    "outlier": "far from most of the others",
+    "copied": "a copy of another one, or of the last update",
     "anomalous": "rejected: norm far above the usual",
     "rejected": "rejected by a policy of the run",
     "nonfinite": "rejected: NaN or infinite",
@@ -230,9 +232,15 @@ def _shares(row: MemberStatus) -> tuple[tuple[str, float, float, str], ...]:
 
 
 def _verdict_tone(verdict: str) -> str:
-    return {"": "quiet", "ok": "good", "carried": "good", "idle": "fault", "absent": "quiet", "unpaired": "fault"}.get(
-        verdict, "bad"
-    )
+    return {
+        "": "quiet",
+        "ok": "good",
+        "carried": "good",
+        "idle": "fault",
+        "absent": "quiet",
+        "unpaired": "fault",
+        "outlier": "fault",
+    }.get(verdict, "bad")
 
 
 def _counts(row: MemberStatus) -> str:

@@ -114,7 +114,8 @@ class RoundReport:
         """How much the peers agree: the mean cosine of their pseudo-gradients to the merged one; None: nothing was merged.
 
         The mean is weighted by each peer's weight times its norm, in each fragment: so it follows from the norms alone, as
-        sum_i w_i <Delta_i, D> = ||D||^2 for D = sum_i w_i Delta_i. Only a merger that is a weighted mean has one.
+        sum_i w_i <Delta_i, D> = ||D||^2 for D = sum_i w_i Delta_i. Only a merger that is a weighted mean has one;
+        with a robust rule, whose weights are those of contributions made equally long, it is an estimate.
         """
         above = sum(fragment.merged_norm**2 for fragment in self.fragments)
         below = sum(v.weight * v.norm * each.merged_norm for each in self.fragments for v in each.verdicts if v.weight > 0)

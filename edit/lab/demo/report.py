@@ -27,6 +27,8 @@ _VERDICT_WORDS = {
     "ok": "merged (fuller: more weight)",
     "nonfinite": "rejected: NaN or infinite",
     "anomalous": "rejected: norm far above the usual",
+    "outlier": "far from most of the others",
+    "copied": "a copy of another one, or of the last update",
     "idle": "rejected: no work in it",
     "absent": "absent",
 }
@@ -183,7 +185,15 @@ def _tile(row: RoundRow, column: int, place: int, name: str, full: float) -> Til
 
 
 def _verdict_key() -> str:
-    colours = {"ok": "good", "nonfinite": "bad", "anomalous": "fault", "idle": "idle", "absent": "rule"}
+    colours = {
+        "ok": "good",
+        "nonfinite": "bad",
+        "anomalous": "fault",
+        "copied": "fault",
+        "outlier": "idle",
+        "idle": "idle",
+        "absent": "rule",
+    }
     keys = (f'<i style="background:var(--{colours[name]})"></i>{escape(text)}' for name, text in _VERDICT_WORDS.items())
     return f"One column per committed round.{''.join(keys)}"
 

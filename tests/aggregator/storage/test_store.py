@@ -143,6 +143,24 @@ def test_every_codec_is_recovered_to_the_bit_from_checkpoint_and_journal(
     again.close()
 
 
+def test_residuals_in_bf16_are_recovered_to_the_bit(tmp_path: Path) -> None:
+    """numpy, by which a checkpoint's bytes are hashed, has no bf16."""
+    wanted = dataclasses.replace(config(1), codec=CodecConfig(up="fp32", down="int8", down_residual="bf16"))
+    store = Store(tmp_path, wanted, "run")
+    outer = OuterState(SCHEMA, wanted, [torch.zeros(f.numel) for f in SCHEMA.fragments])
+    store.found(outer)
+    append(store, outer)
+    store.checkpoint(outer)
+    store.close()
+    again = Store(tmp_path, wanted, "run")
+    recovered = again.recover()
+    assert recovered is not None and recovered.to_tensors()["residual.0"].dtype == torch.bfloat16
+    for one, other in zip(recovered.to_tensors().values(), outer.to_tensors().values(), strict=True):
+        assert torch.equal(one, other)
+    assert append(again, recovered) == append_elsewhere(outer)
+    again.close()
+
+
 def append_elsewhere(outer: OuterState) -> Commit:
     """The commit that an undisturbed process would have made next."""
     records = [outer.record(outer.reduce(i, [c])) for i, c in zip(outer.due, step(outer), strict=True)]

@@ -23,6 +23,7 @@ from edit.codecs.base import parts
 from edit.codecs.int8 import BLOCK
 from edit.errors import ConfigError
 from edit.kernels import loops
+from edit.merging.gram import gram
 from edit.merging.merge import measure
 from edit.merging.norms import norm
 from edit.merging.outer_state import _largest
@@ -138,6 +139,7 @@ def test_the_compiled_loops_do_compute(compiled: Any, monkeypatch: pytest.Monkey
     flat = torch.randn(2 * PIECE)
     for name in ("int8", "int4", "sdd"):
         results(name, flat)
+    gram([iter([flat[:PIECE], flat[PIECE:]])], flat.numel())
     assert set(called) == set(loops.SIGNATURES)
 
 

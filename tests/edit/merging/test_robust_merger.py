@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from typing import Any
@@ -100,7 +101,9 @@ def test_copies_count_once_and_the_last_update_sent_back_does_not_count() -> Non
     weight = {each.peer_id: each.weight for each in found.verdicts}
     assert weight["y"] == 0 and weight["a"] + weight["g"] == pytest.approx(weight["b"], rel=0.2)
     found = by("median").merge(FRAGMENT, [*contributions(copied), replayed], {}, rule)
-    assert found.merged is not None and torch.equal(found.merged, by("median").merge(FRAGMENT, contributions(deltas), {}, MergeRule()).merged)
+    assert found.merged is not None and torch.equal(
+        found.merged, by("median").merge(FRAGMENT, contributions(deltas), {}, MergeRule()).merged
+    )
 
 
 def test_a_stale_contribution_has_a_smaller_prior() -> None:
@@ -154,7 +157,7 @@ def test_the_pieces_of_shards_are_those_of_the_whole() -> None:
     fragment = FragmentSpec(fragment_id=0, name="f", tensors=(TensorSpec(name="t", shape=(numel,)),))
     vector = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     cuts = [0, 7, PIECE + 3, 2 * PIECE + 99, numel]
-    boxes = [Box(0, (a,), (b - a,)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    boxes = [Box(0, (a,), (b - a,)) for a, b in itertools.pairwise(cuts)]
     one = sharded(contribution(vector, "a"), fragment, boxes)
     found = [piece.clone() for piece in pieces(fragment, one)]
     assert [piece.numel() for piece in found] == [PIECE, PIECE, 100] and torch.equal(torch.cat(found), vector)
@@ -223,6 +226,6 @@ def test_what_a_robust_rule_does_not_go_with_is_said_in_one_line(settings: dict[
         written[section] = values if section in ("robust", "outer") else {**written.get(section, {}), **values}
     if "arrivals" in said:
         written["rounds"] = {"merging": "arrivals", "max_staleness": 8}
-    with pytest.raises(ConfigError, match=".*") as refused:
+    with pytest.raises(ConfigError) as refused:
         RunConfig.from_mapping(written)
     assert said in str(refused.value)
