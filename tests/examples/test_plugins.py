@@ -17,7 +17,10 @@ import aggregator.cli
 import peers.cli
 from aggregator.storage import checkpoint
 from edit import plugins
+from edit.config.run import RunConfig
 from edit.errors import ConfigError
+from edit.lab.council.replicated import same
+from tests.processes.test_swarm_commands import swarm
 from tests.support.daemons import Site, call, small
 
 PACKAGES = Path(__file__).parents[2] / "examples" / "plugins"
@@ -146,6 +149,42 @@ def test_a_merger_and_a_penalty_train(installed: Path, tmp_path: Path) -> None:
     )
     with Site(tmp_path / "run", settings, "--allow", "trimmed", "--allow", "factor") as site:
         assert trains(site)["outer_step"] == 3
+
+
+def test_all_hosts_of_a_swarm_have_the_same_plugins_and_another_file_is_refused(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c only hosts. It is refused without permission, and with another file of the same version; then it has the bits of a."""
+    sections = {
+        "outer": {"optimizer": "entry:lion", "lr": 1e-3, "merger": "entry:trimmed", "merger_options": {"trim": 0.0}},
+        "penalty": {"detector": "entry:factor", "options": {"factor": 4.0}},
+        "codec": {"up": "entry:ternary", "down": "fp32"},
+    }
+    allow = [word for name in ("lion", "trimmed", "factor", "ternary") for word in ("--allow", name)]
+    other = shutil.copytree(installed, tmp_path / "other")
+    source = other / "edit_example_outer.py"
+    source.write_text(source.read_text().replace("sign_()", "tanh_()"))
+    (tmp_path / "swarm").mkdir()
+    with swarm(tmp_path / "swarm", parts=1, outer_steps=2, start_peers=2, sections=sections) as members:
+        a = members.start("a", *allow)
+        a.until("owns part")
+        pins = RunConfig.from_toml(members.path / "a" / "run.toml").plugins
+        assert sorted(pins) == ["codecs:ternary", "mergers:trimmed", "outer:lion", "penalties:factor"]
+        c = members.host("c")
+        assert c.finish() == 2
+        assert "uses entry:lion (edit.outer), code of another package: add `--allow lion` if you trust" in c.lines[-1], c.lines
+        with monkeypatch.context() as at_c:
+            at_c.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(os.fspath(installed), os.fspath(other)))
+            c = members.host("c", *allow)
+            assert c.finish() == 2
+        assert "entry:lion (edit.outer): the run has 0.1.0 sha256:" in c.lines[-1], c.lines
+        c = members.host("c", *allow)
+        a.until("2 vote, of 2 members")
+        b = members.join("b", *allow)
+        assert [each.finish() for each in (a, b, c)] == [0, 0, 0]
+        plugins.admit(RunConfig.from_toml(members.path / "a" / "run.toml"), {"lion", "trimmed", "factor", "ternary"})
+        one, another = (replica.snapshot() for replica in members.states(0, "a", "c"))
+        assert one.metadata["outer_step"] == 2 and same(one, another)
 
 
 def test_a_run_is_not_made_with_what_its_operator_has_not_allowed(installed: Path, tmp_path: Path) -> None:

@@ -44,7 +44,14 @@ def settings(outer_steps: int, start_peers: int = 1, quorum: int = 1, exact: boo
 class Swarm:
     """Members in folders of their own, as commands."""
 
-    def __init__(self, path: Path, parts: int = 2, gossip: Mapping[str, Any] | None = None, **run: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parts: int = 2,
+        gossip: Mapping[str, Any] | None = None,
+        sections: Mapping[str, Any] | None = None,
+        **run: Any,
+    ) -> None:
         self.path, self.daemons = path, dict[str, Daemon]()
         tables = settings(**run)
         del tables["server"]
@@ -52,7 +59,7 @@ class Swarm:
         if gossip:
             tables |= {"outer": {"algorithm": "gossip"}, "gossip": gossip}
             tables["rounds"] = {"start_peers": tables["rounds"]["start_peers"]}
-        (path / "run.toml").write_text(to_toml(tables))
+        (path / "run.toml").write_text(to_toml(tables | dict(sections or {})))
         (path / "text.py").write_bytes(Path(json.__file__).read_bytes())
 
     def _trains(self, name: str, verb: str, *arguments: object, ranks: int = 1) -> Daemon:
@@ -67,8 +74,8 @@ class Swarm:
     def join(self, name: str, *arguments: object, ranks: int = 1) -> Daemon:
         return self._trains(name, "join", self.invitation(name), *arguments, ranks=ranks)
 
-    def host(self, name: str) -> Daemon:
-        self.daemons[name] = Daemon("peers", "swarm", "host", self.invitation(name), "--home", self.path / name)
+    def host(self, name: str, *arguments: object) -> Daemon:
+        self.daemons[name] = Daemon("peers", "swarm", "host", self.invitation(name), "--home", self.path / name, *arguments)
         return self.daemons[name]
 
     def invitation(self, name: str) -> Path:
