@@ -13,6 +13,7 @@ RoundChanged         the phase or the open round is another one
 ContributionRefused  a contribution that was taken is dropped, with the reason
 PeerFaulted          a peer's bytes broke the protocol
 PeerQuarantined      that happened too often: it is kept out of the rounds for a while
+FragmentMerged       a fragment of the open round is merged, and in the journal
 StepCommitted        a commit is on disk and published
 RoundReport          a round closed, committed or aborted
 RunEnded             the last outer step or token is merged, or the run was drained; the state is checkpointed
@@ -42,6 +43,7 @@ __all__ = [
     "ContributionRefused",
     "EventLines",
     "EventLog",
+    "FragmentMerged",
     "MemberChanged",
     "MemberEnrolled",
     "OrderGiven",
@@ -157,6 +159,16 @@ class PeerQuarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class FragmentMerged:
+    """peers: whose contributions were looked at; seconds: from the last of them to the journal."""
+
+    round_id: int
+    fragment_id: int
+    peers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepCommitted:
     """The outer step advanced. missing: peers that were expected and are not part of the commit."""
 
@@ -201,6 +213,7 @@ RunEvent = (
     | ContributionRefused
     | PeerFaulted
     | PeerQuarantined
+    | FragmentMerged
     | StepCommitted
     | RoundReport
     | RunEnded

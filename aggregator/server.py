@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,16 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.host_folder import check_dht
+from aggregator.telemetry import RoundSpans
 from aggregator.tracking import Tracking
 from aggregator.worker_thread import Background
 from edit import kernels, plugins
+from edit.command_line import otlp_protocol
 from edit.config.plugins import AGREED
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EditError
 from edit.heaps import limit_heaps, map_large_blocks
+from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
@@ -326,8 +330,19 @@ async def serve_run(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     _log.info(kernels.load())
-    trackers = _trackers(folder, choice)
-    coordinator = Coordinator.open(folder, accept_rollback=accept_rollback, subscribers=[Tracking(trackers).on_event])
+    with ExitStack() as at_last:
+        trackers = at_last.enter_context(_trackers(folder, choice))
+        service = telemetry(otlp_protocol(), "edit-coordinator", folder.run_id, _member(folder))
+        subscribers = [Tracking(trackers).on_event] if trackers else []
+        if (told := at_last.enter_context(service)) is not None:
+            subscribers.append(RoundSpans(told, folder.run_id, folder.aggregator).on_event)
+        coordinator = Coordinator.open(folder, accept_rollback=accept_rollback, subscribers=subscribers)
+        await _serve(coordinator, stop, threads=threads, keep_serving=keep_serving, dht_peers=dht_peers)
+
+
+async def _serve(
+    coordinator: Coordinator, stop: asyncio.Event, *, threads: int, keep_serving: bool, dht_peers: tuple[str, ...]
+) -> None:
     said: Discovery | None = None
     try:
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
@@ -343,13 +358,15 @@ async def serve_run(
         if said is not None:
             await said.close()
         await coordinator.close()
-        trackers.close()
 
 
 def _trackers(folder: StateFolder, choice: TrackerChoice) -> Trackers:
     config = folder.config()
-    member = f"aggregator {folder.aggregator}" if folder.aggregator else "coordinator"
-    return choice.open(folder.run_id, config.name, member, folder.path / "trackers", json.loads(config.to_json()))
+    return choice.open(folder.run_id, config.name, _member(folder), folder.path / "trackers", json.loads(config.to_json()))
+
+
+def _member(folder: StateFolder) -> str:
+    return f"aggregator {folder.aggregator}" if folder.aggregator else "coordinator"
 
 
 def _check_dht(folder: StateFolder, dht_peers: tuple[str, ...]) -> None:

@@ -4,7 +4,7 @@ The names exported here are the public API: what a user's own loop needs (`EditW
 and the values and errors that cross the seams. Importing it starts nothing and reads no file; torch is imported with the first
 name that needs it, so that a command which only asks a question answers at once.
 
-Owns: the algorithm. Must not know: sockets, threads, clocks, the environment (edit.lab, edit.trackers and edit.web aside). In
+Owns: the algorithm. Must not know: sockets, threads, clocks, the environment (edit.lab, telemetry, trackers and web aside). In
 reading order:
 
 reference      every rule of the algorithm, naively, on one page

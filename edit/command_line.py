@@ -18,7 +18,7 @@ import edit
 from edit.errors import ConfigError, EditError
 from edit.plain_text import json_text, printable
 
-__all__ = ["EXIT_CODES", "SHORT_HELP", "exit_codes", "log_to_stderr", "run_command", "with_version"]
+__all__ = ["EXIT_CODES", "SHORT_HELP", "exit_codes", "log_to_stderr", "otlp_protocol", "run_command", "with_version"]
 
 # What every program ends with; an exception's is in `edit.errors`.
 EXIT_CODES = {
@@ -88,6 +88,18 @@ def log_to_stderr(level: int = logging.INFO, who: str = "") -> None:
     text = _OneLine(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_Json(who) if os.environ.get(LOG_FORMAT) == "json" else text)
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def otlp_protocol() -> str:
+    """Return how OpenTelemetry's variables want spans and metrics sent: "http/protobuf", "grpc", or empty: not at all.
+
+    They are sent where OTEL_EXPORTER_OTLP_ENDPOINT, or that of traces or metrics alone, names a collector, unless
+    OTEL_SDK_DISABLED is true. Everything else that the variables say, the SDK reads itself.
+    """
+    of = [os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT", "") for kind in ("", "TRACES_", "METRICS_")]
+    if not any(of) or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    return "grpc" if os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "").strip() == "grpc" else "http/protobuf"
 
 
 class _OneLine(logging.Formatter):

@@ -18,10 +18,12 @@ from typing import TypeAlias
 import torch
 
 from edit import plugins
+from edit.command_line import otlp_protocol
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
+from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from editpb.identity import Identity
 from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
@@ -138,7 +140,9 @@ def train(
                 if run_step > 0:
                     connection.prefetch()
                 trackers = at_last.enter_context(_trackers(options, config, identity) if ranks.leads else Trackers())
-                Training(options, config, place, connection, metrics, trackers).run(run_step)
+                protocol = otlp_protocol() if ranks.leads else ""
+                told = at_last.enter_context(telemetry(protocol, "edit-peer", identity.run_id, identity.peer_id))
+                Training(options, config, place, connection, metrics, trackers, told).run(run_step)
         except Interrupted:
             _log.info("stopping as asked")
             return False

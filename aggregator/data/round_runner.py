@@ -27,6 +27,7 @@ from aggregator.resources import Resources
 from aggregator.run_feed import (
     Advised,
     ContributionRefused,
+    FragmentMerged,
     PeerFaulted,
     PeerQuarantined,
     RoundChanged,
@@ -247,7 +248,7 @@ class RoundRunner:
 
     async def _reduce(self, effect: events.Reduce) -> None:
         """Merge one fragment and write it to the journal. Any exception fails the round."""
-        current, fragment_id = self._round, effect.fragment_id
+        current, fragment_id, began = self._round, effect.fragment_id, self._clock.monotonic()
         if current is None or current.round_id != effect.round_id:
             return
         try:
@@ -265,6 +266,8 @@ class RoundRunner:
         tokens = {one.peer_id: one.tokens for one in measured}
         current.records[fragment_id] = record
         current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in record.verdicts if v.weight > 0)
+        seconds = self._clock.monotonic() - began
+        self._run_feed.publish(FragmentMerged(effect.round_id, fragment_id, len(measured), seconds))
         self.feed(events.Reduced(effect.round_id, fragment_id))
 
     async def _stage(self, current: _Round, record: MergeRecord) -> None:

@@ -11,18 +11,20 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from edit import kernels
-from edit.collective import CompositeCollective
+from edit.collective import Collective, CompositeCollective
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import plan_fragments
 from edit.heaps import return_free_memory
 from edit.replica.ranks import Ranks
+from edit.telemetry import Telemetry
 from edit.trackers.background import Trackers
 from edit.worker.log_values import log_values
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -33,6 +35,7 @@ from peers.training.checkpoint import PeriodicCheckpoints, Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
 from peers.training.data import stream_seed
 from peers.training.data_source import DataSource, open_data
+from peers.training.exchange_spans import TracedCollective
 from peers.training.fault_injection import FaultInjector
 from peers.training.metrics import EVERY, Metrics
 from peers.training.options import PeerOptions
@@ -66,6 +69,7 @@ class Training:
         connection: RunConnection,
         metrics: Metrics,
         trackers: Trackers | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._options = options
         self._config = config
@@ -73,6 +77,7 @@ class Training:
         self._connection = connection
         self._metrics = metrics
         self._trackers = trackers or Trackers()
+        self._telemetry = telemetry
         self._tracked = -1  # the outer step that the trackers were told of last
         self._kind = "aggregator" if config.swarm is None else "part"  # what has a share of the model
         self._seconds: deque[float] = deque(maxlen=20)  # of the last inner steps
@@ -89,7 +94,7 @@ class Training:
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = dataclasses.replace(WorkerConfig.of(config), only_steps_write=True)
-        collective = CompositeCollective(self._connection.shares)
+        collective = CompositeCollective(self._traced())
         worker = EditWorker(trainer.model, trainer.optimizers, collective, settings, place.ranks, time.monotonic, leave="local")
         faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
@@ -113,6 +118,13 @@ class Training:
             if len(worker.shares) > 1:
                 _log.info("%s %d: outer step %d, digest %s", self._kind, number, share.outer_step, share.digest[:12])
         _log.info("the run has finished at outer step %d, digest %s: %s", worker.outer_step, worker.digest[:12], self._ending())
+
+    def _traced(self) -> Sequence[Collective]:
+        """Return the connections, each traced where there is somebody who wants to know."""
+        shares, told, run_id = self._connection.shares, self._telemetry, self._place.identity.run_id
+        if told is None:
+            return shares
+        return [TracedCollective(share, told, run_id, part, time.time) for part, share in enumerate(shares)]
 
     def _batches(self) -> DataSource:
         """Return the data: the same rows in the same order at every rank."""

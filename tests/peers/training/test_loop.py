@@ -84,8 +84,10 @@ def training(folder: Path, connection: RunConnection, config: RunConfig, metrics
     text = folder / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 20)
     place = Place(identity=Identity("run-1", "peer", "a"), device=torch.device("cpu"), layout=ONE_RANK, ranks=ALONE)
-    tracking = options.pop("tracking", None)
-    return Training(PeerOptions(**{"home": folder, "data": text, **options}), config, place, connection, metrics, tracking)  # type: ignore[arg-type]
+    tracking, telemetry = options.pop("tracking", None), options.pop("telemetry", None)
+    return Training(
+        PeerOptions(**{"home": folder, "data": text, **options}), config, place, connection, metrics, tracking, telemetry
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture
