@@ -19,7 +19,7 @@ from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
 from edit.config.overrides import with_settings
-from edit.config.presets import with_preset
+from edit.config.presets import with_preset, without_ineffective
 from edit.errors import ConfigError
 from edit.plain_text import json_text
 from edit.plugins import pin
@@ -97,7 +97,12 @@ def init(
         peers = typer.prompt("How many peers (organisations or machines) will train?", type=int, default=1)
     try:
         text = config.read_text(encoding="utf-8") if config is not None else template(peers or 1)
-        text = with_preset(text, preset, settings or ()) if preset is not None else with_settings(text, settings or ())
+        if preset is not None:
+            text = with_preset(text, preset, settings or ())
+        else:
+            text = with_settings(text, settings or ())
+            if config is None and settings:
+                text = without_ineffective(text, settings)  # what only the template says gives way
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: cannot be read ({error})") from error
     except tomllib.TOMLDecodeError as error:
@@ -107,6 +112,8 @@ def init(
     typer.echo(f"run {folder.run_id} in {state}")
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")
+    if chosen := folder.config().outer.chosen:
+        typer.echo(f"outer       {chosen}")
     typer.echo(f"next        edit-coordinator serve --state {state}")
 
 

@@ -78,9 +78,13 @@ enabled = true                  # false: a plain mean of all contributions that 
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
 #algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, in a swarm.
-optimizer = "nesterov"          # sgd, nesterov, adam, yogi or delayed_nesterov; or entry:NAME.
+#preset = "manual"              # auto: optimizer, lr and momentum follow from the run's length; remove them then.
+#chosen = ""                    # What auto chose, and why: peers and the run's status see it here; never write it.
+optimizer = "nesterov"          # sgd, nesterov, co2, adam, yogi or delayed_nesterov; or entry:NAME.
 lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
-momentum = 0.85                 # Outer momentum, for nesterov and delayed_nesterov; short runs want less, 0.6.
+momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nesterov; short runs want less, 0.6.
+#gap_penalty = 1.0              # co2 divides the pseudo-gradient by it.
+#momentum_clip = 0.0            # co2 clips each element of its momentum to this magnitude; 0: it does not.
 #beta1 = 0.9                    # First beta of adam and yogi.
 #beta2 = 0.99                   # Second beta of adam and yogi.
 #eps = 1e-3                     # Epsilon of adam and yogi.

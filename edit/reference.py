@@ -53,6 +53,15 @@ def nesterov(theta: Tensor, momentum: Tensor, merged: Tensor, lr: float, mu: flo
     return theta - lr * (merged + mu * momentum), momentum
 
 
+def co2(
+    theta: Tensor, momentum: Tensor, merged: Tensor, lr: float, mu: float, gap: float, clip: float
+) -> tuple[Tensor, Tensor]:
+    """arXiv 2401.16265, as its authors' code: v <- mu v + D / gap, within +-clip (0: any); theta <- theta - nu v."""
+    v = mu * momentum + merged * (1 / gap)
+    v = v.clamp(-clip, clip) if clip else v
+    return theta - lr * v, v
+
+
 def delayed_nesterov(theta: Tensor, arrivals: Sequence[Tensor], lr: float, mu: float, period: int, c: float) -> list[Tensor]:
     """Return theta after each arrival: delayed Nesterov (arXiv 2401.09135, algorithm 3)."""
     momentum, gathered, history = torch.zeros_like(theta), torch.zeros_like(theta), []

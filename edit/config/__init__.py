@@ -7,5 +7,6 @@ file but the one it is given.
     algorithm   the sections sync, penalty, outer, rounds
     codec       the section codec, and the text that names a codec
     run         the other sections, and the whole
+    auto        the outer optimizer from a run's length
     presets     named settings of published methods
 """

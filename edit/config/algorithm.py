@@ -8,7 +8,7 @@ from typing import Annotated
 
 from edit.config.codec import LOCAL, SPARSE, CodecConfig
 from edit.config.plugins import OneOfOrEntry
-from edit.config.validation import Between, OneOf, Positive, check_bounds, require
+from edit.config.validation import Between, Matches, OneOf, Positive, check_bounds, require
 
 __all__ = [
     "GossipConfig",
@@ -18,6 +18,10 @@ __all__ = [
     "SyncConfig",
     "check_together",
 ]
+
+
+def _is_a_line(text: str) -> bool:
+    return len(text) <= 300 and text.isprintable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,15 +158,24 @@ class OuterConfig:
     # every peer has outer parameters of its own, and takes each outer step with one other peer; the section [gossip] has its
     # settings, this one no others. For a swarm, and for a run within one process (`edit.local.LocalGossip`).
     algorithm: Annotated[str, OneOf("mean", "gossip")] = "mean"
-    # The outer optimizer. delayed_nesterov is meant for rounds.merging = "arrivals".
+    # Who chooses `optimizer`, `lr` and `momentum`. `manual`: they are as written; `auto`: they follow from the number of outer
+    # steps and H (`edit.config.auto`), when run.toml is read.
+    preset: Annotated[str, OneOf("manual", "auto")] = "manual"
+    # What `auto` chose, and why; it is not to be written.
+    chosen: Annotated[str, Matches(_is_a_line, "must be a line of at most 300 characters")] = ""
+    # The outer optimizer. co2: heavy-ball momentum (arXiv 2401.16265). delayed_nesterov: for rounds.merging = "arrivals".
     # `entry:NAME`: a plug-in (docs/plugins.md).
-    optimizer: Annotated[str, OneOfOrEntry("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")] = "nesterov"
+    optimizer: Annotated[str, OneOfOrEntry("sgd", "nesterov", "co2", "adam", "yogi", "delayed_nesterov")] = "nesterov"
     # Options for an optimizer that is a plug-in.
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     # nu: the outer learning rate.
     lr: Annotated[float, Positive()] = 0.8
-    # mu: the momentum of nesterov and delayed_nesterov.
+    # mu: the momentum of nesterov, co2 and delayed_nesterov.
     momentum: Annotated[float, Between(0, 0.9999)] = 0.85
+    # co2's staleness gap penalty: what the pseudo-gradient is divided by before it enters the momentum.
+    gap_penalty: Annotated[float, Between(1, 1e6)] = 1.0
+    # co2's outer momentum clipping: the largest magnitude of an element of the momentum; 0: no clipping.
+    momentum_clip: Annotated[float, Between(0, 1e6)] = 0.0
     # First beta of adam and yogi (arXiv 2003.00295).
     beta1: Annotated[float, Between(0, 0.9999)] = 0.9
     # Second beta of adam and yogi.

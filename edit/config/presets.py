@@ -17,7 +17,7 @@ from edit.config.run import RunConfig, ineffective
 from edit.config.validation import build
 from edit.errors import ConfigError
 
-__all__ = ["PRESETS", "Preset", "dropped", "preset", "with_preset"]
+__all__ = ["PRESETS", "Preset", "dropped", "preset", "with_preset", "without_ineffective"]
 
 Plain = str | int | float | bool
 
@@ -50,6 +50,13 @@ def _outer(optimizer: str, lr: float, momentum: float | None = None, **more: Pla
 _MEAN: Mapping[str, Plain] = {"enabled": False}
 _EACH_STEP = "it needs every peer's gradient at every step, which no carrier of this project transports"
 
+_CO2: Mapping[str, Mapping[str, Plain]] = {
+    "sync": {"every": 48, "mode": "delayed", "delay": 48, "mix": "replay"},
+    "outer": _outer("co2", 1.0, 0.5, momentum_clip=1.0),
+    "penalty": _MEAN,
+}
+_CO2_NOTE = "a peer keeps its own progress of the round that is on its way (sync.mix = replay), which the paper's drops"
+
 PRESETS: Mapping[str, Preset] = {
     "data-parallel": Preset(
         summary="gradients averaged at every step: what the others are compared with",
@@ -69,6 +76,18 @@ PRESETS: Mapping[str, Preset] = {
         summary="the mean pseudo-gradient through Nesterov momentum",
         source="Douillard et al. 2023, arXiv 2311.08105",
         settings={"sync": {"every": 500}, "outer": _outer("nesterov", 0.7, 0.9), "penalty": _MEAN},
+    ),
+    "co2": Preset(
+        summary="heavy-ball outer steps one round late: an exchange has all of the next round's time",
+        source="Sun et al. 2024, arXiv 2401.16265",
+        settings=_CO2,
+        note=f"{_CO2_NOTE}; the gap penalty is 1, as in the authors' code",
+    ),
+    "co2-star": Preset(
+        summary="CO2 whose outer parameters and momentum are sharded over the workers",
+        source="Sun et al. 2024, arXiv 2401.16265, outer_momentum_memory_efficient of its code; EDiT's CO2*",
+        settings=_CO2,
+        note="the numbers are co2's: here no peer holds a momentum, and aggregators share theta among them",
     ),
     "edit": Preset(
         summary="DiLoCo with the pseudo-gradient penalty, layer by layer before each forward",
@@ -195,7 +214,14 @@ def with_preset(text: str, name: str, settings: Sequence[str] = ()) -> str:
     if chosen.only_harness:
         raise ConfigError(f"preset {name}: edit-lab compare has it, a coordinator's run cannot: {chosen.only_harness}")
     own = [f"{section}.{key}={_toml(value)}" for section, keys in chosen.settings.items() for key, value in keys.items()]
-    text = with_settings(text, [*own, *settings])
+    return without_ineffective(with_settings(text, [*own, *settings]), settings)
+
+
+def without_ineffective(text: str, settings: Sequence[str]) -> str:
+    """Return run.toml's text with each key as a comment that has no effect and is not among the settings.
+
+    Raises ConfigError for unknown keys and wrong values, and where a key has no line of its own.
+    """
     mapping: Mapping[str, Any] = tomllib.loads(text)
     for section, key in dropped(mapping, settings):
         text = commented_out(text, section, key)

@@ -22,6 +22,7 @@ from edit.config.algorithm import (
     SyncConfig,
     check_together,
 )
+from edit.config.auto import choose_outer
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
@@ -351,8 +352,18 @@ class RunConfig:
         if "swarm" in mapping and isinstance(written, Mapping):
             values["membership"] = {**MEMBERSHIP_IN_A_SWARM, **written}
         config = build(cls, values, "")
+        rule = 'is written by outer.preset = "auto"; remove it'
+        require(not config.outer.chosen, "outer.chosen", config.outer.chosen, rule)
         _reject_ineffective(config, mapping)
-        return config
+        return config._with_outer_chosen() if config.outer.preset == "auto" else config
+
+    def _with_outer_chosen(self) -> RunConfig:
+        """Return the configuration with what `outer.preset = "auto"` chooses: so it is in the digest, and never changes."""
+        sync = self.sync
+        choice = choose_outer(outer_steps=sync.outer_steps, groups=sync.groups, every=sync.every, peers=self.rounds.start_peers)
+        momentum = choice.momentum if choice.momentum is not None else self.outer.momentum
+        outer = dataclasses.replace(self.outer, optimizer=choice.optimizer, lr=choice.lr, momentum=momentum, chosen=choice.why)
+        return dataclasses.replace(self, outer=outer)
 
     @classmethod
     def from_toml(cls, path: Path, settings: Sequence[str] = ()) -> RunConfig:
@@ -412,6 +423,10 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("inner", "momentum", 0.95),
     ("", "robust", dataclasses.asdict(RobustConfig())),
     ("outer", "options", {}),
+    ("outer", "preset", "manual"),
+    ("outer", "chosen", ""),
+    ("outer", "gap_penalty", 1.0),
+    ("outer", "momentum_clip", 0.0),
     ("outer", "merger", "mean"),
     ("outer", "merger_options", {}),
     ("penalty", "options", {}),
@@ -532,18 +547,25 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         ("gossip",),
         note=": no update is sent",
     ),
+    NoEffect("outer", {"optimizer", "lr", "momentum"}, "outer.preset", ("auto",), note=", which chooses them"),
     NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
-    NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "delayed_nesterov")),
-    NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "adam", "yogi")),
+    NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "co2", "delayed_nesterov")),
+    NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "co2", "adam", "yogi")),
     NoEffect(
         "outer",
-        {"momentum", "beta1", "beta2", "eps", "period", "c"},
+        {"gap_penalty", "momentum_clip"},
+        "outer.optimizer",
+        ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov"),
+    ),
+    NoEffect(
+        "outer",
+        {"momentum", "beta1", "beta2", "eps", "period", "c", "gap_penalty", "momentum_clip"},
         "outer.optimizer",
         None,
         also=lambda config: is_entry(config.outer.optimizer),
         beside="of entry:",
     ),
-    NoEffect("outer", {"options"}, "outer.optimizer", ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")),
+    NoEffect("outer", {"options"}, "outer.optimizer", ("sgd", "nesterov", "co2", "adam", "yogi", "delayed_nesterov")),
     NoEffect("outer", {"merger_options"}, "outer.merger", ("mean",)),
     NoEffect(
         "outer",

@@ -1,4 +1,4 @@
-"""Outer optimizers: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), Adam and Yogi, and plug-ins.
+"""Outer optimizers: s = step(D), theta <- theta - s, for SGD, Nesterov (also delayed), CO2's, Adam and Yogi, and plug-ins.
 
 Every operation is a separate, correctly rounded multiplication, addition, division or square root (no fma, no lerp, no alpha=),
 so s has the same bits on every CPU.
@@ -113,10 +113,10 @@ def _check(plugin: plugins.Plugin, what: str, tensor: object, numels: tuple[int,
 
 
 def _initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
-    """{} for sgd, momentum for nesterov, also buffer and count for delayed_nesterov, first and second for adam and yogi."""
+    """momentum for nesterov and co2, also buffer and count for delayed_nesterov, first and second for adam, yogi; sgd: {}."""
     if config.optimizer == "sgd":
         return {}
-    if config.optimizer == "nesterov":
+    if config.optimizer in ("nesterov", "co2"):
         return {"momentum": torch.zeros(numel)}
     if config.optimizer == "delayed_nesterov":
         return {"momentum": torch.zeros(numel), "buffer": torch.zeros(numel), "count": torch.zeros(1)}
@@ -132,6 +132,14 @@ def _nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor
     """v <- mu v + D; s = nu (D + mu v) (arXiv 2311.08105, algorithm 1)."""
     momentum = torch.mul(slots["momentum"], config.momentum).add_(merged)
     return torch.mul(momentum, config.momentum).add_(merged).mul_(config.lr), {"momentum": momentum}
+
+
+def _co2(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """v <- clip(mu v + D / gap_penalty), element by element; s = nu v (arXiv 2401.16265, and its authors' code)."""
+    momentum = torch.mul(slots["momentum"], config.momentum).add_(torch.mul(merged, 1 / config.gap_penalty))
+    if config.momentum_clip > 0:
+        momentum.clamp_(-config.momentum_clip, config.momentum_clip)
+    return torch.mul(momentum, config.lr), {"momentum": momentum}
 
 
 def _delayed_nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -170,6 +178,7 @@ def _adaptive(config: OuterConfig, slots: Slots, merged: Tensor, second: Tensor)
 _RULES: Mapping[str, Rule] = {
     "sgd": _sgd,
     "nesterov": _nesterov,
+    "co2": _co2,
     "delayed_nesterov": _delayed_nesterov,
     "adam": _adam,
     "yogi": _yogi,

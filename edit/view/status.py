@@ -49,6 +49,8 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         f"{'  draining' if run.draining and run.phase != 'finished' else ''}"
     )
     console.print(who + _words(facts))
+    if chosen := next((each.value for each in run.settings if each.name == "outer.chosen"), ""):
+        console.print(_words(f"outer.preset = auto chose {chosen}"), soft_wrap=True)
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
     for line in (run.reason, *run.warnings):

@@ -109,8 +109,8 @@ def _of_file(path: Path) -> dict[str, Any]:
 def _of_preset(name: str, length: Length) -> dict[str, Any]:
     tables: dict[str, Any] = {section: dict(keys) for section, keys in preset(name).settings.items()}
     sync = tables.setdefault("sync", {})
-    sync["every"] = length.every
-    if sync.get("mode") == "eager":
+    own, sync["every"] = sync.get("every"), length.every
+    if (sync.get("mode") == "eager") or sync.get("delay") == own:
         sync["delay"] = length.every
     if sync.get("schedule") == "time":
         sync["time_s"] = float(length.every)  # a step of a peer that is not slowed down takes a virtual second

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from edit.config.run import OuterConfig
 from edit.merging.outer_optimizers import outer_optimizer
-from edit.reference import delayed_nesterov
+from edit.reference import co2, delayed_nesterov
 
-OPTIMIZERS = ("sgd", "nesterov", "adam", "yogi", "delayed_nesterov")
+OPTIMIZERS = ("sgd", "nesterov", "co2", "adam", "yogi", "delayed_nesterov")
 
 
 def gradients(count: int, numel: int = 50) -> list[Tensor]:
@@ -72,6 +72,17 @@ def test_delayed_nesterov_follows_the_paper(period: int, c: float) -> None:
     expected = delayed_nesterov(torch.ones(50), merged, 0.7, 0.9, period, c)
     for count in (1, 4, 5, 12):
         assert torch.allclose(run(config, merged[:count])[0], expected[count - 1], atol=1e-5)
+
+
+@pytest.mark.parametrize(("gap", "clip"), [(1.0, 0.0), (4.0, 0.0), (2.0, 0.7)])
+def test_co2_is_heavy_ball_with_its_penalty_and_its_clip(gap: float, clip: float) -> None:
+    merged = gradients(6)
+    config = OuterConfig(optimizer="co2", lr=0.9, momentum=0.5, gap_penalty=gap, momentum_clip=clip)
+    theta, momentum = torch.ones(50), torch.zeros(50)
+    for one in merged:
+        theta, momentum = co2(theta, momentum, one, 0.9, 0.5, gap, clip)
+    assert torch.equal(run(config, merged)[0], theta)
+    assert not clip or float(momentum.abs().max()) <= clip
 
 
 def test_delayed_nesterov_with_one_peer_is_nesterov_to_the_bit() -> None:

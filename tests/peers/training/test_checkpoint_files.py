@@ -26,6 +26,7 @@ from peers.training import checkpoint_files
 from peers.training.checkpoint import Resumable
 from peers.training.checkpoint_files import Checkpoints, Owner
 from peers.training.data import Batches, Tokens
+from peers.training.inner_optimizers import optimizers_of, saved_state
 from peers.training.sharding import ONE_RANK, RankLayout, shard_model
 from peers.training.trainer import Trainer
 from tests.support.world import spawn
@@ -103,10 +104,11 @@ class Peer:
         model: nn.Module | None = None,
         tokens: int = 400,
         new_data: bool = False,
+        optimizer: str = "adamw",
     ) -> None:
         layout = layout_of(ranks.size, split=isinstance(model, GPT))
         batches = Batches(Tokens(np.arange(tokens, dtype=np.uint8) % 16, "row", 16), 8, 6, 3)
-        config = InnerConfig(lr=0.01, warmup_steps=0)
+        config = InnerConfig(lr=0.01, warmup_steps=0, optimizer=optimizer)
         self.trainer = Trainer(
             shard_model(model or Net(), layout), batches, config, total_steps=99, device=CPU, clock=lambda: 0.0, layout=layout
         )
@@ -140,7 +142,10 @@ class Peer:
         """Everything that the next step depends on, in full."""
         state: dict[str, Tensor] = dict(self.trainer.model.state_dict())
         for name, parameter in self.trainer.model.named_parameters():
-            state |= {f"{name} {key}": value for key, value in self.trainer.optimizer.state[parameter].items()}
+            if not parameter.requires_grad:
+                continue
+            owner = optimizers_of(self.trainer.optimizers, {name: parameter})[name]
+            state |= {f"{name} {key}": value for key, value in saved_state(owner, parameter).items()}
         state |= {f"outer {name}": tensor for name, tensor in self.worker.outer.items()}
         state |= {f"residual {name}": tensor for name, tensor in self.worker.residual.items()}
         return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
@@ -229,6 +234,16 @@ class TestGoingOn:
         other.check_state(first.state())
         assert other.trainer.steps == 3 and other.trainer.optimizer.state, "the moments are those of the checkpoint"
         assert other.resumable.batches.state() == Peer(tmp_path, tokens=480).resumable.batches.state()
+
+    @pytest.mark.parametrize("optimizer", ["muon", "sgd", "torch:Adafactor", "torch:RAdam"])
+    def test_with_another_optimizer(self, tmp_path: Path, optimizer: str) -> None:
+        def peer() -> Peer:
+            return Peer(tmp_path, model=GPT(ModelConfig(layers=1, heads=2, width=8, context=8), 0), optimizer=optimizer)
+
+        first = peer().train(2).save().wait()
+        other = peer().resume()
+        other.check(first)
+        other.train(2).check(first.train(2))
 
     def test_before_the_first_step(self, tmp_path: Path) -> None:
         first = Peer(tmp_path).save().wait()
