@@ -23,6 +23,8 @@ _VERBS = (
         "share-authority",
         "new-authority",
         "leave",
+        "make-relay",
+        "relay",
         "recover",
         "rejoin",
     ),
@@ -45,6 +47,7 @@ def _serve() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--listen", help="HOST:PORT; port 0 chooses one, once")
     parser.add_argument("--advertise", help="the host by which others reach it; empty: nobody does")
+    parser.add_argument("--relay", help="HOST:PORT of a relay by which others reach it; empty: none")
     parser.add_argument("--dht-peers", action="append", default=[], help="a libp2p node of the DHT to begin with")
     parser.add_argument("--hours", help="in which it takes part, by this machine's clock: 22:00-06:00")
     parser.add_argument("--max-mbit", type=float, help="what is sent per second, in 10^6 bits")
@@ -64,7 +67,7 @@ def _serve() -> None:
     for each in given.seed:
         peer_id, _, address = each.partition("=")
         seeds[peer_id] = (*seeds.get(peer_id, ()), address)
-    settle(given.folder, given.listen, given.advertise, seeds, tuple(given.dht_peers))
+    settle(given.folder, given.listen, given.advertise, seeds, tuple(given.dht_peers), given.relay)
     hours = Hours.parse(given.hours) if given.hours else None
     allowed = frozenset(given.allow)
     keep_hours(hours, lambda: asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit, allowed=allowed)))

@@ -208,8 +208,10 @@ def invite(path: Path, peer_id: str, *, hours: float, now: float) -> Invitation:
     port = int(folder.listen.rpartition(":")[2]) or member.port()
     if folder.advertise and port:
         known[own] = (f"{folder.advertise}:{port}",)
+    elif folder.relay:
+        known[own] = (folder.relay,)
     if not known.keys() & {own, *holders}:
-        raise ConfigError(f"{path}: nobody reaches this member yet; start it, with --advertise HOST")
+        raise ConfigError(f"{path}: nobody reaches this member yet; start it, with --advertise HOST, or --relay HOST:PORT")
     first = sorted(known, key=lambda each: (each != own, each not in holders))  # who redeems it comes first
     hosts = {each: known[each] for each in first[:MAX_ENDPOINTS]}
     before = record.enrolled.get(peer_id) if record is not None else None

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from aggregator.swarm import operate
 from aggregator.swarm.standing import Report
-from edit.command_line import SHORT_HELP
+from edit.command_line import SHORT_HELP, log_to_stderr
 from edit.plain_text import json_text, printable
 from editpb.invitation import MAX_TEXT_CHARS
 
@@ -138,6 +138,29 @@ def new_authority(folder: Folder) -> None:
 def leave(folder: Folder) -> None:
     """Let the host of this folder hand its parts over, be voted out and end. The same command that started it joins again."""
     typer.echo(operate.leave(folder))
+
+
+@app.command()
+def make_relay(
+    folder: Folder,
+    made: Annotated[Path, typer.Argument(help="The folder to make, for the relay's machine.")],
+) -> None:
+    """Make the folder of a relay: its key and certificate, and the authority's certificate."""
+    typer.echo(operate.make_relay(folder, made))
+
+
+@app.command()
+def relay(
+    folder: Annotated[Path, typer.Argument(help="A folder that `make-relay` made.")],
+    listen: Annotated[str, typer.Option(help="HOST:PORT to bind.")] = "0.0.0.0:7700",
+) -> None:
+    """Pass bytes on between members that nobody can dial, and who dials them, until SIGINT or SIGTERM."""
+    import asyncio
+
+    from aggregator.swarm.relay import serve_relay
+
+    log_to_stderr()
+    asyncio.run(serve_relay(folder, listen))
 
 
 @app.command()

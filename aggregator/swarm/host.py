@@ -52,6 +52,7 @@ from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
+from aggregator.swarm.relayed import RelayedPort
 from aggregator.swarm.replication import Fetching, PartReplica, carry_out
 from aggregator.swarm.standing import (
     MOST_NOTICES,
@@ -148,10 +149,17 @@ _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a host serves. listen: HOST:PORT to bind; advertise: the host at which others reach it; '': nobody does."""
+    """Where a host serves.
+
+    Args:
+        listen: HOST:PORT to bind.
+        advertise: the host at which others reach it; '': nobody does.
+        relay: HOST:PORT of a relay by which others reach it, in place of that; '': none.
+    """
 
     listen: str
     advertise: str = ""
+    relay: str = ""
 
 
 class _HostedPart:
@@ -183,6 +191,7 @@ class Host:
         discovery: finds more of them; not started.
         settings: what new members are told, and the record must say.
         authority: the run's, where this member can let others in.
+        relayed: by which it is reached, where its place has a relay.
         certificate: of this member, for it to be renewed.
         limit: of what is sent to others; not of what stays on this machine.
         on_commit: is told of each outer step that is taken here, in the part's thread.
@@ -208,6 +217,7 @@ class Host:
         clock: Clock | None = None,
         settings: Settings | None = None,
         authority: Authority | None = None,
+        relayed: RelayedPort | None = None,
         certificate: OwnCertificate | None = None,
         limit: SendLimit = UNLIMITED,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
@@ -216,7 +226,7 @@ class Host:
         self._config, self._folder, self._members, self._place = config, folder, members, place
         self._clock, self._timing = clock or Clock(), timing or Timing()
         self._seeds: Addresses = seeds or {}
-        self._discovery, self._limit = discovery, limit
+        self._discovery, self._limit, self._relayed = discovery, limit, relayed
         self._found: Addresses = {}  # by it
         self._settings, self._authority, self._certificate = settings, authority, certificate
         self._trust = Trust(folder.path) if certificate is not None else None
@@ -271,7 +281,7 @@ class Host:
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
         saved = await self._begun()
-        addresses = (f"{self._place.advertise}:{port}",) if self._place.advertise else ()
+        addresses = (f"{self._place.advertise}:{port}",) if self._place.advertise else tuple(filter(None, (self._place.relay,)))
         reachable, authority = bool(addresses), self._certified_by()
         member = self._member = Member(
             incarnation=saved.incarnation, addresses=addresses, reachable=reachable, authority=authority
@@ -292,6 +302,8 @@ class Host:
         self._background.spawn(self._say_who_is_missed())
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))
+        if self._relayed is not None:
+            self._background.spawn(self._relayed.run(self.listen, self._say_news))
         if self.gossip is not None:
             self._background.spawn(self.gossip.run())
         if self._discovery is not None:
@@ -666,12 +678,15 @@ class Host:
             case ev.Refused(reason):
                 self._refused(event, reason)
             case ev.Noticed(text):
-                self._note(text)
-                _log.info("%s", text)
+                self._say_news(text)
 
     def _note(self, text: str) -> None:
         """Show it in the status for a while."""
         self._notices.append((self._clock.monotonic(), one_line(text, MOST_WORDS // 2)))
+
+    def _say_news(self, text: str) -> None:
+        self._note(text)
+        _log.info("%s", text)
 
     def _check(self, record: Record | None) -> None:
         """Raise ConfigError when this member's model is not cut into as many parts as the swarm's."""

@@ -63,6 +63,7 @@ class HostFolder:
 
     listen: str = "127.0.0.1:0"  # HOST:PORT; port 0 is chosen once
     advertise: str = ""  # the host at which others reach it; empty: nobody does
+    relay: str = ""  # HOST:PORT of a relay by which others reach it, in place of that; empty: none
     seeds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # HOST:PORT of members to begin with
     discovery: str = ""  # as swarm.discovery in run.toml, which it goes before here; '': what that says
     dht_peers: tuple[str, ...] = ()  # multiaddresses of nodes of the DHT to begin with, members or not
@@ -80,6 +81,12 @@ class HostFolder:
             raise ConfigError(f"dht_port = {self.dht_port!r:.80}: must be a port, or 0")
         if self.advertise and not is_endpoint(f"{self.advertise}:1"):
             raise ConfigError(f"--advertise {self.advertise!r:.80}: must be a host name or an address, without a port")
+        if self.relay and not is_endpoint(self.relay):
+            raise ConfigError(f"--relay {self.relay!r:.80}: must be HOST:PORT, as the relay listens")
+        if self.relay and self.advertise:
+            raise ConfigError(
+                f"--relay {self.relay}: not with --advertise {self.advertise}; a relay is for a member that nobody can dial"
+            )
         for peer_id, addresses in self.seeds.items():
             Identity("run", "peer", peer_id)
             if wrong := next((each for each in addresses if not is_endpoint(each)), ""):

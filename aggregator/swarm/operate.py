@@ -25,13 +25,14 @@ from cryptography.hazmat.primitives import serialization
 
 from aggregator.operator_client import drain_run, evict_peer, pause_run, resume_run
 from aggregator.security.authority import COORDINATOR_ID, load_issuer
-from aggregator.security.certificates import key_pem, make_ca, new_key
+from aggregator.security.certificates import CA_LIFETIME_S, key_pem, make_ca, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.storage.store import Store
-from aggregator.swarm.admission import addresses_of, root_of
+from aggregator.swarm.admission import Trust, addresses_of, root_of
 from aggregator.swarm.host_folder import HostFolder, authority_folder, check_dht, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.relay import relay_identity
 from aggregator.swarm.replication import PartReplica
 from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
@@ -55,6 +56,7 @@ __all__ = [
     "drain",
     "evict",
     "leave",
+    "make_relay",
     "new_authority",
     "operator_credentials",
     "pause",
@@ -399,6 +401,30 @@ async def _replace_authority(folder: _Folder) -> str:
     return (
         f"the authority is replaced; {me} alone has the new key: say share-authority for others, and invite who is to join anew"
     )
+
+
+def make_relay(path: Path, made: Path) -> str:
+    """Make the folder of a relay in `made`: with what is in it nobody can be a member, or give orders.
+
+    Raises ConfigError (no authority's key in `path`; the folder exists), RefusedError (a key that was replaced), StorageError.
+    """
+    authority, identity = authority_folder(path), relay_identity(identity_of(path).run_id)
+    if not (authority / "ca.key").exists():
+        raise ConfigError(f"{authority / 'ca.key'}: is missing; only who has the authority's key can make a relay's folder")
+    issuer, key, trust = load_issuer(authority), new_key(), Trust(path)
+    if issuer.certificate != trust.present:
+        raise RefusedError("the authority was replaced, and this copy of its key makes no relays any more")
+    try:
+        made.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise ConfigError(f"{made}: cannot be made ({error.strerror}); name a new folder") from error
+    names = (identity.server_name,)
+    certificate = issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=time.time(), server_names=names)
+    pem = serialization.Encoding.PEM
+    write_atomic(made / "ca.pem", issuer.certificate.public_bytes(pem))
+    write_atomic(made / "relay.key", key_pem(key), mode=0o600)
+    write_atomic(made / "relay.pem", certificate.public_bytes(pem))
+    return f"{made} is a relay's folder: copy it to a machine that all members reach; there: edit-peer swarm relay {made.name}"
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from aggregator.swarm.admission import OwnCertificate, open_authority, take_sett
 from aggregator.swarm.host import Host, Place
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of, members
 from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.relayed import RelayedPort
 from edit import kernels, plugins
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
@@ -116,7 +117,7 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str]) -> Host:
         config,
         MemberFolder(path),
         [schema for _, schema in settings.schemas(config)],
-        Place(folder.listen, folder.advertise),
+        Place(folder.listen, folder.advertise, folder.relay),
         client,
         server,
         members(path),
@@ -125,6 +126,7 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str]) -> Host:
         discovery=discovery,
         settings=settings,
         authority=open_authority(path),
+        relayed=RelayedPort(folder.relay, path, identity) if folder.relay else None,
         certificate=OwnCertificate(path, identity, time.time),
         limit=limit,
     )
@@ -182,13 +184,18 @@ def settle(
     advertise: str | None,
     seeds: Mapping[str, tuple[str, ...]],
     dht_peers: tuple[str, ...] = (),
+    relay: str | None = None,
 ) -> HostFolder:
-    """Change host.json to what the command line says; what it leaves out stays. Raises ConfigError, StorageError."""
+    """Change host.json to what the command line says; what it leaves out stays. Raises ConfigError, StorageError.
+
+    Of --advertise and --relay the one that is named takes the place of the other.
+    """
     folder = HostFolder.load(path)
     changed = dataclasses.replace(
         folder,
         listen=folder.listen if listen is None else listen,
-        advertise=folder.advertise if advertise is None else advertise,
+        advertise=("" if relay else folder.advertise) if advertise is None else advertise,
+        relay=("" if advertise else folder.relay) if relay is None else relay,
         seeds=seeds or folder.seeds,
         dht_peers=dht_peers or folder.dht_peers,
     )

@@ -38,6 +38,13 @@ AdvertiseOption = Annotated[
     str | None,
     typer.Option(help="The host name or address by which the other members reach this one; '' if they cannot."),
 ]
+RelayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="A relay (see `relay`) by which the others reach this member, where nobody can dial it; '' if there is none.",
+    ),
+]
 InvitationArgument = Annotated[
     str | None,
     typer.Argument(
@@ -57,6 +64,7 @@ def start(
     name: Annotated[str, typer.Option(help="The name of this member.")] = "founder",
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
     invited: Annotated[
         str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
@@ -68,8 +76,8 @@ def start(
 ) -> None:
     """Found a swarm, print an invitation for a second member, and train. The same command goes on after a stop or a crash.
 
-    Other machines can join only with --advertise. The founder's folder also has the run's authority, which lets others in: keep
-    it, and keep it secret. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
+    Other machines can join only with --advertise or --relay. The founder's folder also has the run's authority, which lets
+    others in: keep it, and keep it secret. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
     Exit codes: 0 finished or stopped, 2 wrong configuration, 3 refused, 4 evicted.
 
     Example: edit-peer swarm start run.toml --data ~/books --home a --advertise training.example.org
@@ -81,7 +89,7 @@ def start(
     from peers.swarm.membership import Founding, found, is_member
 
     home, new = options.home, []
-    place = _place(options, listen, advertise, dht_peers)
+    place = _place(options, listen, advertise, relay, dht_peers)
 
     def prepare() -> list[str]:
         if not is_member(home):
@@ -108,11 +116,20 @@ def start(
     run_member(options, prepare, serving)
 
 
-def _place(options: PeerOptions, listen: str | None, advertise: str | None, dht_peers: list[str] | None) -> Place:
+def _place(
+    options: PeerOptions, listen: str | None, advertise: str | None, relay: str | None, dht_peers: list[str] | None
+) -> Place:
     from peers.swarm.membership import Place
 
     nodes = tuple(dht_peers or ())
-    return Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=options.max_mbit, allowed=options.allowed)
+    return Place(
+        listen=listen,
+        advertise=advertise,
+        relay=relay,
+        dht_peers=nodes,
+        max_mbit=options.max_mbit,
+        allowed=options.allowed,
+    )
 
 
 def _check_same(home: Path, run_toml: Path | None, settings: Sequence[str]) -> None:
@@ -136,6 +153,7 @@ def join(
     invitation: InvitationArgument = None,
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
 ) -> None:
     """Join a swarm with an invitation, and train. The same command goes on after a stop or a crash.
@@ -152,7 +170,7 @@ def join(
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import enter
 
-    place = _place(options, listen, advertise, dht_peers)
+    place = _place(options, listen, advertise, relay, dht_peers)
     text = _text_of(invitation)
     run_member(options, lambda: place.arguments(options.home, enter(options.home, text, place.dht_peers)))
 
@@ -163,6 +181,7 @@ def host(
     home: HomeOption = Path("edit-peer"),
     listen: ListenOption = None,
     advertise: AdvertiseOption = None,
+    relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
     max_mbit: MaxMbitOption = None,
     hours: HoursOption = None,
@@ -181,7 +200,15 @@ def host(
     text = _text_of(invitation)
     nodes = tuple(dht_peers or ())
     allowed = frozenset(allow or ())
-    place = Place(listen=listen, advertise=advertise, dht_peers=nodes, max_mbit=max_mbit, hours=hours, allowed=allowed)
+    place = Place(
+        listen=listen,
+        advertise=advertise,
+        relay=relay,
+        dht_peers=nodes,
+        max_mbit=max_mbit,
+        hours=hours,
+        allowed=allowed,
+    )
     arguments = place.arguments(home, enter(home, text, nodes))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
@@ -294,6 +321,32 @@ def leave(home: HomeOption = Path("edit-peer")) -> None:
 
 
 @app.command()
+def make_relay(
+    folder: Annotated[Path, typer.Argument(help="The folder to make; copy it to the relay's machine.")],
+    home: HomeOption = Path("edit-peer"),
+) -> None:
+    """Make the folder of a relay. It has a key of its own, which opens nothing. Needs the run's authority in --home.
+
+    Example: edit-peer swarm make-relay relay --home a
+    """
+    _operate("make-relay", home, folder)
+
+
+@app.command()
+def relay(
+    folder: Annotated[Path, typer.Argument(help="The folder that `make-relay` made.")],
+    listen: Annotated[str, typer.Option(help="HOST:PORT to bind.")] = "0.0.0.0:7700",
+) -> None:
+    """Pass bytes on between members that nobody can dial: for a machine that all of them reach. It cannot read them.
+
+    It holds no model and is no member. Members are told of it by --relay. It ends at Ctrl-C or SIGTERM.
+
+    Example: edit-peer swarm relay relay --listen 0.0.0.0:7700
+    """
+    _operate("relay", folder, "--listen", listen)
+
+
+@app.command()
 def recover(
     home: HomeOption = Path("edit-peer"),
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
@@ -332,7 +385,10 @@ def _print_invitation(home: Path, name: str, hours: float) -> None:
     typer.echo(f"for {name}, single use, valid {hours:g} h; authority {fingerprint}", err=True)
     typer.echo(f"redeemed at {addresses}", err=True)
     if all(is_loopback(each.rpartition(":")[0]) for each in addresses.split()):
-        typer.echo("only this machine reaches these addresses; for others start this member with --advertise HOST", err=True)
+        typer.echo(
+            "only this machine reaches these addresses; others need --advertise HOST or --relay HOST:PORT",
+            err=True,
+        )
 
 
 def _text_of(invitation: str | None) -> str | None:

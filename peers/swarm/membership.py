@@ -54,6 +54,7 @@ class Place:
 
     listen: str | None = None  # HOST:PORT
     advertise: str | None = None  # the host at which others reach it; '': nobody does
+    relay: str | None = None  # HOST:PORT of a relay by which others reach it; '': none
     dht_peers: tuple[str, ...] = ()  # multiaddresses of nodes of the DHT; none: as before
     max_mbit: float | None = None  # what it sends per second, as long as it runs; None: no bound
     hours: str | None = None  # in which a host that does not train takes part; None: always
@@ -67,6 +68,8 @@ class Place:
         """
         listen, advertise = self.listen, self.advertise
         new = not (home / "host.json").exists()
+        if self.relay and not advertise:
+            advertise, listen = "", listen or "127.0.0.1:0"
         if advertise is None and listen is not None:
             advertise = listen.rpartition(":")[0]
             if advertise in ("0.0.0.0", "[::]"):
@@ -82,6 +85,8 @@ class Place:
             words += ["--listen", listen]
         if advertise is not None:
             words += ["--advertise", advertise]
+        if self.relay is not None:
+            words += ["--relay", self.relay]
         if self.max_mbit is not None:
             words += ["--max-mbit", str(self.max_mbit)]
         if self.hours is not None:

@@ -412,6 +412,29 @@ def _verb(*words: object) -> str:
     return ended.stdout
 
 
+@on_a_loop
+async def test_members_that_no_other_can_dial_take_an_outer_step_through_a_relay(tmp_path: Path) -> None:
+    with swarm(tmp_path, members="ab") as members:
+        members.share_authority("a")
+        assert "is a relay's folder" in _verb("make-relay", tmp_path / "a", tmp_path / "relay")
+        passing = Daemon("aggregator.swarm", "relay", tmp_path / "relay", "--listen", "127.0.0.1:0")
+        try:
+            there = passing.until("listens on").split()[-1]
+            for peer_id, other in ("ab", "ba"):
+                members.start(peer_id, advertise="", relay=there, seeds={other: (there,)})
+            members.until("a", "2 vote, of 2 members")
+            async with members.owner(0) as (_, peer, view):
+                await _contribute(peer, view)
+                await peer.view(lambda view: view.outer_step == 1)
+            for peer_id in "ab":
+                members.until(peer_id, "part 0 is at outer step 1")
+            members.end()
+            assert len({replica.state.digest for replica in members.states()}) == 1
+        finally:
+            passing.process.send_signal(signal.SIGTERM)
+            assert passing.finish() == 0
+
+
 def test_a_host_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """Its standard input is a pipe that is closed when that process ends, however it ends."""
     with swarm(tmp_path, members="a"):

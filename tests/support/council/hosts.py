@@ -24,9 +24,11 @@ from aggregator.swarm.admission import OwnCertificate, open_authority, root_of
 from aggregator.swarm.host import Host, Place, found_swarm, merging
 from aggregator.swarm.host_folder import credentials
 from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.relayed import RelayedPort
 from edit.config.run import RunConfig
 from edit.council.machine import Role, Timing
 from edit.council.record import Record, name_of
+from edit.durable_files import write_atomic
 from edit.fragments.assignment import assign
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.lab.council.replicated import same
@@ -124,6 +126,7 @@ class Hosts:
         advertise: str = "127.0.0.1",
         seeds: dict[str, tuple[str, ...]] | None = None,
         discovery: Callable[[tuple[bytes, bytes, bytes]], Any] | None = None,
+        relay: str = "",
     ) -> Host:
         """Start a member from its folder. It knows those that run, unless it is to discover them.
 
@@ -131,6 +134,7 @@ class Hosts:
             advertise: '': it accepts no connections.
             seeds: whom it knows, and where; None: all that run.
             discovery: makes it of (private key, certificate, authority).
+            relay: HOST:PORT by which others reach it; nobody dials it then.
         """
         path, key, certificate = self.path / peer_id, *self.own(peer_id)
         client = grpc.ssl_channel_credentials(self.ca, key, certificate)
@@ -142,13 +146,19 @@ class Hosts:
         def took(part: int, commit: Commit) -> None:
             self.taken.setdefault((part, commit.outer_step), set()).add(commit.digest)
 
+        if relay:
+            path.mkdir(exist_ok=True)
+            write_atomic(path / "peer.key", key, mode=0o600)
+            write_atomic(path / "peer.pem", certificate)
+            write_atomic(path / "ca.pem", self.ca)
+        identity = Identity(self.run_id, "peer", peer_id)
         host = Host(
             self.run_id,
             peer_id,
             self.config,
             self.folder(peer_id),
             self.schemas,
-            Place("127.0.0.1:0", advertise),
+            Place("127.0.0.1:0", "" if relay else advertise, relay),
             client,
             server,
             Members(self.path / peer_id / "members.json", new=True, enrols=False),
@@ -159,7 +169,8 @@ class Hosts:
             on_commit=took,
             limit=self.limits.get(peer_id, UNLIMITED),
             authority=open_authority(path),
-            certificate=OwnCertificate(path, Identity(self.run_id, "peer", peer_id), self.unix) if self.renews else None,
+            certificate=OwnCertificate(path, identity, self.unix) if self.renews else None,
+            relayed=RelayedPort(relay, path, identity) if relay else None,
         )
         await host.start()
         self.running[peer_id] = host

@@ -1,0 +1,324 @@
+"""Members that nobody can dial reach each other through a relay, which passes on to them and to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator.security.certificates import make_ca
+from aggregator.swarm import operate, relay
+from aggregator.swarm.host_folder import HostFolder
+from aggregator.swarm.process import settle
+from aggregator.swarm.relay import BACK, HELLO, MOST_UNDECIDED_FROM, READY, Relay, relay_context, relay_identity, server_name_of
+from aggregator.swarm.relayed import RelayedPort
+from edit.errors import ConfigError, RefusedError, TransportError
+from editpb.identity import Identity
+from tests.aggregator.swarm.test_host import step
+from tests.aggregator.swarm.test_operating import equip
+from tests.support.council.hosts import Hosts, hosts
+from tests.support.loops import pass_time, run_held
+
+NAME = "0123456789abcdef0123456789abcdef01234567.invalid"
+
+
+def hello(name: str | None) -> bytes:
+    """The first message of TLS of a client that wants this server."""
+    context, to_server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    client = context.wrap_bio(ssl.MemoryBIO(), to_server, server_hostname=name)
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    return to_server.read()
+
+
+def test_the_server_name_is_read_off_the_first_message_once_all_of_it_is_there() -> None:
+    whole = hello(NAME)
+    assert server_name_of(whole) == server_name_of(whole + b"more") == NAME
+    assert all(server_name_of(whole[:length]) is None for length in range(len(whole)))
+    assert server_name_of(hello(None)) == ""
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\x00\x04\x02\x00\x00\x00", b"\x00"]
+)
+def test_what_is_no_first_message_of_tls_is_refused(first: bytes) -> None:
+    with pytest.raises(RefusedError):
+        server_name_of(first)
+
+
+@given(at=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 10_000))
+def test_a_damaged_first_message_is_a_name_or_refused(at: int, byte: int, cut: int) -> None:
+    whole = bytearray(HELLO_OF_NAME)
+    whole[at % len(whole)] = byte
+    try:
+        found = server_name_of(bytes(whole[: cut % len(whole) + 1]))
+    except RefusedError:
+        return
+    assert found is None or found.isascii()
+
+
+HELLO_OF_NAME = hello(NAME)
+
+
+@asynccontextmanager
+async def relayed(swarm: Hosts) -> AsyncIterator[Relay]:
+    """A relay of the run, whose folder the first member has made."""
+    path = swarm.path / "relay"
+    if not path.exists():
+        swarm.folder("a")
+        operate.make_relay(equip(swarm, "a", authority=True), path)
+    run_id, context = relay_context(path)
+    assert run_id == swarm.run_id
+    one = Relay(run_id, context)
+    await one.start("127.0.0.1:0")
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+def scenario(tmp_path: Path, body: Callable[[Hosts, Relay], Any]) -> None:
+    async def run() -> None:
+        async with hosts(tmp_path) as swarm, relayed(swarm) as one:
+            await body(swarm, one)
+            for peer_id in list(swarm.running):
+                await swarm.stop(peer_id)
+
+    run_held(run())
+
+
+async def grow(swarm: Hosts, one: Relay, members: str) -> None:
+    """All members know of each other is the relay."""
+    swarm.found(members[0])
+    for peer_id in members:
+        seeds = {other: (one.listen,) for other in members if other != peer_id}
+        await swarm.start(peer_id, seeds=seeds, relay=one.listen)
+        await swarm.until(lambda: swarm.leader == members[0], passes=1.0)
+    await swarm.until(lambda: swarm.settled(members), passes=1.0)
+
+
+def test_members_that_nobody_can_dial_train_vote_and_follow_each_other_as_owners(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        await grow(swarm, one, "abc")
+        assert one.members == {"a", "b", "c"}
+        assert all(member.reachable and member.addresses == (one.listen,) for member in swarm.record.members.values())
+        await step(swarm, 1)
+        owner = swarm.record.parts[0].owner
+        await swarm.stop(owner)
+        await swarm.until(lambda: swarm.owner() is not None and swarm.record.parts[0].owner != owner, passes=1.0)
+        await step(swarm, 2)
+        assert swarm.same()
+        await swarm.until(lambda: owner not in one.members)
+
+    scenario(tmp_path, body)
+
+
+def test_members_come_back_to_a_relay_that_was_started_again(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        await grow(swarm, one, "ab")
+        await one.close()
+        await swarm.until(lambda: not swarm.running["b"].links.connected, passes=1.0)
+        notes = swarm.running["a"].standing().notices
+        await swarm.until(
+            lambda: any("others cannot dial" in note for note in swarm.running["a"].standing().notices), passes=1.0
+        )
+        assert any(note.endswith(": connected") for note in notes)
+        again = Relay(swarm.run_id, relay_context(swarm.path / "relay")[1])
+        await again.start(one.listen)
+        try:
+            await swarm.until(lambda: again.members == {"a", "b"}, passes=5.0)
+            await swarm.until(lambda: swarm.running["b"].links.connected and swarm.running["b"].council.leader, passes=1.0)
+            await step(swarm, 1)
+        finally:
+            for peer_id in "ab":
+                await swarm.stop(peer_id)
+            await again.close()
+
+    scenario(tmp_path, body)
+
+
+# -- strangers -------------------------------------------------------------------------------------------------------------
+
+
+async def answer(one: Relay, first: bytes) -> bytes:
+    """What a stranger is told, until the connection ends."""
+    host, _, port = one.listen.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first)
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def test_a_relay_passes_nothing_on_to_who_is_no_member(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        unknown = Identity(swarm.run_id, "peer", "z").server_name
+        firsts = [hello(unknown), hello("example.org"), hello(None), b"CONNECT example.org:443 HTTP/1.1\r\n", BACK + bytes(32)]
+        for first in firsts:
+            assert await answer(one, first) == b"", first
+        assert not one.members and not one._undecided
+
+    scenario(tmp_path, body)
+
+
+async def register(one: Relay, swarm: Hosts, credentials: tuple[bytes, bytes] | None, word: bytes = HELLO) -> bytes:
+    """What is answered to somebody with this key and certificate who would be a member."""
+    context = ssl.create_default_context(cadata=swarm.ca.decode())
+    if credentials is not None:
+        path = swarm.path / "shown.pem"
+        path.write_bytes(b"".join(credentials))
+        context.load_cert_chain(path)
+    host, _, port = one.listen.rpartition(":")
+    name = relay_identity(swarm.run_id).server_name
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name)
+        writer.write(word)
+        try:
+            return await reader.readline()
+        finally:
+            writer.transport.abort()
+    except (OSError, EOFError):
+        return b""
+
+
+def test_only_peers_of_the_run_are_passed_on_to(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        assert await register(one, swarm, swarm.certificate("b")) == READY
+        await swarm.until(lambda: not one.members)
+        assert await register(one, swarm, None) == b""
+        for role, run_id in (("operator", ""), ("observer", ""), ("peer", "another")):
+            assert await register(one, swarm, swarm.certificate("b", role, run_id)) == b""
+        assert await register(one, swarm, swarm.certificate("b"), b"something else\n") == b""
+        assert await register(one, swarm, swarm.certificate("b"), b"x" * 1000) == b""
+        assert not one.members
+
+    scenario(tmp_path, body)
+
+
+def test_connections_that_say_nothing_are_bounded(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        host, _, port = one.listen.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(MOST_UNDECIDED_FROM)]
+        await swarm.until(lambda: one._undecided.total() == MOST_UNDECIDED_FROM)
+        assert await answer(one, b"") == b""  # closed at once
+        for _, writer in silent:
+            writer.close()
+        await swarm.until(lambda: not one._undecided)
+        assert await register(one, swarm, swarm.certificate("b")) == READY
+
+    scenario(tmp_path, body)
+
+
+def test_who_wants_a_member_that_does_not_dial_back_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        monkeypatch.setattr(relay, "MOST_OF_MEMBER", 1)
+        member = relay._Registered("b", _Deaf())  # type: ignore[arg-type]
+        one._members[NAME] = member
+        first = asyncio.ensure_future(answer(one, hello(NAME)))
+        await swarm.until(lambda: member.streams == 1)
+        assert await answer(one, hello(NAME)) == b""  # more than it may have
+        assert not first.done()
+        pass_time(relay.HELLO_S)
+        assert await first == b""
+        assert member.streams == 0 and not one._awaited and not one._streams
+        del one._members[NAME]
+
+    scenario(tmp_path, body)
+
+
+class _Deaf:
+    """A member's connection that is never answered."""
+
+    def __init__(self) -> None:
+        self.transport, self.written = self, b""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+
+# -- a relay that lies -----------------------------------------------------------------------------------------------------
+
+
+def test_a_relay_that_asks_for_more_than_a_member_has_is_not_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr("aggregator.swarm.relayed.MOST_OF_MEMBER", 2)
+        port = RelayedPort("127.0.0.1:1", tmp_path, Identity("r", "peer", "a"))
+        for _ in range(5):
+            port._take(b"open %s\n" % (b"0" * 64))
+        assert len(port._passing) == 2
+        with pytest.raises(Exception, match="this version does not know"):
+            port._take(b"open ../../etc\n")
+        await asyncio.gather(*port._passing)
+
+    asyncio.run(body())
+
+
+def test_a_relay_of_another_run_is_not_connected_to(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        other = RelayedPort(one.listen, swarm.path / "a", Identity("another", "peer", "a"))
+        with pytest.raises(TransportError, match="is it a relay of this run"):
+            await other._stay()
+        (swarm.path / "a" / "ca.pem").write_bytes(
+            make_ca(swarm.run_id, time.time())[1].public_bytes(serialization.Encoding.PEM)
+        )
+        with pytest.raises(RefusedError, match="is not one of this run"):
+            await RelayedPort(one.listen, swarm.path / "a", Identity(swarm.run_id, "peer", "a"))._stay()
+
+    scenario(tmp_path, body)
+
+
+# -- settings --------------------------------------------------------------------------------------------------------------
+
+
+def test_relay_and_advertise_take_each_others_place(tmp_path: Path) -> None:
+    assert settle(tmp_path, None, "me.example", {}).advertise == "me.example"
+    found = settle(tmp_path, None, None, {}, relay="relay.example:7700")
+    assert (found.advertise, found.relay) == ("", "relay.example:7700")
+    assert settle(tmp_path, None, "", {}) == found
+    found = settle(tmp_path, None, "me.example", {})
+    assert (found.advertise, found.relay) == ("me.example", "")
+    with pytest.raises(ConfigError, match="--relay r:1: not with --advertise me"):
+        settle(tmp_path, None, "me.example", {}, relay="r:1")
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        HostFolder(relay="relay.example")
+
+
+def test_a_relays_folder_is_made_by_who_has_the_authority_and_never_over_another(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        made = swarm.path / "relay"
+        assert {each.name for each in made.iterdir()} == {"ca.pem", "relay.key", "relay.pem"}
+        assert (made / "relay.key").stat().st_mode & 0o777 == 0o600
+        with pytest.raises(ConfigError, match="name a new folder"):
+            operate.make_relay(swarm.path / "a", made)
+        swarm.folder("b")
+        with pytest.raises(ConfigError, match="only who has the authority's key"):
+            operate.make_relay(equip(swarm, "b"), swarm.path / "relay-2")
+        with pytest.raises(ConfigError, match="is no relay's folder"):
+            relay_context(swarm.path / "b")
+
+    scenario(tmp_path, body)
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot be bound"):
+            await Relay(swarm.run_id, one._context).start(f"127.0.0.1:{taken.getsockname()[1]}")
+
+    scenario(tmp_path, body)
