@@ -7,6 +7,7 @@ Installs byzfl, without its dependencies, into FOLDER. Its package imports torch
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -57,4 +58,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where byzfl is installed")
+    main(parser.parse_args().folder)
