@@ -194,6 +194,30 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
 
 
 @app.command()
+def explain(
+    home: HomeOption = Path("edit-peer"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Say what leaves this site: what this member sends, to whom, in what form, how often, who sees it and where it is kept.
+
+    By the run's present configuration, which the coordinator is asked for.
+
+    Example: edit-peer explain --home my-peer
+    """
+    from edit.view.explain import STAYS, leaving, print_leaving
+    from peers.identity.peer_folder import PeerFolder
+    from peers.watching import read_status
+
+    folder = PeerFolder(home)
+    enrolled = folder.load(time.time())
+    entries = leaving(asyncio.run(read_status(folder)), enrolled.identity.role, enrolled.endpoints)
+    if as_json:
+        typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
+    else:
+        print_leaving(Console(), enrolled.run_id, enrolled.identity.peer_id, entries)
+
+
+@app.command()
 def alone(
     run: Annotated[Path, typer.Option(help="The run.toml with the model and the inner optimizer.")],
     data: DataOption,

@@ -1,0 +1,175 @@
+"""What leaves a peer's site: what it sends, to whom, in what form, how often, and where it is kept.
+
+`leaving` is pure; `print_leaving` shows it. docs/what-leaves-my-site.md says the same for every configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from edit.plain_text import parse_json, printable
+from edit.view.units import bytes_text
+from editpb.run_status import RunStatus
+
+__all__ = ["STAYS", "Leaving", "leaving", "print_leaving"]
+
+STAYS = (
+    "the training data and whatever names it",
+    "the local parameters and the inner optimizer's state",
+    "the private key of this peer's certificate",
+)
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """One kind of thing that leaves the site. All in words."""
+
+    what: str
+    to: str
+    form: str
+    how_often: str
+    size: str
+    seen_by: str
+    kept: str
+
+    def as_json(self) -> dict[str, str]:
+        """Return one entry of `explain --json`."""
+        return asdict(self)
+
+
+def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Leaving, ...]:
+    """Return what leaves the site of a member.
+
+    status: what the coordinator says of the run, with its settings; role: the member's; endpoints: the coordinator's.
+    """
+    settings = _settings(status)
+    coordinator = f"the coordinator ({' or '.join(map(printable, endpoints))})"
+    asked = Leaving(
+        what="its certificate and the address that it calls from",
+        to=coordinator,
+        form="mutual TLS",
+        how_often="with every connection",
+        size="a few kB",
+        seen_by="the operator; its name and state: every member",
+        kept="the name and events: at the coordinator, for as long as its folder; the address: in its log",
+    )
+    if role != "peer":
+        return (asked,)
+    addresses = settings.get("aggregators.addresses")
+    further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
+    return (
+        _contribution(status, settings, coordinator, further),
+        _heartbeat(settings, coordinator),
+        _schema(coordinator),
+        asked,
+    )
+
+
+def _settings(status: RunStatus) -> dict[str, object]:
+    """Return the run's settings by name; without those whose value is no JSON."""
+    settings = {}
+    for setting in status.settings:
+        try:
+            settings[setting.name] = parse_json(setting.value)
+        except ValueError:
+            continue
+    return settings
+
+
+def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str]) -> Leaving:
+    to = f"{coordinator} and the aggregators at {', '.join(map(printable, further))}" if further else coordinator
+    fragments = any(value for name, value in settings.items() if name.startswith("codec.fragments"))
+    often = f"each fragment once in {_said(settings, 'sync.every')} inner steps"
+    if settings.get("sync.schedule") == "time":
+        often = f"each fragment once in {_said(settings, 'sync.time_s')} seconds"
+    codec = f"codec {_said(settings, 'codec.up')}{', other codecs for some fragments' if fragments else ''}"
+    return Leaving(
+        what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens",
+        to=to,
+        form=f"{codec}, over mutual TLS; not masked and without noise, so it can tell of the data to who reads it",
+        how_often=f"{often}; again when a round is aborted",
+        size=_size(status),
+        seen_by="the operator of each aggregator; other members see norms, weights and verdicts, and the merged result",
+        kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
+        f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints",
+    )
+
+
+def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
+    shared = settings.get("membership.share_losses")
+    losses = (
+        "loss and metrics: every member (membership.share_losses = true)"
+        if shared
+        else "loss and metrics: the operator alone (membership.share_losses = false)"
+        if shared is False
+        else "loss and metrics: the operator, and others if the run shares them"
+    )
+    return Leaving(
+        what="reports: state, steps, tokens per second, bytes, the device's name, digest of the parameters; training "
+        "loss, unless it runs with --hide-loss; metrics that its own loop gives to worker.report",
+        to=coordinator,
+        form="numbers and short texts, over mutual TLS",
+        how_often=f"every {_said(settings, 'membership.heartbeat_s')} s",
+        size="below 1 kB each, plus metrics",
+        seen_by=f"the operator and every member; {losses}",
+        kept="in the coordinator's metrics.jsonl and the three files before it, until newer lines take their place",
+    )
+
+
+def _schema(coordinator: str) -> Leaving:
+    return Leaving(
+        what="the names and shapes of the model's parameters; from the first peer of a run, its first parameters",
+        to=coordinator,
+        form="plain fp32 for the parameters, over mutual TLS",
+        how_often="once",
+        size="the parameters: 4 bytes each",
+        seen_by="the operator; every member gets the common parameters",
+        kept="in the checkpoints, as the run's model",
+    )
+
+
+def _said(settings: Mapping[str, object], name: str) -> str:
+    """Return a setting's value, and its name."""
+    return f"{printable(str(settings[name]))} ({name})" if name in settings else f"as {name} says"
+
+
+def _size(status: RunStatus) -> str:
+    """Return the bytes of a contribution, measured over the committed rounds that the status has."""
+    committed = [report for report in status.rounds if report.committed]
+    arrived = sum(1 for report in committed for peer in report.peers if peer.verdict not in ("absent", "carried"))
+    received = sum(report.bytes_in for report in committed)
+    if not arrived or received <= 0:
+        return "not known before the first committed round"
+    each = received / arrived
+    said = f"{bytes_text(each)} per outer step, the mean of all peers in {len(committed)} committed rounds"
+    took = committed[-1].t - committed[0].t
+    if len(committed) > 1 and took > 0:
+        said += f"; {bytes_text(each * (len(committed) - 1) / took * _DAY_S)} per day at their pace"
+    return said
+
+
+def print_leaving(console: Console, run_id: str, peer_id: str, entries: Sequence[Leaving]) -> None:
+    """Print what leaves the site, and what does not."""
+    console.print(
+        Text(f"What leaves the site of {printable(peer_id)} for {printable(run_id)}, as the run is configured now", "bold")
+    )
+    for entry in entries:
+        console.print(Text(f"\n{entry.what}", "bold"), soft_wrap=True)
+        for name, words in (
+            ("to", entry.to),
+            ("form", entry.form),
+            ("how often", entry.how_often),
+            ("size", entry.size),
+            ("seen by", entry.seen_by),
+            ("kept", entry.kept),
+        ):
+            console.print(Text(f"  {name:10}{words}"), soft_wrap=True)
+    console.print(Text(f"\nNot sent: {'; '.join(STAYS)}."), soft_wrap=True)
+    console.print(
+        Text("A tracker (--tracker) sends what you log to where you point it; that is not the run's."), soft_wrap=True
+    )

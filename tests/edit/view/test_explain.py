@@ -1,0 +1,80 @@
+"""`edit-peer explain`: what leaves a site, by what the run says of its configuration."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from edit.view.explain import Leaving, leaving, print_leaving
+from editpb.run_status import RunStatus, Setting
+from tests.edit.view.test_live import closed, status
+
+AT = ("hub.example:7700",)
+
+
+def configured(base: RunStatus | None = None, **values: object) -> RunStatus:
+    named = {
+        "codec__up": "int8",
+        "sync__every": 50,
+        "membership__heartbeat_s": 2.0,
+        "membership__share_losses": False,
+        **values,
+    }
+    rows = (Setting(name=name.replace("__", "."), value=json.dumps(value), default="null") for name, value in named.items())
+    return replace(base or replace(status(), rounds=()), settings=tuple(rows))
+
+
+def by_what(told: tuple[Leaving, ...], begins: str) -> Leaving:
+    return next(entry for entry in told if entry.what.startswith(begins))
+
+
+def test_a_contribution_goes_to_every_aggregator_in_the_codec_of_the_run() -> None:
+    told = by_what(leaving(configured(aggregators__addresses=["b.example:7710"]), "peer", AT), "contributions")
+    assert "hub.example:7700" in told.to and "b.example:7710" in told.to
+    assert "int8" in told.form and "not masked" in told.form
+    assert "50 (sync.every) inner steps" in told.how_often
+
+
+def test_other_codecs_of_some_fragments_and_a_schedule_by_time_are_said() -> None:
+    timed = configured(sync__schedule="time", sync__time_s=30.0, codec__fragments={"embedding*": {"up": "topk"}})
+    told = by_what(leaving(timed, "peer", AT), "contributions")
+    assert "other codecs for some fragments" in told.form and "30.0 (sync.time_s) seconds" in told.how_often
+
+
+def test_its_size_is_measured_and_before_any_commit_it_is_not_known() -> None:
+    assert by_what(leaving(configured(), "peer", AT), "contributions").size == "not known before the first committed round"
+    first, later = (replace(closed(step), bytes_in=6_000_000, t=1000.0 + 864 * step) for step in (1, 2))
+    peers = sum(peer.verdict not in ("absent", "carried") for peer in first.peers)
+    assert peers == 2
+    told = by_what(leaving(configured(replace(status(), rounds=(first, later))), "peer", AT), "contributions").size
+    assert "3.0 MB per outer step" in told and "300 MB per day" in told
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"), [(False, "the operator alone"), (True, "every member (membership.share_losses = true)")]
+)
+def test_who_sees_losses_is_what_the_run_says(shared: bool, words: str) -> None:
+    assert words in by_what(leaving(configured(membership__share_losses=shared), "peer", AT), "reports").seen_by
+
+
+@pytest.mark.parametrize("role", ["observer", "operator"])
+def test_a_member_that_does_not_train_sends_only_its_calls(role: str) -> None:
+    assert [entry.what for entry in leaving(configured(), role, AT)] == ["its certificate and the address that it calls from"]
+
+
+def test_what_a_coordinator_leaves_out_or_garbles_is_not_made_up() -> None:
+    garbled = replace(status(), rounds=(), settings=(Setting(name="codec.up", value="{", default="null"),))
+    told = leaving(garbled, "peer", AT)
+    assert "as codec.up says" in by_what(told, "contributions").form
+    assert "others if the run shares them" in by_what(told, "reports").seen_by
+
+
+def test_what_a_coordinator_wrote_is_text_on_the_terminal() -> None:
+    out = io.StringIO()
+    print_leaving(Console(file=out, width=100), "run-1", "a", leaving(configured(codec__up="[red]\x1b[2J"), "peer", AT))
+    assert "[red]" in out.getvalue() and "\x1b" not in out.getvalue()
+    assert "Not sent: the training data" in out.getvalue()
